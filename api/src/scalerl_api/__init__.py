@@ -1,0 +1,9 @@
+"""The resource and wire types every other member speaks.
+
+Lives here: the ``ScaleRLRun`` resource (:mod:`.spec`), how a file becomes one or a list of precise
+errors (:mod:`.load`), what processes of a run say to each other (:mod:`.wire`, :mod:`.endpoints`),
+how a process learns where it stands (:mod:`.process`), and where a run keeps its files
+(:mod:`.paths`).
+
+Never lives here: I/O beyond reading a spec file, torch, Kubernetes, or a decision.
+"""

@@ -1,0 +1,126 @@
+"""From a YAML file to a :class:`~scalerl_api.spec.ScaleRLRun`, or to a list of precise problems."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from scalerl_api.spec import KIND, ScaleRLRun
+
+
+@dataclass(frozen=True)
+class SpecProblem:
+    """One thing wrong: where (field path, or ``line n``), what, and what to do."""
+
+    where: str
+    message: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.message}" + (f" ({self.hint})" if self.hint else "")
+
+
+class SpecError(Exception):
+    """A run file that cannot be used; ``problems`` has every reason found."""
+
+    def __init__(self, source: str, problems: list[SpecProblem]) -> None:
+        self.source = source
+        self.problems = problems
+        super().__init__("\n".join(f"{source}: {problem}" for problem in problems))
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Safe YAML that refuses a key given twice; YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[str, int] = {}
+        for key_node, _ in node.value:
+            key = str(key_node.value)
+            line = key_node.start_mark.line + 1
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key!r} given twice (first on line {seen[key]})", key_node.start_mark
+                )
+            seen[key] = line
+        return super().construct_mapping(node, deep)
+
+
+def load_run(path: Path) -> ScaleRLRun:
+    """Read and check one run file.
+
+    Raises:
+        SpecError: unreadable, not YAML, not one object, or fields that do not fit.
+    """
+    source = str(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SpecError(
+            source, [SpecProblem("file", error.strerror or str(error), "check the path")]
+        ) from error
+    except UnicodeDecodeError as error:
+        raise SpecError(source, [SpecProblem(f"byte {error.start}", "not UTF-8 text")]) from error
+    return parse_run(text, source)
+
+
+def parse_run(text: str, source: str) -> ScaleRLRun:
+    """Check the text of one run file; ``source`` names it in errors."""
+    try:
+        documents = [d for d in yaml.load_all(text, Loader=_StrictLoader) if d is not None]
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "file"
+        raise SpecError(source, [SpecProblem(where, error.problem or "not valid YAML")]) from error
+    except yaml.YAMLError as error:
+        raise SpecError(source, [SpecProblem("file", f"not valid YAML: {error}")]) from error
+    if len(documents) != 1 or not isinstance(documents[0], dict):
+        found = f"{len(documents)} documents" if len(documents) != 1 else type(documents[0]).__name__
+        raise SpecError(source, [SpecProblem("file", f"expected one {KIND} object, found {found}")])
+    try:
+        return ScaleRLRun.model_validate(documents[0])
+    except ValidationError as error:
+        raise SpecError(source, list(_problems(error))) from error
+
+
+def _problems(error: ValidationError) -> Iterator[SpecProblem]:
+    for item in error.errors(include_url=False):
+        location = [str(part) for part in item["loc"]]
+        where = ".".join(location) or "file"
+        if item["type"] == "extra_forbidden":
+            names = _field_names(ScaleRLRun, location[:-1])
+            close = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]}?" if close else f"known here: {', '.join(sorted(names))}"
+            yield SpecProblem(where, "unknown field", hint)
+        elif item["type"] == "missing":
+            yield SpecProblem(where, "required, but not given")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            given = item.get("input")
+            hint = (
+                f"got {given!r}"
+                if isinstance(given, str | int | float | bool) and repr(given) not in message
+                else ""
+            )
+            yield SpecProblem(where, message, hint)
+
+
+def _field_names(model: type[BaseModel], location: list[str]) -> list[str]:
+    """Aliases of the fields that ``location`` allows."""
+    for part in location:
+        field = next((f for n, f in model.model_fields.items() if part in (n, f.alias)), None)
+        nested = None if field is None else _model_in(field.annotation)
+        if nested is None:
+            return []
+        model = nested
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    candidates = [annotation, *get_args(annotation)]
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)

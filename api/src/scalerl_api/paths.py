@@ -1,0 +1,66 @@
+"""Where a run keeps its files: one directory, the same layout on a laptop and on a volume."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """The layout of a run's directory.
+
+    >>> RunPaths(Path("/runs/a")).checkpoint(20).as_posix()
+    '/runs/a/checkpoints/step-00000020'
+    """
+
+    root: Path
+
+    @property
+    def run_file(self) -> Path:
+        """The run with every default written out; what all roles read."""
+        return self.root / "run.yaml"
+
+    @property
+    def base_model(self) -> Path:
+        """Config, tokenizer and initial weights, as prepared before any role starts."""
+        return self.root / "model"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:08d}"
+
+    @property
+    def journal(self) -> Path:
+        """The coordinator's own directory."""
+        return self.root / "coordinator"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a trained step; written by the coordinator."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def curve(self) -> Path:
+        """One row an evaluation; written by the coordinator."""
+        return self.root / "curve.csv"
+
+    @property
+    def curve_picture(self) -> Path:
+        return self.root / "curve.png"
+
+    @property
+    def summary(self) -> Path:
+        return self.root / "summary.json"
+
+    @property
+    def token(self) -> Path:
+        """The run's bearer token, mode 0600."""
+        return self.root / "token"

@@ -1,0 +1,54 @@
+"""How a process of a run learns where it stands: read once, in ``main``, never in the middle of logic.
+
+Both runtimes set the same variables. A missing or malformed one is one error that names it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from scalerl_api.paths import RunPaths
+
+DIR = "SCALERL_DIR"
+NAME = "SCALERL_NAME"
+COORDINATOR_URL = "SCALERL_COORDINATOR_URL"
+TOKEN_FILE = "SCALERL_TOKEN_FILE"
+
+
+class EnvironmentProblem(Exception):
+    """A variable that the runtime should have set is missing or malformed."""
+
+
+@dataclass(frozen=True)
+class ProcessEnvironment:
+    """What every role gets.
+
+    ``name`` is the replica's stable name (``generator-0``, ``trainer-1``, ``coordinator-0``).
+    """
+
+    paths: RunPaths
+    name: str
+    coordinator_url: str
+    token: str
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] = os.environ) -> ProcessEnvironment:
+        """From the process's environment and the token file it names.
+
+        Raises:
+            EnvironmentProblem: a variable is missing, or the token cannot be read.
+        """
+        missing = [name for name in (DIR, NAME, COORDINATOR_URL, TOKEN_FILE) if not environ.get(name)]
+        if missing:
+            raise EnvironmentProblem(f"not set: {', '.join(missing)}; the runtime sets these for every role")
+        token_file = Path(environ[TOKEN_FILE])
+        try:
+            token = token_file.read_text().strip()
+        except OSError as error:
+            raise EnvironmentProblem(f"{TOKEN_FILE}={token_file}: {error.strerror}") from error
+        if not token:
+            raise EnvironmentProblem(f"{TOKEN_FILE}={token_file}: empty")
+        return cls(RunPaths(Path(environ[DIR])), environ[NAME], environ[COORDINATOR_URL].rstrip("/"), token)

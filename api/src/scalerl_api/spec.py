@@ -1,0 +1,367 @@
+"""The ``ScaleRLRun`` resource, group ``scalerl.dev``, version ``v1alpha1``.
+
+A run says what to train, on what, by which recipe, with how many devices, and how much it may
+use. Defaults follow ScaleRL (arXiv 2510.13786 [P]) where the paper gives a value; each such
+field says so.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from scalerl_api.fields import (
+    DecimalString,
+    Model,
+    NonNegativeDecimal,
+    PositiveDecimal,
+    Quantity,
+    UnitDecimal,
+)
+
+GROUP = "scalerl.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "ScaleRLRun"
+PLURAL = "scalerlruns"
+
+
+def _exactly_one(model: Model, *names: str) -> None:
+    given = [name for name in names if getattr(model, name) is not None]
+    if len(given) != 1:
+        options = ", ".join(type(model).model_fields[name].alias or name for name in names)
+        found = ", ".join(type(model).model_fields[name].alias or name for name in given) or "none"
+        raise ValueError(f"give exactly one of {options} (found {found})")
+
+
+# --- model -------------------------------------------------------------------------------------
+
+
+class HubModel(Model):
+    """A model on a hub, by name and revision; an offline cache is honoured (``HF_HUB_OFFLINE=1``)."""
+
+    name: Annotated[str, Field(min_length=1, pattern=r"^[\w.-]+(/[\w.-]+)?$")]
+    revision: str = "main"
+
+
+class ScratchModel(Model):
+    """A randomly initialised Llama with a tokenizer trained on the task's own text: for tests and teaching."""
+
+    layers: Annotated[int, Field(ge=1, le=64)] = 4
+    hidden_size: Annotated[int, Field(ge=16, le=8192)] = 128
+    attention_heads: Annotated[int, Field(ge=1, le=128)] = 4
+    intermediate_size: Annotated[int, Field(ge=16, le=65536)] = 384
+    vocabulary_size: Annotated[int, Field(ge=64, le=65536)] = 512
+    """Upper bound; the tokenizer may stop earlier when the text gives no more merges."""
+    tied_embeddings: bool = True
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.hidden_size % self.attention_heads or (self.hidden_size // self.attention_heads) % 2:
+            raise ValueError("hiddenSize must be an even multiple of attentionHeads")
+        return self
+
+
+class ModelSpec(Model):
+    """Where the initial weights and the tokenizer come from, and how they are held."""
+
+    hub: HubModel | None = None
+    path: str | None = None
+    """A directory with ``config.json``, weights and tokenizer: local, or on a mounted volume."""
+    scratch: ScratchModel | None = None
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    context_tokens: Annotated[int, Field(ge=16, le=1_048_576)] = 16384
+    """Longest prompt + completion, in tokens."""
+    attention: Literal["sdpa", "flash_attention_2"] = "sdpa"
+    """The trainer's attention kernel; the generator uses vLLM's own."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        _exactly_one(self, "hub", "path", "scratch")
+        return self
+
+
+# --- task --------------------------------------------------------------------------------------
+
+
+class ReasoningGymSource(Model):
+    """A procedurally generated reasoning-gym data set."""
+
+    name: Annotated[str, Field(min_length=1)]
+    parameters: dict[str, int | bool | str | list[int] | list[str]] = {}
+    seed: int = 0
+    size: Annotated[int, Field(ge=2, le=100_000_000)] = 50_000
+
+
+class JsonlSource(Model):
+    """A file of one JSON object a line: ``prompt``, ``answer``, optional ``id``, ``difficulty``, ``solution``."""
+
+    path: Annotated[str, Field(min_length=1)]
+
+
+class VerifierSpec(Model):
+    """How a completion is scored, and what one scoring may use. Model output is hostile input."""
+
+    name: Literal["reasoning-gym", "exact", "number", "math-verify"]
+    timeout_seconds: Annotated[int, Field(ge=1, le=600)] = 10
+    memory: Quantity = "1Gi"
+    workers: Annotated[int, Field(ge=1, le=256)] = 1
+
+
+class PromptSpec(Model):
+    """How a task's text becomes the tokens the model reads."""
+
+    format: Literal["Raw", "Chat"] = "Raw"
+    """``Chat`` applies the tokenizer's chat template."""
+    template: str = "{prompt}"
+    system: str | None = None
+
+    @model_validator(mode="after")
+    def _template_has_prompt(self) -> Self:
+        if "{prompt}" not in self.template:
+            raise ValueError("template must contain {prompt}")
+        if self.system is not None and self.format == "Raw":
+            raise ValueError("system needs format: Chat")
+        return self
+
+
+class HeldOutSpec(Model):
+    """Prompts that are never trained on; their mean score is the curve. Fixed for the whole run."""
+
+    size: Annotated[int, Field(ge=1, le=100_000)] = 1000
+    """ScaleRL: 1,000 prompts [P]."""
+    seed: int = 0
+
+
+class TaskSpec(Model):
+    """What is trained on."""
+
+    reasoning_gym: ReasoningGymSource | None = None
+    jsonl: JsonlSource | None = None
+    verifier: VerifierSpec
+    prompt: PromptSpec = PromptSpec()
+    held_out: HeldOutSpec = HeldOutSpec()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _exactly_one(self, "reasoning_gym", "jsonl")
+        if self.verifier.name == "reasoning-gym" and self.reasoning_gym is None:
+            raise ValueError(
+                "verifier reasoning-gym scores reasoningGym data only; use exact, number or math-verify"
+            )
+        return self
+
+
+# --- recipe ------------------------------------------------------------------------------------
+
+
+class LossSpec(Model):
+    """The policy-gradient objective."""
+
+    name: Literal["CISPO", "GRPO"] = "CISPO"
+    ratio_cap: PositiveDecimal = "5"
+    """CISPO: the importance ratio is truncated here, no lower clip (4, 5 and 8 made no difference [P])."""
+    clip_low: UnitDecimal = "0.2"
+    """GRPO: lower clip, ratio ≥ 1 − clipLow."""
+    clip_high: NonNegativeDecimal = "0.2"
+    """GRPO: upper clip, ratio ≤ 1 + clipHigh."""
+
+
+class OptimizerSpec(Model):
+    """AdamW with a linear warm-up, then constant (ScaleRL's values [P])."""
+
+    learning_rate: PositiveDecimal = "5e-7"
+    weight_decay: NonNegativeDecimal = "0.01"
+    beta1: UnitDecimal = "0.9"
+    beta2: UnitDecimal = "0.999"
+    epsilon: PositiveDecimal = "1e-15"
+    warmup_steps: Annotated[int, Field(ge=0)] = 100
+    max_gradient_norm: PositiveDecimal = "1"
+
+
+class RecipeSpec(Model):
+    """How rollouts become a gradient."""
+
+    loss: LossSpec = LossSpec()
+    aggregation: Literal["PromptAverage", "SampleAverage", "TokenAverage"] = "PromptAverage"
+    advantage_normalization: Literal["Batch", "Group", "None"] = "Batch"
+    zero_variance_filter: bool = True
+    prompts_per_step: Annotated[int, Field(ge=1, le=65536)] = 48
+    completions_per_prompt: Annotated[int, Field(ge=1, le=1024)] = 16
+    max_completion_tokens: Annotated[int, Field(ge=1, le=1_048_576)] = 14336
+    temperature: PositiveDecimal = "1"
+    max_staleness_steps: Annotated[int, Field(ge=0, le=64)] = 8
+    """k of PipelineRL-k: no token is trained on more than k updates after it was sampled [P]; 0 is synchronous."""
+    fp32_head: bool = True
+    """Logits in float32 on both sides; in the paper it moves the asymptote from .52 to .61 [P]."""
+    optimizer: OptimizerSpec = OptimizerSpec()
+
+
+class WarmStartSpec(Model):
+    """Supervised steps on the task's own worked solutions before RL begins."""
+
+    steps: Annotated[int, Field(ge=1)]
+    batch_size: Annotated[int, Field(ge=1)] = 64
+    learning_rate: PositiveDecimal = "3e-5"
+
+
+# --- roles -------------------------------------------------------------------------------------
+
+
+class GeneratorSpec(Model):
+    """vLLM servers and the actors that feed them. Elastic: any of them may come, go or die."""
+
+    replicas: Annotated[int, Field(ge=1, le=1024)] = 1
+    devices: Annotated[int, Field(ge=0, le=64)] = 0
+    """Accelerators a replica (tensor parallel); 0 runs on CPU."""
+    cpu_threads: Annotated[int, Field(ge=1, le=512)] | None = None
+    """Compute threads on CPU; none leaves the choice to vLLM."""
+    max_concurrent_sequences: Annotated[int, Field(ge=1, le=65536)] = 256
+    kv_cache: Quantity | None = None
+    """CPU only: memory for the KV cache (on a GPU, vLLM takes what memoryFraction leaves)."""
+    memory_fraction: UnitDecimal = "0.9"
+    lease_seconds: Annotated[int, Field(ge=5, le=86400)] = 1800
+    """A group not delivered by then is given to another generator."""
+    extra_args: list[str] = []
+    """Appended to the vLLM command line as they are."""
+
+
+class TrainerSpec(Model):
+    """The DeepSpeed ranks. One fails, all restart from the last checkpoint."""
+
+    replicas: Annotated[int, Field(ge=1, le=4096)] = 1
+    """Ranks (one process each)."""
+    devices: Annotated[int, Field(ge=0, le=1)] = 0
+    """Accelerators a rank; 0 runs on CPU."""
+    cpu_threads: Annotated[int, Field(ge=1, le=512)] | None = None
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
+    row_tokens: Annotated[int, Field(ge=64, le=1_048_576)] | None = None
+    """Length of a packed row, in tokens; none: the model's contextTokens."""
+    rows_per_micro_batch: Annotated[int, Field(ge=1, le=1024)] = 1
+    activation_checkpointing: bool = False
+
+
+class WeightSyncSpec(Model):
+    """How new weights reach the generators: one broadcast per bucket over a process group of their own."""
+
+    backend: Literal["Auto", "Gloo", "NCCL"] = "Auto"
+    """``Auto``: NCCL where both sides have accelerators, else gloo."""
+    bucket: Quantity = "256Mi"
+    timeout_seconds: Annotated[int, Field(ge=5, le=3600)] = 120
+    probe_sequences: Annotated[int, Field(ge=0, le=256)] = 8
+    """Sequences both sides score after a publish: the measured trainer–generator mismatch."""
+
+
+class EvaluationSpec(Model):
+    """Points of the curve: mean score on the held-out prompts at one weight version."""
+
+    every_steps: Annotated[int, Field(ge=1)] = 100
+    samples_per_prompt: Annotated[int, Field(ge=1, le=1024)] = 16
+    temperature: NonNegativeDecimal = "1"
+    hold_seconds: Annotated[int, Field(ge=1, le=86400)] = 900
+    """A publish waits so long for an evaluation of the version before it; after that the point is marked mixed."""
+
+
+class CheckpointSpec(Model):
+    """Model, optimizer and coordinator state of one step, written whole or not at all."""
+
+    every_steps: Annotated[int, Field(ge=1)] = 50
+    keep: Annotated[int, Field(ge=1, le=1000)] = 2
+
+
+class BudgetSpec(Model):
+    """What the run may use; the first limit reached ends it."""
+
+    max_steps: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
+    max_device_hours: PositiveDecimal | None = None
+    """Devices × hours; a CPU process counts as one device."""
+    max_seconds: Annotated[int, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def _some_limit(self) -> Self:
+        if self.max_steps is None and self.max_device_hours is None and self.max_seconds is None:
+            raise ValueError("give at least one of maxSteps, maxDeviceHours, maxSeconds")
+        return self
+
+
+class AutoscalingSpec(Model):
+    """Who acts on the forecast."""
+
+    mode: Literal["Off"] = "Off"
+
+
+# --- the resource ------------------------------------------------------------------------------
+
+
+class RunSpec(Model):
+    """All a run needs."""
+
+    model: ModelSpec
+    task: TaskSpec
+    recipe: RecipeSpec = RecipeSpec()
+    warm_start: WarmStartSpec | None = None
+    generator: GeneratorSpec = GeneratorSpec()
+    trainer: TrainerSpec = TrainerSpec()
+    weight_sync: WeightSyncSpec = WeightSyncSpec()
+    evaluation: EvaluationSpec = EvaluationSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    budget: BudgetSpec
+    autoscaling: AutoscalingSpec = AutoscalingSpec()
+    suspend: bool = False
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+
+    @model_validator(mode="after")
+    def _lengths_fit(self) -> Self:
+        if self.recipe.max_completion_tokens >= self.model.context_tokens:
+            raise ValueError(
+                f"recipe.maxCompletionTokens ({self.recipe.max_completion_tokens}) must be less than "
+                f"model.contextTokens ({self.model.context_tokens}): the prompt needs room too"
+            )
+        if self.trainer.row_tokens is not None and self.trainer.row_tokens < self.model.context_tokens:
+            raise ValueError(
+                f"trainer.rowTokens ({self.trainer.row_tokens}) must be at least model.contextTokens "
+                f"({self.model.context_tokens}): the longest sequence has to fit in one row"
+            )
+        if self.weight_sync.backend == "NCCL" and not (self.generator.devices and self.trainer.devices):
+            raise ValueError("weightSync.backend NCCL needs generator.devices and trainer.devices above 0")
+        return self
+
+    @property
+    def weight_backend(self) -> Literal["gloo", "nccl"]:
+        """The process-group backend that ``weightSync.backend`` comes to on this run's devices."""
+        if self.weight_sync.backend == "Auto":
+            return "nccl" if self.generator.devices and self.trainer.devices else "gloo"
+        return "nccl" if self.weight_sync.backend == "NCCL" else "gloo"
+
+
+class ObjectMeta(Model):
+    """The part of Kubernetes' object metadata that a run file sets."""
+
+    name: Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")]
+    namespace: str | None = None
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+
+
+class ScaleRLRun(Model):
+    """One RL run."""
+
+    api_version: Literal["scalerl.dev/v1alpha1"] = API_VERSION
+    kind: Literal["ScaleRLRun"] = KIND
+    metadata: ObjectMeta
+    spec: RunSpec
+
+    def to_manifest(self) -> dict[str, Any]:
+        """The run as plain data with every default written out."""
+        return self.model_dump(by_alias=True, exclude_none=True, mode="json")
+
+
+__all__ = [name for name in dir() if name.endswith(("Spec", "Source", "Model")) or name == "ScaleRLRun"] + [
+    "API_VERSION",
+    "DecimalString",
+    "GROUP",
+    "KIND",
+    "PLURAL",
+    "VERSION",
+]

@@ -1,0 +1,460 @@
+"""What the processes of one run say to each other: msgspec structs, sent as MessagePack.
+
+Every request to the coordinator carries the run's bearer token and the header
+``x-scalerl-wire: <WIRE_VERSION>``; another version is refused with 426 and both numbers.
+Token ids travel as little-endian int32 bytes and log-probabilities as little-endian float32
+bytes, so that nobody decodes them who does not need them.
+
+Vocabulary
+    slot      position in the run's one sequence of training prompts; step ``t`` consumes slots
+              ``[t·B, (t+1)·B)`` with ``B = promptsPerStep``, so a batch's prompts never depend on timing.
+    version   number of optimizer updates the weights have seen; step ``t`` turns version ``t`` into ``t+1``.
+    lease     one slot (or one evaluation prompt) handed to one generator until its deadline.
+    group     all completions of one lease. A rollout is one completion.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Literal
+
+import msgspec
+
+WIRE_VERSION = 1
+WIRE_HEADER = "x-scalerl-wire"
+CONTENT_TYPE = "application/msgpack"
+
+
+class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every message."""
+
+
+# --- membership (actor → coordinator) ----------------------------------------------------------
+
+
+class Register(Struct):
+    """``POST /v1/members``: a generator that is up. It leases nothing before it holds weights."""
+
+    name: str
+    """Stable name of the replica, e.g. ``generator-0``; a newer registration replaces an older one."""
+    control_url: str
+    """Where the trainer reaches this actor's weight control."""
+    task_digest: str
+    """Digest of the actor's own prompt source; the coordinator refuses another one."""
+
+
+class Registered(Struct):
+    member_id: str
+    """Names this incarnation; every later call carries it."""
+    heartbeat_seconds: float
+    """Send a heartbeat this often; after four missed ones the member's leases are given away."""
+
+
+class Heartbeat(Struct):
+    """``POST /v1/members/heartbeat``. Totals count since the member registered."""
+
+    member_id: str
+    weight_version: int
+    """Version the server holds; -1 before the first weights."""
+    healthy: bool
+    """The vLLM server answers. An unhealthy member is not published to and its leases are given away."""
+    busy_seconds: float
+    generated_tokens: int
+
+
+# --- leases (actor → coordinator) --------------------------------------------------------------
+
+
+class LeaseRequest(Struct):
+    """``POST /v1/lease``: long poll for work; answered with an empty list after ``wait_seconds``."""
+
+    member_id: str
+    weight_version: int
+    max_groups: int
+    wait_seconds: float
+
+
+class Split(enum.StrEnum):
+    TRAIN = "train"
+    HELD_OUT = "held_out"
+
+
+class Lease(Struct):
+    lease_id: str
+    split: Split
+    slot: int
+    """Training: the slot. Evaluation: position in the held-out set."""
+    prompt_index: int
+    """Index into the split of the prompt source."""
+    prompt_id: str
+    completions: int
+    max_tokens: int
+    temperature: float
+    seed: int
+    remaining_seconds: float
+    """Deliver within this time, or the group is someone else's."""
+    policy_version: int
+    """Evaluation: the version being measured. Training: the version the lease was given at."""
+
+
+class Leases(Struct):
+    leases: list[Lease]
+    stop: bool = False
+    """The run is over; the actor may leave."""
+
+
+class VersionSpan(Struct, array_like=True):
+    """Tokens from ``start`` to the next span's start were sampled by ``version``."""
+
+    version: int
+    start: int
+
+
+class Completion(Struct):
+    token_ids: bytes
+    logprobs: bytes
+    """Of the sampled tokens, under the distribution they were sampled from."""
+    versions: list[VersionSpan]
+    finish_reason: Literal["stop", "length"]
+    score: float
+    """Verifier's verdict in [0, 1]."""
+    grading_error: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        return len(self.token_ids) // 4
+
+
+class Group(Struct):
+    lease_id: str
+    split: Split
+    slot: int
+    prompt_index: int
+    prompt_id: str
+    prompt_token_ids: bytes
+    completions: list[Completion]
+    generation_seconds: float
+
+
+class Push(Struct):
+    """``POST /v1/groups``. Idempotent: pushing a group twice counts once."""
+
+    member_id: str
+    groups: list[Group]
+
+
+class PushResult(enum.StrEnum):
+    ACCEPTED = "accepted"
+    DUPLICATE = "duplicate"
+    """Accepted before; nothing changed."""
+    LATE = "late"
+    """The lease had expired and the work was given away; dropped and counted."""
+    STALE = "stale"
+    """A token older than maxStalenessSteps at its step; dropped and counted, the slot is issued again."""
+    INVALID = "invalid"
+    """Does not match the lease (count, lengths, non-finite log-probabilities); dropped, counted, issued again."""
+
+
+class PushReply(Struct):
+    results: list[PushResult]
+    reasons: list[str | None]
+
+
+class Release(Struct):
+    """``POST /v1/release``: leases an actor cannot serve; issued again, first."""
+
+    member_id: str
+    lease_ids: list[str]
+    reason: str
+
+
+# --- training (trainer → coordinator) ----------------------------------------------------------
+
+
+class TrainerHello(Struct):
+    """``POST /v1/trainer/hello``: rank 0, after loading its checkpoint (or none: ``version`` 0)."""
+
+    incarnation: str
+    version: int
+    world_size: int
+    snapshot: bytes | None
+    """The coordinator state saved with that checkpoint; used only if the coordinator has no journal."""
+
+
+class TrainerWelcome(Struct):
+    next_step: int
+    """Equals the hello's ``version``: steps from here are served again from the journal, or made anew."""
+    published_version: int
+
+
+class NextAction(enum.StrEnum):
+    TRAIN = "train"
+    PUBLISH = "publish"
+    """A member holds older weights than the trainer; give it the current ones."""
+    WAIT = "wait"
+    FINISH = "finish"
+    """Checkpoint and leave; ``reason`` says why."""
+
+
+class NextRequest(Struct):
+    """``POST /v1/trainer/next``: rank 0's long poll for what to do; the trainer holds ``version``."""
+
+    incarnation: str
+    version: int
+    wait_seconds: float
+
+
+class Next(Struct):
+    action: NextAction
+    step: int
+    reason: str = ""
+
+
+class ShardRequest(Struct):
+    """``POST /v1/trainer/shard``: each rank fetches its part of a closed step; may be repeated."""
+
+    incarnation: str
+    step: int
+    rank: int
+    world_size: int
+
+
+class GroupMeta(Struct):
+    """What every rank needs of every group of the step."""
+
+    slot: int
+    scores: list[float]
+    completion_tokens: list[int]
+    filtered: bool
+    """Zero variance: takes no part in the gradient, is not refilled."""
+
+
+class Sequence(Struct):
+    group: int
+    """Index into :attr:`Shard.groups`."""
+    sample: int
+    """Index of the completion in its group."""
+    prompt_token_ids: bytes
+    token_ids: bytes
+    logprobs: bytes
+    versions: list[VersionSpan]
+
+
+class Shard(Struct):
+    step: int
+    groups: list[GroupMeta]
+    sequences: list[Sequence]
+    """This rank's sequences of unfiltered groups, balanced over ranks by tokens."""
+
+
+class StepReport(Struct):
+    """``POST /v1/trainer/step``: step ``step`` has been applied; the trainer now holds ``step + 1``."""
+
+    incarnation: str
+    step: int
+    stats: dict[str, float]
+    """Finite scalars for metrics.jsonl: loss, grad_norm, entropy, mismatch_kl, seconds by phase, …"""
+    busy_seconds: float
+    """Seconds of this step in which the ranks computed (mean over ranks)."""
+    trained_tokens: int
+
+
+class PublishBegin(Struct):
+    """``POST /v1/trainer/publish/begin``: long poll; answered once the version may go out."""
+
+    incarnation: str
+    version: int
+    wait_seconds: float
+
+
+class Member(Struct):
+    member_id: str
+    name: str
+    control_url: str
+    weight_version: int
+
+
+class PublishPermit(Struct):
+    ready: bool
+    """False: an evaluation of the version before is still being generated; ask again."""
+    members: list[Member]
+    """Whom to publish to (healthy members holding an older version)."""
+
+
+class PublishCommit(Struct):
+    """``POST /v1/trainer/publish/commit``."""
+
+    incarnation: str
+    version: int
+    updated: list[str]
+    """Member ids that hold ``version`` now."""
+    failed: list[str]
+    """Member ids that did not take it; they must register again."""
+    stats: dict[str, float]
+
+
+class CheckpointBegin(Struct):
+    """``POST /v1/trainer/checkpoint/begin``: the coordinator's state as of ``step`` (= weight version)."""
+
+    incarnation: str
+    step: int
+
+
+class CheckpointSnapshot(Struct):
+    step: int
+    snapshot: bytes
+
+
+class CheckpointCommit(Struct):
+    """``POST /v1/trainer/checkpoint/commit``: the checkpoint is on disk; the journal before the oldest kept one may go."""
+
+    incarnation: str
+    step: int
+    kept_steps: list[int]
+
+
+class Ack(Struct):
+    ok: bool = True
+
+
+# --- watching (anyone with the token) ----------------------------------------------------------
+
+
+class Stop(Struct):
+    """``POST /v1/stop``: end the run in order. The trainer finishes its step, checkpoints and leaves."""
+
+    reason: str
+
+
+class EvaluationPoint(Struct):
+    """One point of the curve."""
+
+    version: int
+    work_tokens: int
+    """Completion tokens of all steps before ``version`` (the compute axis: useful work, not wall time)."""
+    reward: float
+    standard_error: float
+    """Of the mean over prompts."""
+    samples: int
+    prompts: int
+    set_digest: str
+    mixed_versions: bool
+    truncated_fraction: float
+    mean_tokens: float
+    wall_seconds: float
+    """Since the first lease."""
+    device_seconds: float
+
+
+class Counts(Struct):
+    """Training rollouts by fate. ``acknowledged = trained + filtered + queued`` always; the rest was never accepted."""
+
+    acknowledged: int
+    trained: int
+    filtered: int
+    queued: int
+    leased: int
+    late: int
+    stale: int
+    invalid: int
+    duplicate: int
+    expired_leases: int
+
+
+class Phase(enum.StrEnum):
+    WAITING = "waiting"
+    """No generator holds weights yet."""
+    RUNNING = "running"
+    FINISHING = "finishing"
+    FINISHED = "finished"
+    """The trainer has written its last checkpoint and left."""
+
+
+class Status(Struct):
+    """``GET /v1/status``."""
+
+    phase: Phase
+    waiting_for: str
+    """In words; empty when nothing is awaited."""
+    step: int
+    """Steps trained."""
+    published_version: int
+    stop_reason: str
+    counts: Counts
+    members: list[Member]
+    points: list[EvaluationPoint]
+    last_step_stats: dict[str, float]
+    wall_seconds: float
+    """Since the first lease, over all incarnations of the run."""
+    device_seconds: float
+    tokens_generated: int
+    tokens_trained: int
+    generator_busy_fraction: float
+    trainer_busy_fraction: float
+    max_staleness_steps: int
+    mean_staleness_steps: float
+    mismatch_kl: float | None
+    """Mean over steps of the KL estimate between trainer and generators at the same weight version."""
+
+
+# --- weight control (trainer → actor) ----------------------------------------------------------
+
+
+class GroupJoin(Struct):
+    """``POST /v1/weights/join``: become ``rank`` of a new process group; leaves any older one."""
+
+    epoch: int
+    store_host: str
+    store_port: int
+    rank: int
+    world_size: int
+    backend: Literal["gloo", "nccl"]
+    timeout_seconds: float
+
+
+class TensorSpec(Struct, array_like=True):
+    name: str
+    dtype: str
+    shape: list[int]
+
+
+class WeightReceive(Struct):
+    """``POST /v1/weights/receive``: pause, take version ``version`` over the group, resume."""
+
+    epoch: int
+    version: int
+    tensors: list[TensorSpec]
+    bucket_bytes: int
+    timeout_seconds: float
+
+
+class WeightReceived(Struct):
+    """Seconds by phase, as measured at the generator."""
+
+    version: int
+    pause_seconds: float
+    transfer_seconds: float
+    load_seconds: float
+    resume_seconds: float
+
+
+class Probe(Struct):
+    """``POST /v1/weights/probe``: score these sequences under the weights held now."""
+
+    version: int
+    sequences: list[bytes]
+    prompt_tokens: list[int]
+
+
+class Probed(Struct):
+    version: int
+    logprobs: list[bytes]
+    """Float32, of the tokens after each prompt."""
+
+
+class Problem(Struct):
+    """Body of every answer that is not 2xx."""
+
+    error: str
+    """Short constant, e.g. ``wire-version``, ``unauthorized``, ``unknown-member``, ``superseded``, ``not-ready``."""
+    message: str

@@ -1,0 +1,40 @@
+"""Shapes of the share of the gain that is reached at a given compute.
+
+Every family is written as R(C) = R0·(1 − s) + A·s with s rising from 0 to 1 and s(Cmid) = 1/2, so that
+R0, A and Cmid mean the same in each and A and R0 stay linear (variable projection, analytic integrals).
+
+- sigmoid:      s = 1/(1 + (Cmid/C)^B)                        ScaleRL eq. 1 [P]
+- stretched:    s = 1 − exp(−ln 2 · (C/Cmid)^B)               faster approach than any power
+- power law:    s = 1 − (1 + (2^{1/B} − 1)·C/Cmid)^{−B}        A − D/C^B once C ≫ Cmid
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+import numpy as np
+from scipy.special import expit
+
+from .curve import FloatArray
+
+LN2: Final = float(np.log(2.0))
+
+
+class Family(StrEnum):
+    """Which shape s(C) has."""
+
+    SIGMOID = "sigmoid"
+    STRETCHED = "stretched_exponential"
+    POWER_LAW = "power_law"
+
+
+def gain_share(family: Family, ln_compute: FloatArray, ln_cmid: FloatArray, ln_b: FloatArray) -> FloatArray:
+    """s(C) ∈ [0, 1]; arguments broadcast."""
+    distance = ln_compute - ln_cmid
+    b = np.exp(ln_b)
+    if family is Family.SIGMOID:
+        return np.asarray(expit(b * distance))
+    if family is Family.STRETCHED:
+        return -np.expm1(-LN2 * np.exp(np.minimum(b * distance, 50.0)))
+    return -np.expm1(-b * np.log1p(np.expm1(LN2 / b) * np.exp(distance)))

@@ -1,0 +1,120 @@
+"""All that a likelihood needs to know of the points, in sums that do not grow with them.
+
+The model of n points is y = R0·(1 − s) + A·s + ε with ε an AR(1) sequence, so that every likelihood
+is made of quadratic forms aᵀΩ_ρ b with a, b ∈ {s, 1, y} and Ω_ρ the (tridiagonal) AR(1) precision in
+units of the innovation variance. `s` is smooth in ln C: between knots it is taken as linear in ln C,
+s = H·s_knots, with knots at measured points. Then
+
+    sᵀΩ s = s_kᵀ (HᵀΩH) s_k,      sᵀΩ b = s_kᵀ (HᵀΩ b),
+
+and HᵀΩH is tridiagonal as well, because two neighbouring points always share an interval. These sums
+are taken over *every* point with its true neighbour, so the AR(1) model is that of the full sequence:
+nothing is averaged, no correlation is lost to binning, and 10,000 points weigh as 10,000 correlated
+points do. The only approximation is the linear piece of `s` (error ≤ h²B²/80 at a knot distance h in
+ln C; 3e-4 at B = 3 and 160 knots over four decades); with at most `MAX_KNOTS` points there is none.
+
+Legend of suffixes: n points, k knots, r values of ρ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from .curve import FloatArray
+
+MAX_KNOTS: Final = 160
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Sufficient statistics of the points under AR(1) noise, for each ρ of a grid.
+
+    n: number of points. ln_compute_k: knots. rho_r: the AR(1) coefficients.
+    ss_diagonal_kr, ss_neighbour_kr: HᵀΩH, so that sᵀΩs = Σ_k d_k s_k² + 2 Σ_k e_k s_k s_{k+1}.
+    s_one_kr, s_y_kr: HᵀΩ1 and HᵀΩy. one_one_r, one_y_r, y_y_r: the forms without s.
+    """
+
+    n: int
+    ln_compute_k: FloatArray
+    rho_r: FloatArray
+    ss_diagonal_kr: FloatArray
+    ss_neighbour_kr: FloatArray
+    s_one_kr: FloatArray
+    s_y_kr: FloatArray
+    one_one_r: FloatArray
+    one_y_r: FloatArray
+    y_y_r: FloatArray
+
+
+def knots(ln_compute: FloatArray, max_knots: int = MAX_KNOTS) -> FloatArray:
+    """Indices of the points that serve as knots: all, or about `max_knots` even in ln C, ends included."""
+    n = ln_compute.size
+    if n <= max_knots:
+        return np.arange(n)
+    even = np.linspace(ln_compute[0], ln_compute[-1], max_knots)
+    right = np.clip(np.searchsorted(ln_compute, even), 1, n - 1)
+    nearest = np.where(even - ln_compute[right - 1] < ln_compute[right] - even, right - 1, right)
+    return np.unique(np.concatenate(([0], nearest, [n - 1])))
+
+
+def moments(
+    ln_compute: FloatArray,
+    reward: FloatArray,
+    precision: FloatArray,
+    rho: FloatArray,
+    max_knots: int = MAX_KNOTS,
+) -> Moments:
+    """Sums over all points; O(n) once, whatever the size of the grid that uses them.
+
+    precision: (n,) relative weights 1/sd, mean square 1; the AR(1) sequence is ε·precision.
+    """
+    knot = knots(ln_compute, max_knots)
+    ln_compute_k = ln_compute[knot]
+    k_count = knot.size
+    left = np.clip(np.searchsorted(ln_compute_k, ln_compute, side="right") - 1, 0, k_count - 2)
+    fraction = (ln_compute - ln_compute_k[left]) / (ln_compute_k[left + 1] - ln_compute_k[left])
+    u, v = precision * (1.0 - fraction), precision * fraction
+    # The later point of a pair, seen from the interval of the earlier one: it can only be in the
+    # same interval or on its right end.
+    same = left[1:] == left[:-1]
+    u_next = np.where(same, u[1:], 0.0)
+    v_next = np.where(same, v[1:], precision[1:])
+
+    def at_knots(values: FloatArray, where: FloatArray) -> FloatArray:
+        return np.bincount(where, weights=values, minlength=k_count)
+
+    diagonal_0 = at_knots(u * u, left) + at_knots(v * v, left + 1)
+    neighbour_0 = at_knots(u * v, left)
+    diagonal_1 = 2.0 * (at_knots(u[:-1] * u_next, left[:-1]) + at_knots(v[:-1] * v_next, left[:-1] + 1))
+    neighbour_1 = at_knots(u[:-1] * v_next + v[:-1] * u_next, left[:-1])
+    ends = np.zeros(k_count)
+    ends[0], ends[-1] = precision[0] ** 2, precision[-1] ** 2
+
+    y = precision * reward
+    stack_2n = np.stack([precision, y])
+    forms, s_one, s_y = [], [], []
+    for r in rho:
+        omega_2n = (1.0 + r * r) * stack_2n
+        omega_2n[:, [0, -1]] -= r * r * stack_2n[:, [0, -1]]
+        omega_2n[:, 1:] -= r * stack_2n[:, :-1]
+        omega_2n[:, :-1] -= r * stack_2n[:, 1:]
+        s_one.append(at_knots(u * omega_2n[0], left) + at_knots(v * omega_2n[0], left + 1))
+        s_y.append(at_knots(u * omega_2n[1], left) + at_knots(v * omega_2n[1], left + 1))
+        forms.append((precision @ omega_2n[0], precision @ omega_2n[1], y @ omega_2n[1]))
+    one_one, one_y, y_y = np.array(forms).T
+    scale_r = 1.0 + rho * rho
+    return Moments(
+        n=ln_compute.size,
+        ln_compute_k=ln_compute_k,
+        rho_r=rho,
+        ss_diagonal_kr=np.outer(diagonal_0, scale_r) - np.outer(ends, rho * rho) - np.outer(diagonal_1, rho),
+        ss_neighbour_kr=(np.outer(neighbour_0, scale_r) - np.outer(neighbour_1, rho))[:-1],
+        s_one_kr=np.stack(s_one, axis=1),
+        s_y_kr=np.stack(s_y, axis=1),
+        one_one_r=one_one,
+        one_y_r=one_y,
+        y_y_r=y_y,
+    )

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Writes the four locks from the members' pyproject files. Run through `make lock`.
+#   control  operator, curve-fit, coordinator, CLI: no torch
+#   cpu/gpu  everything, with the vLLM build of that device (the two exclude each other)
+#   dev      what lint and tests need beside cpu, at cpu's versions
+set -euo pipefail
+cd "$(dirname "$0")/.."
+UV=${UV:-uv}
+lock() {
+  "$UV" pip compile -q --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
+    --override requirements/overrides.txt --no-emit-package scalerl-api --no-emit-package scalerl-tasks \
+    --no-emit-package scalerl-operator --no-emit-package scalerl-curvefit "$@"
+}
+members() { printf '%s/pyproject.toml ' "$@"; }
+all=$(members api tasks curvefit coordinator trainer generator operator cli)
+control=$(members api tasks curvefit coordinator operator cli)
+# shellcheck disable=SC2086
+{
+  lock $all --extra cpu -o requirements/cpu.txt
+  lock $all --extra gpu -o requirements/gpu.txt
+  lock $control -c requirements/cpu.txt -o requirements/control.txt
+  lock requirements/dev.in -c requirements/cpu.txt -o requirements/dev.txt
+}
