@@ -1,0 +1,208 @@
+"""How weights travel from the trainer to the generators: one byte layout both sides compute.
+
+A publish is a *manifest* (every tensor's name, dtype and shape, in sending order) cut into
+*buckets*. A bucket is one flat buffer and one broadcast: the tensors' bytes back to back, each
+starting at a multiple of :data:`ALIGNMENT`, then a trailer of four 64-bit words that says which
+bucket of which version this is and what its bytes sum to. Trainer and generator compute the layout
+from the same manifest, so nothing but the manifest has to be agreed on beforehand, and a receiver
+refuses a bucket that is not the one it waits for or does not sum to what was sent.
+
+Pure Python: no torch here. Each side has one small torch function for the checksum, and both are
+held to :func:`checksum` by :data:`CHECKSUM_VECTORS`.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from scalerl_api.wire import TensorSpec
+
+ALIGNMENT = 16
+"""Bytes. Every tensor of a bucket starts at a multiple of this, and its payload ends at one."""
+
+TRAILER_WORDS = 4
+TRAILER_BYTES = 8 * TRAILER_WORDS
+"""Appended to every bucket: magic, version, bucket index, checksum (little-endian signed words)."""
+
+TRAILER_MAGIC = 0x5CA1E_B0C4E7
+"""A buffer that no broadcast wrote to does not start its trailer with this by accident."""
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1}
+"""Names are torch's; these dtypes may be published."""
+
+
+class LayoutError(ValueError):
+    """A manifest or a bucket size that cannot be laid out; the message says which and why."""
+
+
+class BucketMismatch(RuntimeError):
+    """The bytes received are not the bucket expected: wrong order, wrong version, or damaged."""
+
+
+def tensor_bytes(tensor: TensorSpec) -> int:
+    """Size of a tensor without padding.
+
+    Raises:
+        LayoutError: a dtype not in :data:`DTYPE_BYTES`, or a negative size.
+
+    >>> tensor_bytes(TensorSpec("w", "bfloat16", [3, 5])), tensor_bytes(TensorSpec("scale", "float32", []))
+    (30, 4)
+    """
+    if tensor.dtype not in DTYPE_BYTES:
+        raise LayoutError(
+            f"tensor {tensor.name!r}: dtype {tensor.dtype!r} is not one of {', '.join(DTYPE_BYTES)}"
+        )
+    if any(n < 0 for n in tensor.shape):
+        raise LayoutError(f"tensor {tensor.name!r}: negative size in shape {tensor.shape}")
+    return math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a tensor lies in its bucket: ``buffer[offset : offset + tensor_bytes(tensor)]``."""
+
+    tensor: TensorSpec
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One broadcast: ``payload_bytes`` of tensors (padded to :data:`ALIGNMENT`), then the trailer."""
+
+    index: int
+    slots: tuple[Slot, ...]
+    payload_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the buffer to broadcast."""
+        return self.payload_bytes + TRAILER_BYTES
+
+
+def aligned(nbytes: int) -> int:
+    """``nbytes`` rounded up to a multiple of :data:`ALIGNMENT`.
+
+    >>> aligned(0), aligned(1), aligned(16), aligned(17)
+    (0, 16, 16, 32)
+    """
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def lay_out(manifest: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
+    """Cut a manifest into buckets whose payload is at most ``bucket_bytes``, in the manifest's order.
+
+    A tensor larger than ``bucket_bytes`` gets a bucket of its own, so the largest buffer is
+    ``max(bucket_bytes, largest tensor)`` plus the trailer.
+
+    Raises:
+        LayoutError: an empty manifest, a name that comes twice, a tensor that
+            :func:`tensor_bytes` refuses, or ``bucket_bytes`` below 1.
+
+    >>> w, b = TensorSpec("w", "float32", [3, 5]), TensorSpec("b", "bfloat16", [3])
+    >>> [(s.tensor.name, s.offset) for s in lay_out([w, b], 1024)[0].slots]
+    [('w', 0), ('b', 64)]
+    >>> [bucket.payload_bytes for bucket in lay_out([w, b], 64)]
+    [64, 16]
+    """
+    if bucket_bytes < 1:
+        raise LayoutError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
+    buckets: list[Bucket] = []
+    slots: list[Slot] = []
+    filled = 0
+    seen: set[str] = set()
+    for tensor in manifest:
+        if tensor.name in seen:
+            raise LayoutError(f"tensor {tensor.name!r} is in the manifest twice")
+        seen.add(tensor.name)
+        size = aligned(tensor_bytes(tensor))
+        if slots and filled + size > bucket_bytes:
+            buckets.append(Bucket(len(buckets), tuple(slots), filled))
+            slots, filled = [], 0
+        slots.append(Slot(tensor, filled))
+        filled += size
+    if not slots:
+        raise LayoutError("the manifest is empty: there is nothing to publish")
+    buckets.append(Bucket(len(buckets), tuple(slots), filled))
+    return tuple(buckets)
+
+
+def checksum(payload: bytes | bytearray | memoryview) -> int:
+    r"""What a payload sums to: :math:`\sum_i (2i + 1)\, x_i \bmod 2^{64}`, as a signed 64-bit integer.
+
+    :math:`x_i` are the payload's little-endian 64-bit words. Odd weights make any change of one word
+    visible, distinct ones make an exchange of two different words visible, and wrapping integer
+    arithmetic gives the same value on every device whatever the order of summation. It guards
+    against drift and damage, not against an adversary.
+
+    This is the definition, and slow; the torch functions of the two sides are the fast ones.
+
+    >>> checksum(bytes(16)), checksum((5).to_bytes(8, "little") + (7).to_bytes(8, "little"))
+    (0, 26)
+    """
+    if len(payload) % ALIGNMENT:
+        raise LayoutError(f"a payload is a multiple of {ALIGNMENT} bytes long, got {len(payload)}")
+    total = 0
+    for i in range(0, len(payload), 8):
+        total += (i // 4 + 1) * int.from_bytes(payload[i : i + 8], "little", signed=True)
+    return signed64(total)
+
+
+def signed64(value: int) -> int:
+    """``value`` modulo 2**64, in ``[-2**63, 2**63)``: what 64-bit wrapping arithmetic leaves."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def trailer(version: int, bucket_index: int, payload_checksum: int) -> tuple[int, int, int, int]:
+    """The four signed 64-bit words that follow a bucket's payload."""
+    return (TRAILER_MAGIC, version, bucket_index, payload_checksum)
+
+
+def check_trailer(words: Sequence[int], version: int, bucket_index: int, payload_checksum: int) -> None:
+    """Compare a received trailer with what the receiver expects and computed.
+
+    Raises:
+        BucketMismatch: says which of the four words differs.
+    """
+    magic, sent_version, sent_index, sent_checksum = words
+    where = f"bucket {bucket_index} of version {version}"
+    if magic != TRAILER_MAGIC:
+        raise BucketMismatch(f"{where}: the buffer does not end in a bucket's trailer (word {magic:#x})")
+    if (sent_version, sent_index) != (version, bucket_index):
+        raise BucketMismatch(f"{where}: the sender sent bucket {sent_index} of version {sent_version}")
+    if sent_checksum != payload_checksum:
+        raise BucketMismatch(
+            f"{where}: checksum mismatch: {sent_checksum} was sent, the bytes received sum to {payload_checksum}"
+        )
+
+
+def vector_payload(name: str) -> bytes:
+    """The payload of a golden vector in :data:`CHECKSUM_VECTORS`."""
+    match name:
+        case "empty":
+            return b""
+        case "zeros":
+            return bytes(64)
+        case "bytes-0-255":
+            return bytes(range(256))
+        case "high-bits":
+            return b"\xff" * 8 + b"\x80" * 8 + b"\x00" * 7 + b"\x80" + b"\x01" * 8
+        case "long":  # 3 MiB and a bit: longer than any chunk a fast implementation works in
+            state, words = 1, array("Q")
+            for _ in range(393_218):
+                state = (state * 6364136223846793005 + 1442695040888963407) % (1 << 64)
+                words.append(state)
+            return words.tobytes()
+    raise KeyError(name)
+
+
+CHECKSUM_VECTORS: dict[str, int] = {
+    "empty": 0,
+    "zeros": 0,
+    "bytes-0-255": 3832894412608838272,
+    "high-bits": 614891469123651718,
+    "long": 328064344275046861,
+}
+"""Name of a payload (:func:`vector_payload`) to the checksum every implementation must give it."""
