@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Writes the four locks from the members' pyproject files. Run through `make lock`.
+# Writes the locks from the members' pyproject files. Run through `make lock`.
 #   control  operator, curve-fit, coordinator, CLI: no torch
 #   cpu/gpu  everything, with the vLLM build of that device (the two exclude each other)
 #   dev      what lint and tests need beside cpu, at cpu's versions
+#   uv       the installer itself
 set -euo pipefail
 cd "$(dirname "$0")/.."
 UV=${UV:-uv}
@@ -21,3 +22,4 @@ control=$(members api tasks curvefit coordinator operator cli)
   lock $control -c requirements/cpu.txt -o requirements/control.txt
   lock requirements/dev.in -c requirements/cpu.txt -o requirements/dev.txt
 }
+lock requirements/uv.in -c requirements/dev.txt -o requirements/uv.txt

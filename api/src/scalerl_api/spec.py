@@ -7,7 +7,7 @@ field says so.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -20,10 +20,10 @@ from scalerl_api.fields import (
     UnitDecimal,
 )
 
-GROUP = "scalerl.dev"
-VERSION = "v1alpha1"
-API_VERSION = f"{GROUP}/{VERSION}"
-KIND = "ScaleRLRun"
+GROUP: Final = "scalerl.dev"
+VERSION: Final = "v1alpha1"
+API_VERSION: Final = "scalerl.dev/v1alpha1"
+KIND: Final = "ScaleRLRun"
 PLURAL = "scalerlruns"
 
 

@@ -32,7 +32,7 @@ class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 # --- membership (actor → coordinator) ----------------------------------------------------------
 
 
-class Register(Struct):
+class Register(Struct, frozen=True, kw_only=True):
     """``POST /v1/members``: a generator that is up. It leases nothing before it holds weights."""
 
     name: str
@@ -43,14 +43,14 @@ class Register(Struct):
     """Digest of the actor's own prompt source; the coordinator refuses another one."""
 
 
-class Registered(Struct):
+class Registered(Struct, frozen=True, kw_only=True):
     member_id: str
     """Names this incarnation; every later call carries it."""
     heartbeat_seconds: float
     """Send a heartbeat this often; after four missed ones the member's leases are given away."""
 
 
-class Heartbeat(Struct):
+class Heartbeat(Struct, frozen=True, kw_only=True):
     """``POST /v1/members/heartbeat``. Totals count since the member registered."""
 
     member_id: str
@@ -65,7 +65,7 @@ class Heartbeat(Struct):
 # --- leases (actor → coordinator) --------------------------------------------------------------
 
 
-class LeaseRequest(Struct):
+class LeaseRequest(Struct, frozen=True, kw_only=True):
     """``POST /v1/lease``: long poll for work; answered with an empty list after ``wait_seconds``."""
 
     member_id: str
@@ -79,7 +79,7 @@ class Split(enum.StrEnum):
     HELD_OUT = "held_out"
 
 
-class Lease(Struct):
+class Lease(Struct, frozen=True, kw_only=True):
     lease_id: str
     split: Split
     slot: int
@@ -97,20 +97,20 @@ class Lease(Struct):
     """Evaluation: the version being measured. Training: the version the lease was given at."""
 
 
-class Leases(Struct):
+class Leases(Struct, frozen=True, kw_only=True):
     leases: list[Lease]
     stop: bool = False
     """The run is over; the actor may leave."""
 
 
-class VersionSpan(Struct, array_like=True):
+class VersionSpan(Struct, frozen=True, array_like=True):
     """Tokens from ``start`` to the next span's start were sampled by ``version``."""
 
     version: int
     start: int
 
 
-class Completion(Struct):
+class Completion(Struct, frozen=True, kw_only=True):
     token_ids: bytes
     logprobs: bytes
     """Of the sampled tokens, under the distribution they were sampled from."""
@@ -125,7 +125,7 @@ class Completion(Struct):
         return len(self.token_ids) // 4
 
 
-class Group(Struct):
+class Group(Struct, frozen=True, kw_only=True):
     lease_id: str
     split: Split
     slot: int
@@ -136,7 +136,7 @@ class Group(Struct):
     generation_seconds: float
 
 
-class Push(Struct):
+class Push(Struct, frozen=True, kw_only=True):
     """``POST /v1/groups``. Idempotent: pushing a group twice counts once."""
 
     member_id: str
@@ -155,12 +155,12 @@ class PushResult(enum.StrEnum):
     """Does not match the lease (count, lengths, non-finite log-probabilities); dropped, counted, issued again."""
 
 
-class PushReply(Struct):
+class PushReply(Struct, frozen=True, kw_only=True):
     results: list[PushResult]
     reasons: list[str | None]
 
 
-class Release(Struct):
+class Release(Struct, frozen=True, kw_only=True):
     """``POST /v1/release``: leases an actor cannot serve; issued again, first."""
 
     member_id: str
@@ -171,7 +171,7 @@ class Release(Struct):
 # --- training (trainer → coordinator) ----------------------------------------------------------
 
 
-class TrainerHello(Struct):
+class TrainerHello(Struct, frozen=True, kw_only=True):
     """``POST /v1/trainer/hello``: rank 0, after loading its checkpoint (or none: ``version`` 0)."""
 
     incarnation: str
@@ -181,7 +181,7 @@ class TrainerHello(Struct):
     """The coordinator state saved with that checkpoint; used only if the coordinator has no journal."""
 
 
-class TrainerWelcome(Struct):
+class TrainerWelcome(Struct, frozen=True, kw_only=True):
     next_step: int
     """Equals the hello's ``version``: steps from here are served again from the journal, or made anew."""
     published_version: int
@@ -196,7 +196,7 @@ class NextAction(enum.StrEnum):
     """Checkpoint and leave; ``reason`` says why."""
 
 
-class NextRequest(Struct):
+class NextRequest(Struct, frozen=True, kw_only=True):
     """``POST /v1/trainer/next``: rank 0's long poll for what to do; the trainer holds ``version``."""
 
     incarnation: str
@@ -204,13 +204,13 @@ class NextRequest(Struct):
     wait_seconds: float
 
 
-class Next(Struct):
+class Next(Struct, frozen=True, kw_only=True):
     action: NextAction
     step: int
     reason: str = ""
 
 
-class ShardRequest(Struct):
+class ShardRequest(Struct, frozen=True, kw_only=True):
     """``POST /v1/trainer/shard``: each rank fetches its part of a closed step; may be repeated."""
 
     incarnation: str
@@ -219,7 +219,7 @@ class ShardRequest(Struct):
     world_size: int
 
 
-class GroupMeta(Struct):
+class GroupMeta(Struct, frozen=True, kw_only=True):
     """What every rank needs of every group of the step."""
 
     slot: int
@@ -229,7 +229,7 @@ class GroupMeta(Struct):
     """Zero variance: takes no part in the gradient, is not refilled."""
 
 
-class Sequence(Struct):
+class Sequence(Struct, frozen=True, kw_only=True):
     group: int
     """Index into :attr:`Shard.groups`."""
     sample: int
@@ -240,14 +240,14 @@ class Sequence(Struct):
     versions: list[VersionSpan]
 
 
-class Shard(Struct):
+class Shard(Struct, frozen=True, kw_only=True):
     step: int
     groups: list[GroupMeta]
     sequences: list[Sequence]
     """This rank's sequences of unfiltered groups, balanced over ranks by tokens."""
 
 
-class StepReport(Struct):
+class StepReport(Struct, frozen=True, kw_only=True):
     """``POST /v1/trainer/step``: step ``step`` has been applied; the trainer now holds ``step + 1``."""
 
     incarnation: str
@@ -259,7 +259,7 @@ class StepReport(Struct):
     trained_tokens: int
 
 
-class PublishBegin(Struct):
+class PublishBegin(Struct, frozen=True, kw_only=True):
     """``POST /v1/trainer/publish/begin``: long poll; answered once the version may go out."""
 
     incarnation: str
@@ -267,21 +267,21 @@ class PublishBegin(Struct):
     wait_seconds: float
 
 
-class Member(Struct):
+class Member(Struct, frozen=True, kw_only=True):
     member_id: str
     name: str
     control_url: str
     weight_version: int
 
 
-class PublishPermit(Struct):
+class PublishPermit(Struct, frozen=True, kw_only=True):
     ready: bool
     """False: an evaluation of the version before is still being generated; ask again."""
     members: list[Member]
     """Whom to publish to (healthy members holding an older version)."""
 
 
-class PublishCommit(Struct):
+class PublishCommit(Struct, frozen=True, kw_only=True):
     """``POST /v1/trainer/publish/commit``."""
 
     incarnation: str
@@ -293,19 +293,19 @@ class PublishCommit(Struct):
     stats: dict[str, float]
 
 
-class CheckpointBegin(Struct):
+class CheckpointBegin(Struct, frozen=True, kw_only=True):
     """``POST /v1/trainer/checkpoint/begin``: the coordinator's state as of ``step`` (= weight version)."""
 
     incarnation: str
     step: int
 
 
-class CheckpointSnapshot(Struct):
+class CheckpointSnapshot(Struct, frozen=True, kw_only=True):
     step: int
     snapshot: bytes
 
 
-class CheckpointCommit(Struct):
+class CheckpointCommit(Struct, frozen=True, kw_only=True):
     """``POST /v1/trainer/checkpoint/commit``: the checkpoint is on disk; the journal before the oldest kept one may go."""
 
     incarnation: str
@@ -313,20 +313,20 @@ class CheckpointCommit(Struct):
     kept_steps: list[int]
 
 
-class Ack(Struct):
+class Ack(Struct, frozen=True, kw_only=True):
     ok: bool = True
 
 
 # --- watching (anyone with the token) ----------------------------------------------------------
 
 
-class Stop(Struct):
+class Stop(Struct, frozen=True, kw_only=True):
     """``POST /v1/stop``: end the run in order. The trainer finishes its step, checkpoints and leaves."""
 
     reason: str
 
 
-class EvaluationPoint(Struct):
+class EvaluationPoint(Struct, frozen=True, kw_only=True):
     """One point of the curve."""
 
     version: int
@@ -346,7 +346,7 @@ class EvaluationPoint(Struct):
     device_seconds: float
 
 
-class Counts(Struct):
+class Counts(Struct, frozen=True, kw_only=True):
     """Training rollouts by fate. ``acknowledged = trained + filtered + queued`` always; the rest was never accepted."""
 
     acknowledged: int
@@ -370,7 +370,7 @@ class Phase(enum.StrEnum):
     """The trainer has written its last checkpoint and left."""
 
 
-class Status(Struct):
+class Status(Struct, frozen=True, kw_only=True):
     """``GET /v1/status``."""
 
     phase: Phase
@@ -400,7 +400,7 @@ class Status(Struct):
 # --- weight control (trainer → actor) ----------------------------------------------------------
 
 
-class GroupJoin(Struct):
+class GroupJoin(Struct, frozen=True, kw_only=True):
     """``POST /v1/weights/join``: become ``rank`` of a new process group; leaves any older one."""
 
     epoch: int
@@ -412,13 +412,13 @@ class GroupJoin(Struct):
     timeout_seconds: float
 
 
-class TensorSpec(Struct, array_like=True):
+class TensorSpec(Struct, frozen=True, array_like=True):
     name: str
     dtype: str
     shape: list[int]
 
 
-class WeightReceive(Struct):
+class WeightReceive(Struct, frozen=True, kw_only=True):
     """``POST /v1/weights/receive``: pause, take version ``version`` over the group, resume."""
 
     epoch: int
@@ -428,7 +428,7 @@ class WeightReceive(Struct):
     timeout_seconds: float
 
 
-class WeightReceived(Struct):
+class WeightReceived(Struct, frozen=True, kw_only=True):
     """Seconds by phase, as measured at the generator."""
 
     version: int
@@ -438,7 +438,7 @@ class WeightReceived(Struct):
     resume_seconds: float
 
 
-class Probe(Struct):
+class Probe(Struct, frozen=True, kw_only=True):
     """``POST /v1/weights/probe``: score these sequences under the weights held now."""
 
     version: int
@@ -446,13 +446,13 @@ class Probe(Struct):
     prompt_tokens: list[int]
 
 
-class Probed(Struct):
+class Probed(Struct, frozen=True, kw_only=True):
     version: int
     logprobs: list[bytes]
     """Float32, of the tokens after each prompt."""
 
 
-class Problem(Struct):
+class Problem(Struct, frozen=True, kw_only=True):
     """Body of every answer that is not 2xx."""
 
     error: str

