@@ -1,1 +1,73 @@
-"""TODO charter."""
+"""Compute–reward curves: fit them, say how far they can be believed, and forecast.
+
+What lives here: the points of a run and their checks (`curve`), the shapes (`families`), the point
+fit by variable projection (`point`), the grid posterior (`moments`, `posterior`, `sampling`), the fit
+(`fitting`) and what follows from it (`forecasting`). numpy and scipy only.
+
+What never does: Kubernetes, torch, policies (whether to stop or grow is the operator's), plotting,
+files and command lines.
+
+>>> import numpy as np
+>>> compute = np.arange(1.0, 41.0)
+>>> reward = 0.2 + 0.4 / (1 + (8 / compute) ** 2)
+>>> fitted = fit(Curve(compute, reward, samples=4000))
+>>> ahead, = forecast(fitted, at=[2 * fitted.now])
+>>> bool(abs(ahead.median - (0.2 + 0.4 / (1 + (8 / 80) ** 2))) < 0.01)
+True
+"""
+
+from .curve import SIGNED_SCALE, UNIT_SCALE, Curve, Segment
+from .errors import (
+    ConstantRewardError,
+    CurveError,
+    DuplicateComputeError,
+    InputError,
+    MixedSegmentsError,
+    NegativeComputeError,
+    NonFiniteError,
+    RequestError,
+    RewardRangeError,
+    SamplesError,
+    SettingsError,
+    ShapeError,
+    TooFewPointsError,
+    UnsortedComputeError,
+)
+from .families import Family
+from .fitting import Edge, Estimate, Fit, draws, fit
+from .forecasting import Forecast, forecast
+from .point import PointFit
+from .sampling import Draws
+from .settings import FitSettings
+
+__all__ = [
+    "SIGNED_SCALE",
+    "UNIT_SCALE",
+    "ConstantRewardError",
+    "Curve",
+    "CurveError",
+    "Draws",
+    "DuplicateComputeError",
+    "Edge",
+    "Estimate",
+    "Family",
+    "Fit",
+    "FitSettings",
+    "Forecast",
+    "InputError",
+    "MixedSegmentsError",
+    "NegativeComputeError",
+    "NonFiniteError",
+    "PointFit",
+    "RequestError",
+    "RewardRangeError",
+    "SamplesError",
+    "Segment",
+    "SettingsError",
+    "ShapeError",
+    "TooFewPointsError",
+    "UnsortedComputeError",
+    "draws",
+    "fit",
+    "forecast",
+]

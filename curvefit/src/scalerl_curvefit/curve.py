@@ -201,10 +201,14 @@ def _to_unit(reward: FloatArray, scale: tuple[float, float]) -> FloatArray:
 def _check_samples(samples: ArrayLike | None, n: int) -> FloatArray | None:
     if samples is None:
         return None
-    column = np.broadcast_to(np.asarray(samples, dtype=np.float64), (n,)) if np.ndim(samples) == 0 else samples
+    column = (
+        np.broadcast_to(np.asarray(samples, dtype=np.float64), (n,)) if np.ndim(samples) == 0 else samples
+    )
     counts = _column("samples", column)
     if counts.size != n:
-        raise ShapeError(f"samples has {counts.size} values for {n} points; give one count a point, or one number")
+        raise ShapeError(
+            f"samples has {counts.size} values for {n} points; give one count a point, or one number"
+        )
     if np.any(counts <= 0):
         i = int(np.argmax(counts <= 0))
         raise SamplesError(f"samples[{i}] is {counts[i]:g}; an evaluation has at least one sample")

@@ -36,5 +36,5 @@ def gain_share(family: Family, ln_compute: FloatArray, ln_cmid: FloatArray, ln_b
     if family is Family.SIGMOID:
         return np.asarray(expit(b * distance))
     if family is Family.STRETCHED:
-        return -np.expm1(-LN2 * np.exp(np.minimum(b * distance, 50.0)))
-    return -np.expm1(-b * np.log1p(np.expm1(LN2 / b) * np.exp(distance)))
+        return np.asarray(-np.expm1(-LN2 * np.exp(np.minimum(b * distance, 50.0))))
+    return np.asarray(-np.expm1(-b * np.log1p(np.expm1(LN2 / b) * np.exp(distance))))

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .curve import FloatArray
 
@@ -49,7 +50,7 @@ class Moments:
     y_y_r: FloatArray
 
 
-def knots(ln_compute: FloatArray, max_knots: int = MAX_KNOTS) -> FloatArray:
+def knots(ln_compute: FloatArray, max_knots: int = MAX_KNOTS) -> NDArray[np.intp]:
     """Indices of the points that serve as knots: all, or about `max_knots` even in ln C, ends included."""
     n = ln_compute.size
     if n <= max_knots:
@@ -83,8 +84,8 @@ def moments(
     u_next = np.where(same, u[1:], 0.0)
     v_next = np.where(same, v[1:], precision[1:])
 
-    def at_knots(values: FloatArray, where: FloatArray) -> FloatArray:
-        return np.bincount(where, weights=values, minlength=k_count)
+    def at_knots(values: FloatArray, where: NDArray[np.intp]) -> FloatArray:
+        return np.bincount(where, weights=values, minlength=k_count).astype(np.float64, copy=False)
 
     diagonal_0 = at_knots(u * u, left) + at_knots(v * v, left + 1)
     neighbour_0 = at_knots(u * v, left)

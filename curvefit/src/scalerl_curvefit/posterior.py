@@ -9,9 +9,10 @@ M = t̃·t̃ + λ and g = t̃·ỹ + λ r0. Given A the best R0 is m(A) = (g −
     weight ∝ π(B) √(1−ρ²) √(λ/M) (ν0 s0²(1−ρ²))^{ν0/2} (SSE(A) + ν0 s0²(1−ρ²))^{−(n+ν0)/2} · P(R0 < A).
 
 A is not put on a common grid: given the node its density is known in closed form, so each node gets
-its own few quadrature points around its own mode b/q. (Cmid, B) is a grid that is laid three times or
-more, each time turned into the principal axes of the mass and shrunk around it: the ridge between
-them is long and thin, and a fixed grid mis-covers it.
+its own few quadrature points around its own mode b/q. (Cmid, B) is a grid that is laid again until it
+resolves the mass, each time turned into the principal axes of the mass and shrunk around it: the ridge
+between them is long and thin, and a fixed grid mis-covers it. While the grid is still too coarse for
+the data, its weights are tempered, so that the best node of a coarse grid cannot hide a better region.
 
 Legend of suffixes: g shape nodes (Cmid, B) of a grid, r values of ρ, s surviving (node, ρ) pairs,
 j quadrature points of A.
@@ -32,24 +33,29 @@ from .settings import FitSettings
 
 COARSE: Final = (34, 18)
 """First grid: ln Cmid × ln B."""
-FINE: Final = (26, 14)
+FINE: Final = (30, 16)
 """Each refinement: along × across the ridge."""
-STAGES: Final = 3
-MAX_STAGES: Final = 7
+MIN_STAGES: Final = 3
+MAX_STAGES: Final = 8
 LN_B_REACH: Final = 3.0
 """The grid of ln B reaches this many prior standard deviations."""
 NEGLIGIBLE: Final = 11.0
 """Nodes whose peak density is below exp(−this) of the best are left out."""
-A_POINTS: Final = (7, 17)
-"""Quadrature points of A while refining, and at the end."""
+EFFECTIVE_NODES: Final = 30.0
+"""Shape nodes (1/Σw²) that must share the mass before the grid counts as fine enough."""
+TEMPERED_NODES: Final = 10.0
+"""Nodes that share the tempered mass while it does not: few, so that each stage shrinks the grid well."""
+CUT: Final = (1e-4, 1e-2)
+"""Nodes below this share of the best do not widen the next grid: plain, and tempered weights (which
+are wider than the mass by themselves)."""
+A_POINTS: Final = 17
 A_REACH: Final = 5.0
-ENOUGH_NODES: Final = 25.0
-"""Effective number of shape nodes (1/Σw²) below which one more refinement is made."""
+"""Quadrature of A at a node: this many points over ± this many of its conditional scales."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """The prior in numbers: bounds and scales that FitSettings and the points give together."""
+    """The prior in numbers: bounds and scales that settings and points give together."""
 
     ln_cmid: tuple[float, float]
     ln_b: tuple[float, float]
@@ -66,8 +72,9 @@ class Prior:
 class Nodes:
     """Weighted nodes of one family; rows s are (Cmid, B, ρ), columns j are values of A.
 
-    weight_sj sums to 1. ln_evidence: ln ∫ likelihood × prior, up to a constant that all families share.
-    r0 of a draw: N(r0_at_zero_s − r0_slope_s·A, v/precision_s), v from SSE(A) + prior.
+    weight_sj sums to 1 and belongs to the cell A = a_sj ± a_step_s/2. ln_evidence is
+    ln ∫ likelihood × prior up to a constant that all families share. Given a node and A:
+    v ~ spread_sj/χ²(dof) and R0 ~ N(r0_at_zero_s − r0_slope_s·A, v/precision_s) below A.
     """
 
     family: Family
@@ -77,7 +84,7 @@ class Nodes:
     a_sj: FloatArray
     a_step_s: FloatArray
     weight_sj: FloatArray
-    sse_sj: FloatArray
+    spread_sj: FloatArray
     r0_at_zero_s: FloatArray
     r0_slope_s: FloatArray
     precision_s: FloatArray
@@ -85,8 +92,21 @@ class Nodes:
     ln_evidence: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Forms:
+    """The closed forms of the module docstring at every (shape node g, ρ r)."""
+
+    ln_prior_gr: FloatArray
+    e0_gr: FloatArray
+    b_gr: FloatArray
+    q_gr: FloatArray
+    zero_gr: FloatArray
+    slope_gr: FloatArray
+    precision_gr: FloatArray
+
+
 def make_prior(settings: FitSettings, first: float, now: float, r0: float, noise_sd: float) -> Prior:
-    """Bounds of the grid for points from compute `first` to `now`."""
+    """Bounds and scales for points from compute `first` > 0 to `now`."""
     reach = LN_B_REACH * settings.ln_b_sd
     ln_b_mean = float(np.log(settings.b_median))
     return Prior(
@@ -103,8 +123,151 @@ def make_prior(settings: FitSettings, first: float, now: float, r0: float, noise
 
 
 def grid_posterior(points: Moments, prior: Prior, family: Family) -> Nodes:
-    """Nodes that carry the posterior mass of one family, after refining around it."""
-    cells = [(high - low) / count for (low, high), count in zip((prior.ln_cmid, prior.ln_b), COARSE, strict=True)]
-    axes = [low + step * (np.arange(count) + 0.5) for (low, _), step, count in zip((prior.ln_cmid, prior.ln_b), cells, COARSE, strict=True)]
-    centre_2, frame_22, half_2 = _whole(prior)
-    ...
+    """Lay the grid, refine it around the mass until it resolves it, then integrate over A."""
+    low = np.array([prior.ln_cmid[0], prior.ln_b[0]])
+    high = np.array([prior.ln_cmid[1], prior.ln_b[1]])
+    step_2 = (high - low) / np.array(COARSE)
+    frame_22 = np.diag(step_2)
+    shape_g2 = low + _mesh(*COARSE) * step_2
+    for stage in range(1, MAX_STAGES + 1):
+        forms = _forms(points, prior, family, shape_g2)
+        ln_weight_gr = _ln_weight(points, prior, forms)
+        ln_weight_g = np.logaddexp.reduce(ln_weight_gr, axis=1)
+        weight_g, tempered = _tempered(ln_weight_g)
+        if (stage >= MIN_STAGES and not tempered) or stage == MAX_STAGES:
+            break
+        shape_g2, frame_22 = _refined(shape_g2, weight_g, CUT[tempered], frame_22, low, high)
+    area = float(abs(np.linalg.det(frame_22)))
+    return _integrate_a(points, prior, family, shape_g2, forms, ln_weight_gr, area)
+
+
+def _mesh(rows: int, columns: int) -> FloatArray:
+    """(rows·columns, 2) centres of unit cells."""
+    i, j = np.meshgrid(np.arange(rows) + 0.5, np.arange(columns) + 0.5, indexing="ij")
+    return np.stack([i.ravel(), j.ravel()], axis=1)
+
+
+def _forms(points: Moments, prior: Prior, family: Family, shape_g2: FloatArray) -> _Forms:
+    ln_b_g1 = shape_g2[:, 1:]
+    s_gk = gain_share(family, points.ln_compute_k, shape_g2[:, :1], ln_b_g1)
+    ss = (s_gk * s_gk) @ points.ss_diagonal_kr
+    ss += 2.0 * ((s_gk[:, 1:] * s_gk[:, :-1]) @ points.ss_neighbour_kr)
+    s_one, s_y = s_gk @ points.s_one_kr, s_gk @ points.s_y_kr
+    tt, ts, ty = points.one_one_r - 2.0 * s_one + ss, s_one - ss, points.one_y_r - s_y
+    innovation_share_r = 1.0 - points.rho_r**2
+    lam_r = prior.noise_sd**2 * innovation_share_r / prior.r0_sd**2
+    precision = tt + lam_r
+    g = ty + lam_r * prior.r0
+    spread0_r = prior.noise_dof * prior.noise_sd**2 * innovation_share_r
+    ln_prior = (
+        -0.5 * ((ln_b_g1 - prior.ln_b_mean) / prior.ln_b_sd) ** 2
+        + 0.5 * (np.log(innovation_share_r) + np.log(lam_r) + prior.noise_dof * np.log(spread0_r))
+        - 0.5 * np.log(precision)
+    )
+    return _Forms(
+        ln_prior_gr=ln_prior,
+        # The prior spread of v is added here once: SSE(A) below always comes with it.
+        e0_gr=points.y_y_r + lam_r * prior.r0**2 - g * g / precision + spread0_r,
+        b_gr=s_y - ts * g / precision,
+        q_gr=np.maximum(ss - ts * ts / precision, 1e-12),
+        zero_gr=g / precision,
+        slope_gr=ts / precision,
+        precision_gr=precision,
+    )
+
+
+def _ln_weight(points: Moments, prior: Prior, forms: _Forms) -> FloatArray:
+    """ln of the node's mass, with the integral over A as peak × width (exact enough to steer the grid)."""
+    dof = points.n + prior.noise_dof
+    peak = np.clip(forms.b_gr / forms.q_gr, 0.0, prior.a_highest)
+    spread = forms.e0_gr - 2.0 * forms.b_gr * peak + forms.q_gr * peak * peak
+    width = np.minimum(np.sqrt(2.0 * np.pi * spread / (forms.q_gr * dof)), prior.a_highest)
+    return np.asarray(forms.ln_prior_gr - 0.5 * dof * np.log(spread) + np.log(width))
+
+
+def _tempered(ln_weight_g: FloatArray) -> tuple[FloatArray, bool]:
+    """Weights (max 1) for the next grid, flattened if too few nodes share the mass, and whether they were."""
+    relative = ln_weight_g - ln_weight_g.max()
+
+    def weights(power: float) -> FloatArray:
+        return np.asarray(np.exp(power * relative))
+
+    def effective(w: FloatArray) -> float:
+        return float(w.sum() ** 2 / (w @ w))
+
+    plain = weights(1.0)
+    if effective(plain) >= EFFECTIVE_NODES:
+        return plain, False
+    low, high = -14.0, 0.0
+    for _ in range(12):
+        middle = 0.5 * (low + high)
+        enough = effective(weights(float(np.exp(middle)))) >= TEMPERED_NODES
+        low, high = (middle, high) if enough else (low, middle)
+    return weights(float(np.exp(low))), True
+
+
+def _refined(
+    shape_g2: FloatArray,
+    weight_g: FloatArray,
+    cut: float,
+    frame_22: FloatArray,
+    low: FloatArray,
+    high: FloatArray,
+) -> tuple[FloatArray, FloatArray]:
+    """A finer grid in the principal axes of the mass; returns its nodes and its cell's two edge vectors."""
+    share_g = weight_g / weight_g.sum()
+    centre_2 = share_g @ shape_g2
+    offset_g2 = shape_g2 - centre_2
+    covariance = (offset_g2 * share_g[:, None]).T @ offset_g2 + frame_22 @ frame_22.T / 12.0
+    _, axes_22 = np.linalg.eigh(covariance)
+    axes_22 = axes_22[:, ::-1]  # the long axis first, as in FINE
+    along_g2 = offset_g2[weight_g > cut] @ axes_22
+    margin_2 = 0.5 * np.abs(frame_22.T @ axes_22).sum(axis=0)
+    start_2, stop_2 = along_g2.min(axis=0) - margin_2, along_g2.max(axis=0) + margin_2
+    step_2 = (stop_2 - start_2) / np.array(FINE)
+    refined_g2 = centre_2 + (start_2 + _mesh(*FINE) * step_2) @ axes_22.T
+    inside = np.all((refined_g2 >= low) & (refined_g2 <= high), axis=1)
+    return refined_g2[inside], axes_22 * step_2
+
+
+def _integrate_a(
+    points: Moments,
+    prior: Prior,
+    family: Family,
+    shape_g2: FloatArray,
+    forms: _Forms,
+    ln_weight_gr: FloatArray,
+    area: float,
+) -> Nodes:
+    g, r = np.nonzero(ln_weight_gr > ln_weight_gr.max() - NEGLIGIBLE)
+    dof = points.n + prior.noise_dof
+    e0, b, q = (values[g, r] for values in (forms.e0_gr, forms.b_gr, forms.q_gr))
+    zero, slope, precision = (values[g, r] for values in (forms.zero_gr, forms.slope_gr, forms.precision_gr))
+    mode = np.clip(b / q, 0.0, prior.a_highest)
+    reach = A_REACH * np.sqrt((e0 - 2.0 * b * mode + q * mode * mode) / (q * dof))
+    lowest, highest = np.maximum(mode - reach, 0.0), np.minimum(mode + reach, prior.a_highest)
+    step = (highest - lowest) / A_POINTS
+    a_sj = lowest[:, None] + step[:, None] * (np.arange(A_POINTS) + 0.5)
+    spread_sj = e0[:, None] + a_sj * (q[:, None] * a_sj - 2.0 * b[:, None])
+    r0_sd_sj = np.sqrt(spread_sj / (dof * precision[:, None]))
+    rising_sj = ndtr((a_sj * (1.0 + slope[:, None]) - zero[:, None]) / r0_sd_sj)
+    ln_density_sj = forms.ln_prior_gr[g, r][:, None] - 0.5 * dof * np.log(spread_sj)
+    top = ln_density_sj.max()
+    weight_sj = np.exp(ln_density_sj - top) * rising_sj * step[:, None]
+    total = float(weight_sj.sum())
+    ln_prior_volume = float(np.log((prior.ln_cmid[1] - prior.ln_cmid[0]) * prior.ln_b_sd))
+    return Nodes(
+        family=family,
+        ln_cmid_s=shape_g2[g, 0],
+        ln_b_s=shape_g2[g, 1],
+        rho_s=points.rho_r[r],
+        a_sj=a_sj,
+        a_step_s=step,
+        weight_sj=weight_sj / total,
+        spread_sj=spread_sj,
+        r0_at_zero_s=zero,
+        r0_slope_s=slope,
+        precision_s=precision,
+        dof=dof,
+        ln_evidence=float(top + np.log(total * area)) - ln_prior_volume,
+    )

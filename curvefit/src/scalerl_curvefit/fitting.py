@@ -1,0 +1,240 @@
+"""From points to a Fit: the point estimate, the posterior, what is identifiable, and the edges it met."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from .curve import Curve, FloatArray
+from .errors import ConstantRewardError, RequestError, TooFewPointsError
+from .families import Family
+from .moments import moments
+from .point import PointFit, point_fit
+from .posterior import Nodes, Prior, grid_posterior, make_prior
+from .sampling import Draws, sample
+from .settings import FitSettings
+
+MIN_POINTS: Final = 4
+"""A curve has four parameters."""
+ENOUGH_POINTS: Final = 10
+WIDEST_A: Final = 0.15
+MOST_P_BEFORE_CMID: Final = 0.2
+"""Below ENOUGH_POINTS points, with a 90 % interval of A wider than WIDEST_A, or with more than this
+probability that Cmid still lies ahead, the asymptote is not identifiable."""
+DRAWS: Final = 2000
+EDGE_MASS: Final = 0.05
+"""Posterior mass in the outermost part of a prior's range from which that edge is reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Posterior median and 90 % interval."""
+
+    median: float
+    low: float
+    high: float
+
+    @property
+    def width(self) -> float:
+        """Width of the 90 % interval."""
+        return self.high - self.low
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """The posterior leans on a bound of its prior, so that the bound, not the data, sets the interval.
+
+    parameter: A, B, Cmid or rho. side: "low" or "high". bound: its value. mass: posterior share there.
+    """
+
+    parameter: str
+    side: str
+    bound: float
+    mass: float
+
+
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """What the points say of the curve.
+
+    A, B, Cmid, R0: medians with 90 % intervals, of the sigmoid. R0 is where the fitted window points
+    to at C → 0; it is weakly determined and may lie below 0.
+    point: the least-squares curve. sigma: evaluation noise (sd of one point). rho: its AR(1)
+    coefficient, posterior mean.
+    identifiable: whether A may be believed; if not, `doubts` says why. edges: bounds that were met.
+    points_used: points after burn-in; used_from: compute of the first of them; now: of the last.
+    nodes: the posterior of each family; family_weights: probability of each.
+    seed: hash of points and settings; all draws follow from it.
+    """
+
+    curve: Curve
+    settings: FitSettings
+    A: Estimate
+    B: Estimate
+    Cmid: Estimate
+    R0: Estimate
+    sigma: Estimate
+    rho: float
+    point: PointFit
+    identifiable: bool
+    doubts: tuple[str, ...]
+    edges: tuple[Edge, ...]
+    p_before_cmid: float
+    points_used: int
+    used_from: float
+    now: float
+    nodes: tuple[Nodes, ...]
+    family_weights: dict[Family, float]
+    seed: int
+
+
+def fit(curve: Curve, settings: FitSettings | None = None) -> Fit:
+    """Fit R(C) = R0 + (A − R0)/(1 + (Cmid/C)^B) (ScaleRL eq. 1 [P]) to the points of one segment.
+
+    Deterministic: the same points and settings give the same Fit and the same draws. Takes about 5 ms
+    at 100 points and well under 100 ms at 10,000 (see `moments`: all points count, with their AR(1)
+    neighbours, at a cost that does not grow with them).
+
+    Raises
+    ------
+    MixedSegmentsError: the recipe or evaluation version changes; fit one of `curve.segments()`.
+    TooFewPointsError: fewer than 4 points at compute > 0.
+    ConstantRewardError: all rewards equal.
+
+    >>> c = np.arange(1.0, 31.0)
+    >>> f = fit(Curve(c, 0.2 + 0.4 / (1 + (5 / c) ** 2)))
+    >>> f.identifiable, round(f.A.median, 2)
+    (True, 0.6)
+    """
+    settings = settings or FitSettings()
+    curve.require_one_segment()
+    used = _window(curve, settings)
+    compute, reward = curve.compute[used], curve.reward[used]
+    noise_n = _noise_sd(curve, used, settings)
+    noise_sd = float(np.sqrt(np.mean(noise_n**2)))
+    precision = noise_sd / noise_n
+    ln_compute = np.log(compute)
+    points = moments(ln_compute, reward, precision, np.array(settings.rho))
+    prior = make_prior(settings, float(compute[0]), float(compute[-1]), float(curve.reward[0]), noise_sd)
+    nodes = tuple(grid_posterior(points, prior, family) for family in settings.families)
+    evidence = np.array([node.ln_evidence for node in nodes])
+    share = np.exp(evidence - np.logaddexp.reduce(evidence))
+    seed = content_seed(curve, settings)
+    main = nodes[0]
+    drawn = sample((main,), np.ones(1), DRAWS, np.random.default_rng(seed))
+    before = float(np.mean(drawn.Cmid > compute[-1]))
+    a = _estimate(drawn.A)
+    doubts = _doubts(compute.size, a, before)
+    return Fit(
+        curve=curve,
+        settings=settings,
+        A=a,
+        B=_estimate(drawn.B),
+        Cmid=_estimate(drawn.Cmid),
+        R0=_estimate(drawn.R0),
+        sigma=_estimate(drawn.sigma),
+        rho=float(np.mean(drawn.rho)),
+        point=_point(main, prior, ln_compute, reward, precision),
+        identifiable=not doubts,
+        doubts=doubts,
+        edges=_edges(drawn, prior, settings),
+        p_before_cmid=before,
+        points_used=int(compute.size),
+        used_from=float(compute[0]),
+        now=curve.now,
+        nodes=nodes,
+        family_weights=dict(zip(settings.families, map(float, share), strict=True)),
+        seed=seed,
+    )
+
+
+def draws(fitted: Fit, n: int = DRAWS) -> Draws:
+    """`n` curves from the posterior, over all families; the same ones for the same fit and n."""
+    if not 1 <= n <= 1_000_000:
+        raise RequestError(f"draws must be between 1 and 1,000,000, got {n}")
+    weights = np.array([fitted.family_weights[node.family] for node in fitted.nodes])
+    return sample(fitted.nodes, weights, n, np.random.default_rng(fitted.seed))
+
+
+def content_seed(curve: Curve, settings: FitSettings) -> int:
+    """64 bits of a hash over the points and settings."""
+    digest = hashlib.blake2b(digest_size=8)
+    for column in (curve.compute, curve.reward, curve.samples):
+        digest.update(b"-" if column is None else column.tobytes())
+    digest.update(repr(settings).encode())
+    return int.from_bytes(digest.digest(), "big")
+
+
+def _window(curve: Curve, settings: FitSettings) -> slice:
+    first = int(np.searchsorted(curve.compute, 0.0, side="right"))
+    trained = len(curve) - first
+    if trained < MIN_POINTS:
+        raise TooFewPointsError(
+            f"{trained} points at compute > 0; a curve of four parameters needs at least {MIN_POINTS}, "
+            f"and {ENOUGH_POINTS} before its asymptote means anything"
+        )
+    burnt = min(int(settings.burn_in_fraction * trained), max(trained - settings.burn_in_keeps, 0))
+    used = slice(first + burnt, len(curve))
+    if np.ptp(curve.reward[used]) == 0.0:
+        raise ConstantRewardError(
+            f"all {trained - burnt} rewards are {curve.reward[-1]:g}; check that the evaluation sees the "
+            "trained weights, or wait for the first change"
+        )
+    return used
+
+
+def _noise_sd(curve: Curve, used: slice, settings: FitSettings) -> FloatArray:
+    """Guess of each point's sd: binomial where samples are known, never below the floor."""
+    reward = curve.reward[used]
+    if curve.samples is None:
+        return np.full(reward.size, settings.noise_floor)
+    # A smoothed rate, so that a point at 0 or 1 does not claim to be free of noise.
+    rate = float(np.clip(np.mean(reward), 0.02, 0.98))
+    return np.sqrt(rate * (1.0 - rate) / curve.samples[used] + settings.noise_floor**2)
+
+
+def _point(
+    nodes: Nodes, prior: Prior, ln_compute: FloatArray, reward: FloatArray, precision: FloatArray
+) -> PointFit:
+    best = int(np.argmax(nodes.weight_sj.max(axis=1)))
+    start = (float(nodes.ln_cmid_s[best]), float(nodes.ln_b_s[best]))
+    low, high = np.array([prior.ln_cmid, prior.ln_b]).T
+    return point_fit(ln_compute, reward, precision, start, low, high, prior.a_highest, nodes.family)
+
+
+def _estimate(values: FloatArray) -> Estimate:
+    low, median, high = np.quantile(values, (0.05, 0.5, 0.95))
+    return Estimate(float(median), float(low), float(high))
+
+
+def _doubts(points: int, a: Estimate, before: float) -> tuple[str, ...]:
+    doubts = []
+    if points < ENOUGH_POINTS:
+        doubts.append(f"{points} points after burn-in, fewer than {ENOUGH_POINTS}")
+    if a.width > WIDEST_A:
+        doubts.append(f"90 % interval of A is {a.width:.2f} wide, more than {WIDEST_A}")
+    if before > MOST_P_BEFORE_CMID:
+        doubts.append(f"half of the gain still lies ahead with probability {before:.2f}")
+    return tuple(doubts)
+
+
+def _edges(drawn: Draws, prior: Prior, settings: FitSettings) -> tuple[Edge, ...]:
+    ln_cmid, ln_b = np.log(drawn.Cmid), np.log(drawn.B)
+    margin_cmid = 0.03 * (prior.ln_cmid[1] - prior.ln_cmid[0])
+    margin_b = 0.03 * (prior.ln_b[1] - prior.ln_b[0])
+    candidates = [
+        ("A", "high", prior.a_highest, prior.a_highest - drawn.A < 0.005),
+        ("A", "low", 0.0, drawn.A < 0.005),
+        ("Cmid", "high", float(np.exp(prior.ln_cmid[1])), ln_cmid > prior.ln_cmid[1] - margin_cmid),
+        ("Cmid", "low", float(np.exp(prior.ln_cmid[0])), ln_cmid < prior.ln_cmid[0] + margin_cmid),
+        ("B", "high", float(np.exp(prior.ln_b[1])), ln_b > prior.ln_b[1] - margin_b),
+        ("B", "low", float(np.exp(prior.ln_b[0])), ln_b < prior.ln_b[0] + margin_b),
+    ]
+    edges = [Edge(name, side, bound, float(hit.mean())) for name, side, bound, hit in candidates]
+    if len(settings.rho) > 1:
+        top = max(settings.rho)
+        edges.append(Edge("rho", "high", top, float(np.mean(drawn.rho == top)) - 0.5))
+    return tuple(edge for edge in edges if edge.mass > EDGE_MASS)

@@ -1,0 +1,122 @@
+"""The single best curve by variable projection: least squares in which A and R0 are solved, not searched.
+
+For given (Cmid, B) the model is linear in (A, R0), so that the search runs over two parameters only
+(Golub & Pereyra 1973). The steps are Levenberg–Marquardt with Kaufman's Jacobian.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from .curve import FloatArray
+from .families import Family, gain_share
+
+STEPS: Final = 40
+TINY: Final = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class PointFit:
+    """One curve: R(C) = R0 + (A − R0)·s(C).
+
+    residual_sd: root mean square of the (precision-weighted) residuals.
+    """
+
+    A: float
+    B: float
+    Cmid: float
+    R0: float
+    residual_sd: float
+    family: Family = Family.SIGMOID
+
+    def reward(self, compute: FloatArray) -> FloatArray:
+        """R at compute ≥ 0, any shape."""
+        with np.errstate(divide="ignore"):
+            ln_compute = np.log(np.asarray(compute, dtype=np.float64))
+        share = gain_share(self.family, ln_compute, np.log(np.float64(self.Cmid)), np.log(np.float64(self.B)))
+        return np.asarray(self.R0 + (self.A - self.R0) * share)
+
+
+def linear_part(
+    share_n: FloatArray, reward_n: FloatArray, precision_n: FloatArray, a_highest: float
+) -> tuple[float, float, FloatArray]:
+    """Best (A, R0) with R0 ≤ A ≤ a_highest for a given s, and the weighted residuals (n,)."""
+    s, t, y = share_n * precision_n, (1.0 - share_n) * precision_n, reward_n * precision_n
+    ss, tt, ts, sy, ty = (float(form) for form in (s @ s, t @ t, s @ t, s @ y, t @ y))
+    determinant = ss * tt - ts * ts
+    if determinant > TINY * ss * tt:
+        a, r0 = (sy * tt - ty * ts) / determinant, (ty * ss - sy * ts) / determinant
+    else:
+        a = r0 = (sy + ty) / (ss + 2.0 * ts + tt)
+    if a > a_highest:
+        a, r0 = a_highest, (ty - ts * a_highest) / max(tt, TINY)
+    if r0 > a:  # A falling curve is outside the model; its nearest member is flat.
+        a = r0 = min((sy + ty) / (ss + 2.0 * ts + tt), a_highest)
+    return a, r0, np.asarray(y - a * s - r0 * t)
+
+
+def point_fit(
+    ln_compute: FloatArray,
+    reward: FloatArray,
+    precision: FloatArray,
+    start: tuple[float, float],
+    low: FloatArray,
+    high: FloatArray,
+    a_highest: float,
+    family: Family = Family.SIGMOID,
+) -> PointFit:
+    """Least squares from `start` = (ln Cmid, ln B), kept within the box [low, high]."""
+
+    def at(shape: FloatArray) -> tuple[float, float, FloatArray]:
+        share = gain_share(family, ln_compute, shape[0], shape[1])
+        return linear_part(share, reward, precision, a_highest)
+
+    shape = np.clip(np.array(start), low, high)
+    a, r0, residual = at(shape)
+    sse, damping = float(residual @ residual), 1e-3
+    for _ in range(STEPS):
+        jacobian = _jacobian(family, ln_compute, precision, shape, a - r0)
+        normal, gradient = jacobian.T @ jacobian, jacobian.T @ residual
+        step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)) + TINY * np.eye(2), gradient)
+        trial = np.clip(shape + step, low, high)
+        trial_a, trial_r0, trial_residual = at(trial)
+        trial_sse = float(trial_residual @ trial_residual)
+        if trial_sse <= sse:
+            settled = sse - trial_sse <= 1e-10 * sse
+            shape, a, r0, residual, sse = trial, trial_a, trial_r0, trial_residual, trial_sse
+            damping *= 0.2
+            if settled:
+                break
+        else:
+            damping *= 6.0
+            if damping > 1e8:
+                break
+    return PointFit(
+        A=a,
+        B=float(np.exp(shape[1])),
+        Cmid=float(np.exp(shape[0])),
+        R0=r0,
+        residual_sd=float(np.sqrt(sse / reward.size)),
+        family=family,
+    )
+
+
+def _jacobian(
+    family: Family, ln_compute: FloatArray, precision: FloatArray, shape: FloatArray, gain: float
+) -> FloatArray:
+    """Kaufman's (n, 2): d model/d shape with what A and R0 can absorb projected out."""
+    share = gain_share(family, ln_compute, shape[0], shape[1])
+    h = 1e-5
+    moved = np.stack(
+        [
+            gain_share(family, ln_compute, shape[0] + h, shape[1]) - share,
+            gain_share(family, ln_compute, shape[0], shape[1] + h) - share,
+        ],
+        axis=1,
+    )
+    derivative = gain * precision[:, None] * moved / h
+    basis, _ = np.linalg.qr(np.stack([share * precision, (1.0 - share) * precision], axis=1))
+    return np.asarray(derivative - basis @ (basis.T @ derivative))

@@ -1,0 +1,100 @@
+"""Curves drawn from the grid posterior."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtr, ndtri
+
+from .curve import FloatArray
+from .families import Family, gain_share
+from .posterior import Nodes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draws:
+    """Curves drawn from the posterior; all arrays (d,), one entry a draw.
+
+    sigma: stationary sd of the evaluation noise. rho: its AR(1) coefficient. discrepancy: standard
+    normal, how this draw departs from the equation beyond now. family_d: index into `families`.
+    """
+
+    A: FloatArray
+    B: FloatArray
+    Cmid: FloatArray
+    R0: FloatArray
+    sigma: FloatArray
+    rho: FloatArray
+    discrepancy: FloatArray
+    noise: FloatArray
+    family: NDArray[np.intp]
+    families: tuple[Family, ...]
+
+    def __len__(self) -> int:
+        return int(self.A.size)
+
+    def share(self, compute: FloatArray) -> FloatArray:
+        """(d, c) share of the gain reached at compute (c,), values ≥ 0."""
+        with np.errstate(divide="ignore"):
+            ln_compute = np.log(np.asarray(compute, dtype=np.float64))[None, :]
+        ln_cmid, ln_b = np.log(self.Cmid)[:, None], np.log(self.B)[:, None]
+        if len(self.families) == 1:
+            return gain_share(self.families[0], ln_compute, ln_cmid, ln_b)
+        share = np.empty((len(self), ln_compute.size))
+        for index, family in enumerate(self.families):
+            rows = self.family == index
+            share[rows] = gain_share(family, ln_compute, ln_cmid[rows], ln_b[rows])
+        return share
+
+    def reward(self, compute: FloatArray) -> FloatArray:
+        """(d, c) rewards of the drawn curves at compute (c,), without discrepancy or evaluation noise."""
+        share = self.share(compute)
+        return np.asarray(self.R0[:, None] + (self.A - self.R0)[:, None] * share)
+
+
+def sample(nodes: Sequence[Nodes], weights: FloatArray, n: int, random: np.random.Generator) -> Draws:
+    """`n` draws over families with the given weights: systematic over nodes, exact within them."""
+    counts = _systematic(weights, n, random)
+    parts = [_sample_family(node, count, random) for node, count in zip(nodes, counts, strict=True)]
+    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+    a, b, cmid, r0, sigma, rho = columns
+    order = random.permutation(n)  # Nodes are sorted; a head of the draws must be a fair sample too.
+    return Draws(
+        A=a[order],
+        B=b[order],
+        Cmid=cmid[order],
+        R0=r0[order],
+        sigma=sigma[order],
+        rho=rho[order],
+        discrepancy=random.standard_normal(n),
+        noise=random.standard_normal(n),
+        family=np.repeat(np.arange(len(nodes)), counts)[order],
+        families=tuple(node.family for node in nodes),
+    )
+
+
+def _systematic(weights: FloatArray, n: int, random: np.random.Generator) -> NDArray[np.intp]:
+    """How often each index is drawn: n evenly spaced quantiles with one random offset."""
+    edges = np.cumsum(weights / weights.sum()) * n
+    edges[-1] = n
+    upto = np.ceil(edges - random.random()).astype(np.intp)
+    upto[-1] = n
+    return np.diff(np.maximum.accumulate(np.clip(upto, 0, n)), prepend=0)
+
+
+def _sample_family(nodes: Nodes, n: int, random: np.random.Generator) -> tuple[FloatArray, ...]:
+    columns = nodes.weight_sj.shape[1]
+    cells = np.repeat(np.arange(nodes.weight_sj.size), _systematic(nodes.weight_sj.ravel(), n, random))
+    s, j = np.divmod(cells, columns)
+    a = nodes.a_sj[s, j] + nodes.a_step_s[s] * (random.random(n) - 0.5)
+    variance = nodes.spread_sj[s, j] / random.chisquare(nodes.dof, n)
+    mean = nodes.r0_at_zero_s[s] - nodes.r0_slope_s[s] * a
+    sd = np.sqrt(variance / nodes.precision_s[s])
+    below = np.maximum(random.random(n) * ndtr((a - mean) / sd), 1e-300)
+    r0 = np.minimum(mean + sd * ndtri(below), a)
+    rho = nodes.rho_s[s]
+    sigma = np.sqrt(variance / (1.0 - rho * rho))
+    return a, np.exp(nodes.ln_b_s[s]), np.exp(nodes.ln_cmid_s[s]), r0, sigma, rho
