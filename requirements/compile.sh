@@ -4,6 +4,7 @@
 #   cpu/gpu  everything, with the vLLM build of that device (the two exclude each other)
 #   dev      what lint and tests need beside cpu, at cpu's versions
 #   uv       the installer itself
+#   bench    what benchmarks compare against
 set -euo pipefail
 cd "$(dirname "$0")/.."
 UV=${UV:-uv}
@@ -23,3 +24,4 @@ control=$(members api tasks curvefit coordinator operator cli)
   lock requirements/dev.in -c requirements/cpu.txt -o requirements/dev.txt
 }
 lock requirements/uv.in -c requirements/dev.txt -o requirements/uv.txt
+lock requirements/bench.in -c requirements/cpu.txt -o requirements/bench.txt

@@ -1,0 +1,177 @@
+"""Whole runs for the tests: start one, watch it, hurt it, and look at what it left."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples/tiny/run.yaml"
+START_SECONDS = 240.0
+
+
+def small_spec(**changes: Any) -> dict[str, Any]:
+    """The tiny example, shortened; ``changes`` are dotted paths with ``__`` for the dot."""
+    run = yaml.safe_load(EXAMPLE.read_text())
+    run["metadata"]["name"] = "small"
+    defaults: dict[str, Any] = {
+        "warmStart__steps": 60,
+        "task__heldOut__size": 32,
+        "evaluation__samplesPerPrompt": 2,
+        "recipe__promptsPerStep": 8,
+        "recipe__completionsPerPrompt": 4,
+        "checkpoint__everySteps": 5,
+        "budget__maxSteps": 20,
+    }
+    for path, value in (defaults | changes).items():
+        node = run["spec"]
+        *parents, last = path.split("__")
+        for part in parents:
+            node = node.setdefault(part, {})
+        node[last] = value
+    return run
+
+
+@dataclass(frozen=True)
+class Process:
+    pid: int
+    name: str
+    command: str
+
+
+def processes_of(directory: Path) -> list[Process]:
+    """Every live process whose environment says it belongs to the run in ``directory``."""
+    wanted = f"SCALERL_DIR={directory}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            environment = (entry / "environ").read_bytes().split(b"\0")
+            state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            if wanted in environment and state != "Z":
+                name = next((v[13:].decode() for v in environment if v.startswith(b"SCALERL_NAME=")), "")
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                found.append(Process(int(entry.name), name, command))
+        except (OSError, IndexError):
+            continue
+    return found
+
+
+@dataclass
+class LocalRun:
+    """One ``scalerl run`` in a child process."""
+
+    directory: Path
+    process: subprocess.Popen[str]
+    output: Path
+    started: float = field(default_factory=time.monotonic)
+
+    def find(self, part: str, but_not: str = "leash") -> list[Process]:
+        """Processes of the run whose command line has ``part``."""
+        return [p for p in processes_of(self.directory) if part in p.command and but_not not in p.command]
+
+    def metrics(self) -> list[dict[str, Any]]:
+        path = self.directory / "metrics.jsonl"
+        if not path.exists():
+            return []
+        lines = path.read_text().split("\n")
+        return [json.loads(line) for line in lines[:-1]]
+
+    def step(self) -> int:
+        rows = self.metrics()
+        return int(rows[-1]["step"]) + 1 if rows else 0
+
+    def until(self, condition: Callable[[], Any], seconds: float, what: str) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            if self.process.poll() is not None:
+                raise AssertionError(
+                    f"the run ended ({self.process.returncode}) before {what}:\n{self.tail()}"
+                )
+            if time.monotonic() > end:
+                raise AssertionError(f"not within {seconds:.0f} s: {what}\n{self.tail()}")
+            time.sleep(0.1)
+
+    def finish(self, seconds: float) -> int:
+        try:
+            return self.process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {seconds:.0f} s\n{self.tail()}") from None
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.directory / "summary.json").read_text())
+
+    def curve(self) -> list[dict[str, str]]:
+        with (self.directory / "curve.csv").open() as file:
+            return list(csv.DictReader(file))
+
+    def tail(self, lines: int = 25) -> str:
+        files = [self.output, *sorted((self.directory / "logs").glob("*.log"))]
+        return "\n".join(
+            f"--- {file.name}\n" + "\n".join(file.read_text(errors="replace").splitlines()[-lines:])
+            for file in files
+        )
+
+    def kill_everything(self) -> None:
+        for pid in [self.process.pid, *(p.pid for p in processes_of(self.directory))]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait(timeout=10)
+
+
+@contextmanager
+def start_run(
+    tmp: Path, run: dict[str, Any], *arguments: str, environment: dict[str, str] | None = None
+) -> Iterator[LocalRun]:
+    """``scalerl run`` on ``run``; whatever happens, nothing of it is left running afterwards."""
+    file = tmp / "run.yaml"
+    file.write_text(yaml.safe_dump(run))
+    directory = tmp / "run"
+    output = tmp / f"output-{time.monotonic_ns()}.txt"
+    with output.open("w") as sink:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "scalerl_cli.main", "run", str(file), "--dir", str(directory), *arguments],
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **(environment or {})},
+            cwd=tmp,
+            text=True,
+        )
+    started = LocalRun(directory, process, output)
+    try:
+        yield started
+    finally:
+        if process.poll() is None:
+            started.kill_everything()
+
+
+def assert_counts_add_up(summary: dict[str, Any], run: dict[str, Any]) -> None:
+    """Every acknowledged rollout is trained, filtered or queued, and every slot of every step was used once."""
+    counts = summary["counts"]
+    assert counts["acknowledged"] == counts["trained"] + counts["filtered"] + counts["queued"], counts
+    recipe = run["spec"]["recipe"]
+    per_step = recipe["promptsPerStep"] * recipe["completionsPerPrompt"]
+    assert counts["trained"] + counts["filtered"] == summary["steps"] * per_step, counts
+
+
+def assert_nothing_left(directory: Path, seconds: float = 15.0) -> None:
+    end = time.monotonic() + seconds
+    while left := processes_of(directory):
+        assert time.monotonic() < end, f"left running: {left}"
+        time.sleep(0.1)

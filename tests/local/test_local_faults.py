@@ -1,0 +1,107 @@
+"""Kill -9 of every role at random moments: the run goes on, and every acknowledged rollout is accounted for."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from runs import START_SECONDS, LocalRun, assert_counts_add_up, assert_nothing_left, small_spec, start_run
+
+pytestmark = pytest.mark.timeout(900)
+
+ROLES = {
+    "server": "scalerl_generator.vllm_server",
+    "actor": "scalerl_generator.actor",
+    "trainer rank": "scalerl_trainer.main",
+    "coordinator": "scalerl_coordinator.main",
+}
+
+
+def kill_one(run: LocalRun, part: str, dice: random.Random) -> None:
+    run.until(lambda: run.find(part), 120, f"a process of {part}")
+    os.kill(dice.choice(run.find(part)).pid, signal.SIGKILL)
+
+
+def test_every_role_may_die_at_any_moment(tmp_path: Path) -> None:
+    """Each role once, in random order, at random moments (some fall inside a publish: updates take most of a step)."""
+    seed = int.from_bytes(os.urandom(4), "big")
+    dice = random.Random(seed)
+    print(f"seed {seed}")
+    spec = small_spec(
+        budget__maxSteps=60, checkpoint__everySteps=4, recipe__maxStalenessSteps=4, budget__maxSeconds=800
+    )
+    order = list(ROLES)
+    dice.shuffle(order)
+    with start_run(tmp_path, spec) as run:
+        run.until(lambda: run.step() >= 3, START_SECONDS, "three steps")
+        for role in order:
+            before = run.step()
+            kill_one(run, ROLES[role], dice)
+            run.until(
+                lambda b=before: run.step() >= min(b + 3, 60), 240, f"progress after the {role} was killed"
+            )
+            time.sleep(dice.uniform(0, 2))
+        code = run.finish(400)
+        assert code == 0, run.tail()
+    summary = run.summary()
+    assert summary["steps"] == 60
+    assert summary["max_staleness_steps"] <= 4
+    assert_counts_add_up(summary, spec)
+    assert [row["step"] for row in run.metrics()] == list(range(60))
+    assert_nothing_left(run.directory)
+
+
+def test_kill_everything_and_resume_trains_the_same_prompts(tmp_path: Path) -> None:
+    spec = small_spec(budget__maxSteps=16, checkpoint__everySteps=4)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    with start_run(tmp_path / "a", spec) as undisturbed:
+        assert undisturbed.finish(400) == 0, undisturbed.tail()
+    with start_run(tmp_path / "b", spec) as first:
+        first.until(lambda: first.step() >= 6, START_SECONDS, "six steps")
+        first.kill_everything()
+    assert_nothing_left(first.directory)
+    with start_run(tmp_path / "b", spec, "--resume") as second:
+        assert second.finish(400) == 0, second.tail()
+    assert [row["prompts_digest"] for row in second.metrics()] == [
+        row["prompts_digest"] for row in undisturbed.metrics()
+    ]
+    assert_counts_add_up(second.summary(), spec)
+
+
+def test_parent_killed_leaves_no_orphan(tmp_path: Path) -> None:
+    with start_run(tmp_path, small_spec()) as run:
+        run.until(lambda: run.find("EngineCore") or run.find("vllm_server"), 120, "a vLLM process")
+        os.kill(run.process.pid, signal.SIGKILL)
+        run.process.wait(timeout=10)
+        assert_nothing_left(run.directory)
+
+
+def test_ctrl_c_drains_checkpoints_and_exits_130(tmp_path: Path) -> None:
+    spec = small_spec(budget__maxSteps=10000)
+    with start_run(tmp_path, spec) as run:
+        run.until(lambda: run.step() >= 3, START_SECONDS, "three steps")
+        run.process.send_signal(signal.SIGINT)
+        assert run.finish(90) == 130, run.tail()
+    summary = run.summary()
+    assert "interrupted" in summary["stop_reason"]
+    assert_counts_add_up(summary, spec)
+    assert (run.directory / f"checkpoints/step-{summary['steps']:08d}").is_dir()
+    assert_nothing_left(run.directory)
+
+
+def test_second_ctrl_c_exits_now(tmp_path: Path) -> None:
+    with start_run(tmp_path, small_spec(budget__maxSteps=10000)) as run:
+        run.until(lambda: run.find("vllm_server"), 60, "a vLLM process")
+        run.process.send_signal(signal.SIGINT)
+        try:
+            run.process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            run.process.send_signal(signal.SIGINT)
+        assert run.finish(15) == 130
+        assert_nothing_left(run.directory)
