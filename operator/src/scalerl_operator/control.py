@@ -1,0 +1,261 @@
+"""One run on this machine: the loop that joins plan, policies and the local runtime.
+
+Level-triggered: every tick observes (the coordinator's status, the units), decides (policies, pure),
+applies (a stop that is wanted and not yet known is asked for, again and again), and reports a
+snapshot. Nothing depends on having seen a change happen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from scalerl_api.spec import ScaleRLRun
+from scalerl_api.wire import Phase, Status
+from scalerl_operator.observe.snapshot import RateMeter, Rates, Snapshot, eta_seconds
+from scalerl_operator.plan import Lifetime, Plan, Role
+from scalerl_operator.policy import budget
+from scalerl_operator.runtime.census import tree_memory_bytes
+from scalerl_operator.runtime.directory import RunDirectory
+from scalerl_operator.runtime.local import LocalRuntime, LocalSettings
+from scalerl_operator.runtime.unit import Event, Failure
+
+if TYPE_CHECKING:
+    from scalerl_operator.observe.client import CoordinatorClient
+
+INTERRUPTED: Final = "interrupted"
+
+_TICK_SECONDS = 1.0
+_STARTING_TICK_SECONDS = 0.25
+_MEMORY_PERIOD_SECONDS = 5.0
+_MAX_BACK_OFF_SECONDS = 8.0
+_ANSWER_SECONDS = 90.0
+"""How long to ask a restarting coordinator whether the run is complete."""
+
+
+@dataclass
+class Startup:
+    """Where the time to the first lease went.
+
+    first_lease_seconds: since this command began; None if there was none.
+    ready_seconds: by unit, until it was first ready (``prepare``: done).
+    waited_seconds: by what was waited for, in words.
+    """
+
+    first_lease_seconds: float | None = None
+    ready_seconds: dict[str, float] = field(default_factory=dict)
+    waited_seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the run ended.
+
+    failure: what failed for good; None if nothing did.
+    status: the coordinator's last word.
+    """
+
+    failure: Failure | None
+    interrupted: bool
+    status: Status | None
+    startup: Startup
+    peak_memory_bytes: int
+    restarts: dict[str, int]
+
+
+class LocalRun:
+    """Runs ``plan`` in ``directory`` until it is complete, fails for good, or is interrupted.
+
+    started: ``time.monotonic()`` when the user asked for the run.
+    drain_seconds: how long an interrupted run may take to finish its step and checkpoint.
+    """
+
+    def __init__(
+        self,
+        run: ScaleRLRun,
+        plan: Plan,
+        directory: RunDirectory,
+        *,
+        settings: LocalSettings | None = None,
+        on_event: Callable[[Event], None] = lambda event: None,
+        on_snapshot: Callable[[Snapshot], None] = lambda snapshot: None,
+        started: float | None = None,
+        drain_seconds: float = 1800.0,
+    ) -> None:
+        self._run = run
+        self._token = directory.token
+        self._on_event = on_event
+        self._on_snapshot = on_snapshot
+        self._started = time.monotonic() if started is None else started
+        self._drain_seconds = drain_seconds
+        self._runtime = LocalRuntime(
+            plan, directory, settings=settings, may_leave=self._may_leave, on_event=on_event
+        )
+        self._client: CoordinatorClient | None = None
+        self._status: Status | None = None
+        self._meter = RateMeter()
+        self._rates = Rates()
+        self._interrupts = 0
+        self._drain_until: float | None = None
+        self._wake = asyncio.Event()
+        self._startup = Startup()
+        self._last_tick = self._started
+        self._peak_memory_bytes = 0
+
+    async def run(self) -> Outcome:
+        """See the run through. No process of it is left afterwards."""
+        runtime = asyncio.create_task(self._runtime.run(), name="runtime")
+        watchers = [
+            asyncio.create_task(self._observe(), name="observe"),
+            asyncio.create_task(self._measure_memory(), name="memory"),
+        ]
+        try:
+            await asyncio.wait({runtime, *watchers}, return_when=asyncio.FIRST_COMPLETED)
+            for watcher in watchers:
+                if watcher.done():  # only an error ends a watcher
+                    watcher.result()
+            failure = await runtime
+        finally:
+            if not runtime.done():
+                self._runtime.kill()
+                await asyncio.wait({runtime})
+            for watcher in watchers:
+                watcher.cancel()
+            await asyncio.gather(*watchers, return_exceptions=True)
+            if self._client is not None:
+                await self._client.__aexit__(None, None, None)
+        self._note_ready()
+        restarts = {s.name: s.restarts for s in self._runtime.statuses() if s.restarts}
+        return Outcome(
+            failure, self._interrupts > 0, self._status, self._startup, self._peak_memory_bytes, restarts
+        )
+
+    def interrupt(self) -> None:
+        """First: drain, checkpoint, end. Second: end everything now."""
+        self._interrupts += 1
+        if self._interrupts == 1:
+            self._drain_until = time.monotonic() + self._drain_seconds
+            self._wake.set()
+        else:
+            self._runtime.kill()
+
+    async def _observe(self) -> None:
+        failures = 0
+        while True:
+            pause = _TICK_SECONDS if self._startup.first_lease_seconds is not None else _STARTING_TICK_SECONDS
+            if failures > 1 and self._status is not None:
+                pause = min(pause * 2.0 ** min(failures, 10), _MAX_BACK_OFF_SECONDS)
+            self._wake.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), pause)
+            failures = 0 if await self._look() else failures + 1
+            await self._apply()
+            self._report()
+
+    async def _look(self) -> bool:
+        """Take a new status if the coordinator gives one."""
+        from scalerl_operator.observe.client import CoordinatorUnreachable
+
+        try:
+            self._status = await (await self._coordinator()).status()
+        except CoordinatorUnreachable:
+            return False
+        self._rates = self._meter.add(self._status)
+        return True
+
+    async def _apply(self) -> None:
+        if self._interrupts and (self._nothing_to_drain() or time.monotonic() > (self._drain_until or 0)):
+            self._runtime.stop()
+            return
+        reason = self._wanted_stop()
+        if reason is None or self._status is None or self._status.stop_reason:
+            return
+        from scalerl_operator.observe.client import CoordinatorUnreachable
+
+        # Not heard: the next tick finds stop_reason still empty and asks again.
+        with contextlib.suppress(CoordinatorUnreachable):
+            await (await self._coordinator()).stop(reason)
+            self._on_event(Event("run", f"stopping: {reason}"))
+
+    def _wanted_stop(self) -> str | None:
+        if self._interrupts:
+            return INTERRUPTED
+        if self._status is None:
+            return None
+        usage = budget.Usage(self._status.wall_seconds, self._status.device_seconds)
+        decision = budget.decide(self._run.spec.budget, usage)
+        return None if decision is None else decision.reason
+
+    def _nothing_to_drain(self) -> bool:
+        """Nothing was trained since the last checkpoint, or nobody is there to say otherwise."""
+        return self._status is None or self._status.phase is Phase.WAITING
+
+    async def _may_leave(self, lifetime: Lifetime) -> bool:
+        """All processes of a unit have exited 0: is the run over for them?"""
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        pause = 0.1
+        while not await self._look():
+            if time.monotonic() + pause > deadline:
+                return False
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, _MAX_BACK_OFF_SECONDS)
+        phase = self._status.phase if self._status is not None else Phase.WAITING
+        return phase is Phase.FINISHED or (lifetime is Lifetime.SERVICE and phase is Phase.FINISHING)
+
+    async def _coordinator(self) -> CoordinatorClient:
+        if self._client is None:
+            # Imported only now: the first child is to be running before this half second is spent.
+            from scalerl_operator.observe.client import CoordinatorClient
+
+            self._client = await CoordinatorClient(self._runtime.coordinator_url, self._token).__aenter__()
+        return self._client
+
+    async def _measure_memory(self) -> None:
+        while True:
+            await asyncio.sleep(_MEMORY_PERIOD_SECONDS)
+            used = await asyncio.to_thread(tree_memory_bytes, os.getpid())
+            self._peak_memory_bytes = max(self._peak_memory_bytes, used)
+
+    def _report(self) -> None:
+        now = time.monotonic()
+        self._note_startup(now)
+        status = self._status
+        reason = INTERRUPTED if self._interrupts else (status.stop_reason if status else "")
+        eta = None if status is None else eta_seconds(self._run.spec.budget, status, self._rates)
+        units = tuple(self._runtime.statuses())
+        self._on_snapshot(Snapshot(now - self._started, status, units, self._rates, reason, eta))
+
+    def _note_startup(self, now: float) -> None:
+        since, self._last_tick = now - self._last_tick, now
+        if self._startup.first_lease_seconds is not None:
+            return
+        self._note_ready()
+        status = self._status
+        counts = None if status is None else status.counts
+        if counts is not None and counts.leased + counts.acknowledged > 0 and status is not None:
+            elapsed = now - self._started
+            # A run that was resumed had its first lease in another life.
+            self._startup.first_lease_seconds = max(0.0, elapsed - min(status.wall_seconds, since))
+            return
+        what = self.waiting_for()
+        self._startup.waited_seconds[what] = self._startup.waited_seconds.get(what, 0.0) + since
+
+    def _note_ready(self) -> None:
+        for unit in self._runtime.statuses():
+            done = unit.since if unit.role is Role.PREPARE and unit.state == "done" else unit.first_ready
+            if done is not None:
+                self._startup.ready_seconds.setdefault(unit.name, done - self._started)
+
+    def waiting_for(self) -> str:
+        """What the run waits for, in words; the coordinator knows best once it is there."""
+        for unit in self._runtime.statuses():
+            if unit.role is Role.PREPARE and unit.state != "done":
+                return "the model and tokenizer to be prepared"
+        if self._status is None:
+            return "the coordinator to start"
+        return self._status.waiting_for or "the first lease"

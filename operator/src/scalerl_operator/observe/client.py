@@ -1,0 +1,87 @@
+"""The operator's side of the coordinator's HTTP interface."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self, TypeVar
+
+import aiohttp
+import msgspec
+
+from scalerl_api import endpoints
+from scalerl_api.wire import CONTENT_TYPE, WIRE_HEADER, WIRE_VERSION, Ack, Problem, Status, Stop
+
+T = TypeVar("T")
+
+
+class CoordinatorUnreachable(Exception):
+    """No answer, or none that can be used; asking again later may help."""
+
+
+class CoordinatorRefused(Exception):
+    """An answer that asking again will not change."""
+
+
+class CoordinatorClient:
+    """Asks one coordinator. Use as an async context manager; every call is bounded by ``timeout_seconds``."""
+
+    def __init__(self, url: str, token: str, *, timeout_seconds: float = 5.0) -> None:
+        self._url = url
+        self._headers = {
+            "authorization": f"Bearer {token}",
+            WIRE_HEADER: str(WIRE_VERSION),
+            "content-type": CONTENT_TYPE,
+        }
+        self._timeout = aiohttp.ClientTimeout(total=timeout_seconds)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(headers=self._headers, timeout=self._timeout)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def status(self) -> Status:
+        """``GET /v1/status``.
+
+        Raises:
+            CoordinatorUnreachable, CoordinatorRefused
+        """
+        return await self._call("GET", endpoints.STATUS, None, Status)
+
+    async def stop(self, reason: str) -> None:
+        """``POST /v1/stop``: end the run in order.
+
+        Raises:
+            CoordinatorUnreachable, CoordinatorRefused
+        """
+        await self._call("POST", endpoints.STOP, Stop(reason=reason), Ack)
+
+    async def _call(self, method: str, path: str, body: msgspec.Struct | None, answer: type[T]) -> T:
+        if self._session is None:
+            raise RuntimeError("use CoordinatorClient as an async context manager")
+        data = None if body is None else msgspec.msgpack.encode(body)
+        try:
+            async with self._session.request(method, self._url + path, data=data) as response:
+                content, code = await response.read(), response.status
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise CoordinatorUnreachable(f"{method} {path}: {type(error).__name__}: {error}") from error
+        if code >= 500:
+            raise CoordinatorUnreachable(f"{method} {path}: HTTP {code}: {_problem(content)}")
+        if code >= 300:
+            raise CoordinatorRefused(f"{method} {path}: HTTP {code}: {_problem(content)}")
+        try:
+            return msgspec.msgpack.decode(content, type=answer)
+        except msgspec.DecodeError as error:
+            raise CoordinatorUnreachable(f"{method} {path}: not a {answer.__name__}: {error}") from error
+
+
+def _problem(content: bytes) -> str:
+    try:
+        return msgspec.msgpack.decode(content, type=Problem).message
+    except msgspec.DecodeError:
+        return content[:200].decode(errors="replace")

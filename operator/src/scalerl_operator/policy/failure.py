@@ -1,0 +1,116 @@
+"""Failure: restart what ended, as a kubelet would, and know when to give up."""
+
+from __future__ import annotations
+
+import enum
+import signal
+from dataclasses import dataclass, replace
+
+BAD_INPUT_EXIT_CODE = 2
+"""A role exits with this when its input is wrong: starting it again cannot help."""
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """The n-th restart in a row waits ``first_delay · 2^(n−1)`` seconds, at most ``max_delay``.
+
+    reset_after_seconds: so long without an end, and the count starts anew.
+    max_failed_starts: ends in a row before the unit was ever ready.
+    max_restarts: restarts since the count last started anew.
+    """
+
+    first_delay_seconds: float = 1.0
+    max_delay_seconds: float = 30.0
+    reset_after_seconds: float = 600.0
+    max_failed_starts: int = 5
+    max_restarts: int = 20
+
+
+class Cause(enum.StrEnum):
+    EXIT = "exit"
+    STARTUP_PROBE = "startup probe"
+    LIVENESS_PROBE = "liveness probe"
+
+
+@dataclass(frozen=True)
+class End:
+    """How a process ended.
+
+    exit_code: as ``subprocess`` gives it (negative: the signal); None if it was ended for a probe.
+    ready_seconds: how long it had been ready; None if it never was.
+    """
+
+    cause: Cause
+    exit_code: int | None
+    ready_seconds: float | None
+
+    def describe(self) -> str:
+        """In words, for a person.
+
+        >>> End(Cause.EXIT, -9, None).describe()
+        'was killed by SIGKILL before it was ready'
+        """
+        if self.exit_code is None or self.cause is not Cause.EXIT:
+            how = f"stopped answering its {self.cause}"
+        elif self.exit_code < 0:
+            how = f"was killed by {_signal_name(-self.exit_code)}"
+        else:
+            how = f"exited with code {self.exit_code}"
+        if self.ready_seconds is None:
+            return f"{how} before it was ready"
+        return f"{how} after {self.ready_seconds:.0f} s of work"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What failures are remembered between restarts."""
+
+    in_a_row: int = 0
+    failed_starts: int = 0
+
+
+@dataclass(frozen=True)
+class Restart:
+    delay_seconds: float
+    record: Record
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    reason: str
+    bad_input: bool = False
+
+
+def decide(policy: RestartPolicy, record: Record, end: End) -> Restart | GiveUp:
+    """What to do about an end that was not asked for.
+
+    >>> decide(RestartPolicy(), Record(), End(Cause.EXIT, 1, ready_seconds=5.0)).delay_seconds
+    1.0
+    """
+    if end.exit_code == BAD_INPUT_EXIT_CODE:
+        return GiveUp("its input is wrong", bad_input=True)
+    if end.ready_seconds is not None and end.ready_seconds >= policy.reset_after_seconds:
+        record = Record()
+    record = replace(
+        record,
+        in_a_row=record.in_a_row + 1,
+        failed_starts=0 if end.ready_seconds is not None else record.failed_starts + 1,
+    )
+    if record.failed_starts > policy.max_failed_starts:
+        return GiveUp(f"it failed {record.failed_starts} times in a row before it was ready")
+    if record.in_a_row > policy.max_restarts:
+        return GiveUp(f"it was restarted {policy.max_restarts} times without {_duration(policy)} of quiet")
+    # The exponent is bounded so that a long record cannot overflow a float.
+    delay = policy.first_delay_seconds * 2.0 ** min(record.in_a_row - 1, 64)
+    return Restart(min(delay, policy.max_delay_seconds), record)
+
+
+def _duration(policy: RestartPolicy) -> str:
+    return f"{policy.reset_after_seconds / 60:g} minutes"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

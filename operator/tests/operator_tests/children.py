@@ -1,0 +1,107 @@
+"""Small real processes for the tests of the local runtime, and how to look for them."""
+
+from __future__ import annotations
+
+import asyncio
+import textwrap
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from scalerl_api.spec import ScaleRLRun
+from scalerl_operator.plan import Container, Lifetime, Plan, Role, Workload
+from scalerl_operator.policy.failure import RestartPolicy
+from scalerl_operator.runtime.census import marked
+from scalerl_operator.runtime.directory import RunDirectory
+from scalerl_operator.runtime.local import LocalRuntime, LocalSettings
+from scalerl_operator.runtime.process import MARK
+from scalerl_operator.runtime.unit import Event
+
+QUICK = RestartPolicy(first_delay_seconds=0.05, max_delay_seconds=0.2, max_failed_starts=3, max_restarts=4)
+
+STUBBORN_FAMILY = """
+    # A child with a daemon grandchild (own session, parent gone) and a plain one; nobody minds SIGTERM.
+    import os, signal, subprocess, sys, time
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sleeper = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    subprocess.Popen([sys.executable, "-S", "-c", sleeper])
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.execv(sys.executable, [sys.executable, "-S", "-c", sleeper])
+        os._exit(0)
+    os.wait()
+    open(sys.argv[1], "w").write("up")
+    time.sleep(600)
+"""
+
+
+def run_spec(**spec: Any) -> ScaleRLRun:
+    base: dict[str, Any] = {
+        "model": {"scratch": {}},
+        "task": {"reasoningGym": {"name": "chain_sum"}, "verifier": {"name": "reasoning-gym"}},
+        "budget": {"maxSteps": 4},
+    }
+    return ScaleRLRun.model_validate({"metadata": {"name": "test"}, "spec": base | spec})
+
+
+def script(tmp: Path, name: str, body: str) -> str:
+    path = tmp / f"{name}.py"
+    path.write_text(textwrap.dedent(body))
+    return str(path)
+
+
+def workload(role: Role, lifetime: Lifetime, *argv: str, replicas: int = 1, **container: Any) -> Workload:
+    return Workload(
+        role, lifetime, (Container(str(role), ("python", "-S", *argv), **container),), replicas=replicas
+    )
+
+
+async def always(lifetime: Lifetime) -> bool:
+    return True
+
+
+async def eventually(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+    """Wait for what other processes do: only looking again can tell."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+class Harness:
+    """A runtime on a plan of small processes, with its events kept."""
+
+    def __init__(self, tmp: Path, *workloads: Workload, may_leave: Any = always, **settings: Any) -> None:
+        self.directory = RunDirectory.create(tmp / "run", run_spec())
+        self.events: list[Event] = []
+        self.runtime = LocalRuntime(
+            Plan("test", workloads),
+            self.directory,
+            settings=LocalSettings(**{"restart": QUICK, "grace_seconds": 1.0, **settings}),
+            may_leave=may_leave,
+            on_event=self.events.append,
+        )
+
+    def log(self, name: str) -> str:
+        return (self.directory.paths.logs / f"{name}.log").read_text()
+
+    async def while_running(self, look: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run, do ``look`` meanwhile, stop, and see that the runtime ends."""
+        task = asyncio.create_task(self.runtime.run())
+        try:
+            await look()
+        finally:
+            self.runtime.stop()
+            await asyncio.wait_for(task, 20)
+
+
+def left_of(mark: str) -> list[int]:
+    return marked(MARK, mark)
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.01)

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from operator_tests.children import run_spec, script, wait_until
+from scalerl_api.load import load_run
+from scalerl_operator.runtime.census import marked
+from scalerl_operator.runtime.directory import (
+    DirectoryProblem,
+    RunDirectory,
+    latest_directory,
+    next_directory,
+)
+
+
+def test_create_writes_what_the_roles_read(tmp_path: Path) -> None:
+    run = run_spec()
+    directory = RunDirectory.create(tmp_path / "deep" / "run", run)
+    assert load_run(directory.paths.run_file) == run
+    assert "promptsPerStep: 48" in directory.paths.run_file.read_text()  # defaults written out
+    assert stat.S_IMODE(directory.paths.token.stat().st_mode) == 0o600
+    assert len(directory.token) >= 32
+    assert directory.paths.logs.is_dir()
+    assert directory.paths.root.is_absolute()
+    directory.release()
+
+
+def test_a_directory_with_something_in_it_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(DirectoryProblem, match=r"not empty; add --resume .* or give another --dir"):
+        RunDirectory.create(tmp_path, run_spec())
+    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DirectoryProblem, match="file"):
+        RunDirectory.create(tmp_path / "file", run_spec())
+
+
+def test_two_runs_never_share_one(tmp_path: Path) -> None:
+    first = RunDirectory.create(tmp_path / "run", run_spec())
+    with pytest.raises(DirectoryProblem, match=f"in use by process {os.getpid()}"):
+        RunDirectory.resume(tmp_path / "run", run_spec())
+    first.release()
+    second = RunDirectory.resume(tmp_path / "run", run_spec())
+    assert second.token
+    second.release()
+
+
+def test_resume_keeps_the_token_and_takes_a_new_budget(tmp_path: Path) -> None:
+    first = RunDirectory.create(tmp_path / "run", run_spec())
+    token = first.token
+    first.release()
+    again = RunDirectory.resume(tmp_path / "run", run_spec(budget={"maxSteps": 99}))
+    assert again.token == token
+    assert load_run(again.paths.run_file).spec.budget.max_steps == 99
+    again.release()
+
+
+def test_resume_refuses_a_changed_spec_and_names_the_fields(tmp_path: Path) -> None:
+    RunDirectory.create(tmp_path / "run", run_spec()).release()
+    before = (tmp_path / "run" / "run.yaml").read_text()
+    with pytest.raises(DirectoryProblem) as problem:
+        RunDirectory.resume(tmp_path / "run", run_spec(seed=5, budget={"maxSteps": 9}))
+    assert "spec.seed: 0 → 5" in str(problem.value)
+    assert "maxSteps" not in str(problem.value)
+    assert "only spec.budget, spec.autoscaling, spec.suspend may differ" in str(problem.value)
+    assert (tmp_path / "run" / "run.yaml").read_text() == before
+
+
+def test_resume_without_a_run_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(DirectoryProblem, match="no run to resume there"):
+        RunDirectory.resume(tmp_path / "run", run_spec())
+
+
+def test_directories_are_numbered(tmp_path: Path) -> None:
+    with pytest.raises(DirectoryProblem, match="no run to resume"):
+        latest_directory(tmp_path, "a")
+    for name in ("a-1", "a-10", "a-x", "b-77", "a-2"):
+        (tmp_path / name).mkdir()
+    assert next_directory(tmp_path, "a").name == "a-11"
+    assert latest_directory(tmp_path, "a").name == "a-10"
+
+
+HOLDER = """
+    import asyncio, sys
+    from pathlib import Path
+    from operator_tests.children import run_spec
+    from scalerl_operator.runtime.directory import RunDirectory
+    from scalerl_operator.runtime.process import ChildProcess, Command, environment
+
+    async def main():
+        directory = RunDirectory.create(Path(sys.argv[1]), run_spec())
+        env = environment() | {"SCALERL_DIR": str(directory.paths.root)}
+        stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
+        child = ChildProcess.start(Command(
+            ["python", "-S", "-c", stubborn], env, directory.paths.logs / "x.log", "lock-test",
+            orphan_grace_seconds=1.0, held=(directory.lock_fd,)))
+        while child.pid is None:
+            await asyncio.sleep(.01)
+        (directory.paths.root / "up").touch()
+        await child.wait()
+
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("also_leash", [False, True])
+def test_resume_after_kill_9_waits_until_nothing_of_the_old_run_is_left(
+    tmp_path: Path, also_leash: bool
+) -> None:
+    root = tmp_path / "run"
+    holder = subprocess.Popen(
+        [sys.executable, script(tmp_path, "holder", HOLDER), str(root)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+    )
+    wait_until((root / "up").exists)
+    left = marked("SCALERL_DIR", str(root))
+    assert len(left) == 2  # leash and child
+    holder.kill()
+    if also_leash:
+        leash = next(p for p in left if b"leash.py" in Path(f"/proc/{p}/cmdline").read_bytes())
+        os.kill(leash, signal.SIGKILL)
+    holder.wait()
+    directory = RunDirectory.resume(root, run_spec())
+    assert marked("SCALERL_DIR", str(root)) == []
+    directory.release()

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scalerl_operator.policy.failure import Cause, End, GiveUp, Record, Restart, RestartPolicy, decide
+
+POLICY = RestartPolicy()
+CRASH = End(Cause.EXIT, 1, ready_seconds=5.0)
+EARLY = End(Cause.EXIT, 1, ready_seconds=None)
+
+
+@pytest.mark.parametrize(
+    ("record", "end", "expected"),
+    [
+        (Record(), CRASH, 1.0),
+        (Record(1), CRASH, 2.0),
+        (Record(2), CRASH, 4.0),
+        (Record(4), CRASH, 16.0),
+        (Record(5), CRASH, 30.0),
+        (Record(19), CRASH, 30.0),
+        (Record(19), End(Cause.EXIT, -9, 599.0), 30.0),
+        (Record(19), End(Cause.EXIT, -9, 600.0), 1.0),  # ten healthy minutes
+        (Record(), End(Cause.EXIT, 0, 5.0), 1.0),  # a service that leaves early
+        (Record(), End(Cause.STARTUP_PROBE, None, None), 1.0),
+        (Record(), End(Cause.LIVENESS_PROBE, None, 50.0), 1.0),
+        (Record(3, failed_starts=4), EARLY, 8.0),
+        (Record(5, failed_starts=5), EARLY, "6 times in a row before it was ready"),
+        (Record(5, failed_starts=5), CRASH, 30.0),  # it was ready: not a failed start
+        (Record(20), CRASH, "restarted 20 times without 10 minutes of quiet"),
+        (Record(), End(Cause.EXIT, 2, None), "input is wrong"),
+        (Record(), End(Cause.EXIT, 2, 1000.0), "input is wrong"),
+    ],
+)
+def test_table(record: Record, end: End, expected: float | str) -> None:
+    outcome = decide(POLICY, record, end)
+    if isinstance(expected, str):
+        assert isinstance(outcome, GiveUp)
+        assert expected in outcome.reason
+        assert outcome.bad_input == (end.exit_code == 2)
+    else:
+        assert isinstance(outcome, Restart)
+        assert outcome.delay_seconds == expected
+
+
+@given(
+    st.builds(
+        RestartPolicy,
+        first_delay_seconds=st.floats(0.01, 10),
+        max_delay_seconds=st.floats(10, 60),
+        max_failed_starts=st.integers(0, 20),
+        max_restarts=st.integers(0, 40),
+    ),
+    st.lists(st.one_of(st.none(), st.floats(0, 599)), min_size=41, max_size=41),
+)
+def test_without_quiet_every_unit_is_given_up_and_delays_never_shrink(
+    policy: RestartPolicy, ends: list[float | None]
+) -> None:
+    record, delays = Record(), [0.0]
+    for ready_seconds in ends:
+        outcome = decide(policy, record, End(Cause.EXIT, 1, ready_seconds))
+        if isinstance(outcome, GiveUp):
+            break
+        record = outcome.record
+        delays.append(outcome.delay_seconds)
+    else:
+        pytest.fail("never given up")
+    assert delays == sorted(delays)
+    assert delays[-1] <= policy.max_delay_seconds
+    assert len(delays) - 1 <= policy.max_restarts
+
+
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [
+        (CRASH, "exited with code 1 after 5 s of work"),
+        (End(Cause.EXIT, -9, None), "was killed by SIGKILL before it was ready"),
+        (End(Cause.EXIT, -99, None), "was killed by signal 99 before it was ready"),
+        (End(Cause.LIVENESS_PROBE, None, 61.0), "stopped answering its liveness probe after 61 s of work"),
+    ],
+)
+def test_ends_in_words(end: End, text: str) -> None:
+    assert end.describe() == text

@@ -1,0 +1,275 @@
+"""The local runtime on real, small processes."""
+
+# ruff: noqa: ASYNC240
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from operator_tests.children import Harness, eventually, script, workload
+from scalerl_operator.plan import Container, Lifetime, Probe, Resources, Role, Workload
+from scalerl_operator.runtime.devices import VISIBLE, NotEnoughDevices
+from scalerl_operator.runtime.unit import State
+
+SLEEP = ("-c", "import time; time.sleep(600)")
+NOTE = """
+    # Writes one line of what it was given, then does what its arguments say.
+    import json, os, sys, time
+    keys = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SCALERL_NAME", "SCALERL_DIR",
+            "SCALERL_COORDINATOR_URL", "SCALERL_TOKEN_FILE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS",
+            "SCALERL_PORT_HTTP")
+    with open(sys.argv[1], "a") as file:
+        file.write(json.dumps({k: os.environ.get(k) for k in keys} | {"pid": os.getpid()}) + "\\n")
+    exec(sys.argv[2])
+"""
+
+
+def notes(path: Path) -> list[dict[str, str]]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+async def test_prepare_completes_before_anything_else_starts(tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    check = f"import os, sys; sys.exit(0 if os.path.exists({str(done)!r}) else 7)"
+    harness = Harness(
+        tmp_path,
+        workload(Role.PREPARE, Lifetime.ONCE, "-c", f"import time; time.sleep(.3); open({str(done)!r}, 'w')"),
+        workload(Role.TRAINER, Lifetime.GANG, "-c", check),
+        workload(Role.COORDINATOR, Lifetime.SERVICE, *SLEEP),
+    )
+    assert await asyncio.wait_for(harness.runtime.run(), 20) is None
+    assert harness.events == []
+    assert [u.state for u in harness.runtime.statuses()] == [State.DONE] * 3
+
+
+async def test_a_crashed_service_comes_back_with_growing_delay_and_the_same_port(tmp_path: Path) -> None:
+    path = tmp_path / "notes"
+    argv = (script(tmp_path, "note", NOTE), str(path), "time.sleep(600)")
+    harness = Harness(
+        tmp_path,
+        workload(Role.COORDINATOR, Lifetime.SERVICE, *argv, ports=("http",)),
+    )
+
+    async def look() -> None:
+        for n in range(1, 4):
+            await eventually(lambda n=n: len(notes(path)) == n)
+            os.kill(int(notes(path)[-1]["pid"]), signal.SIGKILL)
+        await eventually(lambda: len(notes(path)) == 4)
+
+    await harness.while_running(look)
+    assert len({n["SCALERL_PORT_HTTP"] for n in notes(path)}) == 1
+    assert notes(path)[0]["SCALERL_COORDINATOR_URL"].endswith(":" + notes(path)[0]["SCALERL_PORT_HTTP"])
+    delays = [e.text.rsplit(" in ", 1)[1] for e in harness.events]
+    assert delays == ["0.05 s", "0.1 s", "0.2 s"]
+    assert "killed by SIGKILL" in harness.events[0].text
+    assert harness.log("coordinator-0").count("--- ") == 4
+
+
+async def test_a_gang_restarts_as_a_whole_with_a_new_rendezvous(tmp_path: Path) -> None:
+    path = tmp_path / "notes"
+    argv = (script(tmp_path, "note", NOTE), str(path), "time.sleep(600)")
+    harness = Harness(tmp_path, workload(Role.TRAINER, Lifetime.GANG, *argv, replicas=3))
+
+    async def look() -> None:
+        await eventually(lambda: len(notes(path)) == 3)
+        os.kill(int(notes(path)[1]["pid"]), signal.SIGKILL)
+        await eventually(lambda: len(notes(path)) == 6)
+
+    await harness.while_running(look)
+    first, second = notes(path)[:3], notes(path)[3:]
+    for gang in (first, second):
+        assert sorted(n["RANK"] for n in gang) == ["0", "1", "2"]
+        assert {n["WORLD_SIZE"] for n in gang} == {"3"}
+        assert {n["LOCAL_RANK"] for n in gang} == {"0"}
+        assert len({n["MASTER_PORT"] for n in gang}) == 1
+        assert sorted(n["SCALERL_NAME"] for n in gang) == ["trainer-0", "trainer-1", "trainer-2"]
+    assert first[0]["MASTER_PORT"] != second[0]["MASTER_PORT"]
+    alive = [n for n in notes(path) if Path(f"/proc/{n['pid']}").exists()]
+    assert alive == []
+
+
+async def test_a_gang_waits_for_its_last_rank_and_is_restarted_if_it_left_too_early(tmp_path: Path) -> None:
+    path, answers = tmp_path / "notes", [False, True]
+
+    async def may_leave(lifetime: Lifetime) -> bool:
+        return answers.pop(0)
+
+    argv = (script(tmp_path, "note", NOTE), str(path), "time.sleep(.3 * int(os.environ['RANK']))")
+    harness = Harness(tmp_path, workload(Role.TRAINER, Lifetime.GANG, *argv, replicas=2), may_leave=may_leave)
+    assert await asyncio.wait_for(harness.runtime.run(), 20) is None
+    assert len(notes(path)) == 4
+    assert answers == []
+
+
+async def test_server_and_actor_are_restarted_apart(tmp_path: Path) -> None:
+    note = script(tmp_path, "note", NOTE)
+    both = tuple(
+        Container(name, ("python", "-S", note, str(tmp_path / name), "time.sleep(600)"))
+        for name in ("server", "actor")
+    )
+    harness = Harness(tmp_path, Workload(Role.GENERATOR, Lifetime.SERVICE, both, replicas=2))
+
+    async def look() -> None:
+        await eventually(lambda: len(notes(tmp_path / "server")) == 2 and len(notes(tmp_path / "actor")) == 2)
+        os.kill(int(notes(tmp_path / "server")[0]["pid"]), signal.SIGKILL)
+        await eventually(lambda: len(notes(tmp_path / "server")) == 3)
+
+    await harness.while_running(look)
+    assert len(notes(tmp_path / "actor")) == 2
+    assert sorted(p.name for p in harness.directory.paths.logs.iterdir()) == [
+        "generator-0-actor.log",
+        "generator-0-server.log",
+        "generator-1-actor.log",
+        "generator-1-server.log",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "starts", "bad_input", "words"),
+    [
+        ("print('bad value'); sys.exit(2)", 1, True, "its input is wrong"),
+        ("sys.exit(1)", 4, False, "4 times in a row before it was ready"),
+    ],
+)
+async def test_a_role_that_fails_for_good_ends_the_run(
+    tmp_path: Path, code: str, starts: int, bad_input: bool, words: str
+) -> None:
+    path = tmp_path / "notes"
+    argv = (script(tmp_path, "note", NOTE), str(path), code)
+    harness = Harness(
+        tmp_path,
+        workload(Role.PREPARE, Lifetime.ONCE, *argv),
+        workload(Role.COORDINATOR, Lifetime.SERVICE, *SLEEP),
+    )
+    failure = await asyncio.wait_for(harness.runtime.run(), 20)
+    assert failure is not None
+    assert (failure.role, failure.bad_input) == (Role.PREPARE, bad_input)
+    assert words in failure.reason
+    assert failure.log.endswith("logs/prepare.log")
+    assert len(notes(path)) == starts
+    assert not (harness.directory.paths.logs / "coordinator-0.log").exists()
+
+
+SERVER = """
+    import http.server, os, sys, time
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            ok = not os.path.exists(sys.argv[1] + self.path.replace("/", "-"))
+            self.send_response(200 if ok else 503); self.end_headers()
+        def log_message(self, *arguments): pass
+    http.server.HTTPServer(("127.0.0.1", int(os.environ["SCALERL_PORT_HTTP"])), Handler).serve_forever()
+"""
+
+
+async def test_probes_decide_over_readiness_and_life(tmp_path: Path) -> None:
+    switch = tmp_path / "bad"
+    Path(f"{switch}-readyz").touch()
+    health = Probe("/healthz", "http", 0.05, 1.0, 2)
+    harness = Harness(
+        tmp_path,
+        workload(
+            Role.COORDINATOR,
+            Lifetime.SERVICE,
+            script(tmp_path, "server", SERVER),
+            str(switch),
+            ports=("http",),
+            startup=Probe("/healthz", "http", 0.05, 1.0, 200),
+            liveness=health,
+            readiness=Probe("/readyz", "http", 0.05, 1.0, 1),
+        ),
+    )
+    status = harness.runtime.units[0].status
+
+    async def look() -> None:
+        await asyncio.sleep(0.5)
+        assert status.state is State.STARTING
+        Path(f"{switch}-readyz").unlink()
+        await eventually(lambda: status.state is State.READY)
+        Path(f"{switch}-healthz").touch()
+        await eventually(lambda: status.restarts == 1)
+        Path(f"{switch}-healthz").unlink()
+        await eventually(lambda: status.state is State.READY)
+
+    await harness.while_running(look)
+    assert [e.text.split(";")[0] for e in harness.events] == [
+        "coordinator-0 does not answer its liveness probe",
+        "coordinator-0 stopped answering its liveness probe after 0 s of work",
+    ]
+
+
+async def test_a_process_that_never_answers_its_startup_probe_is_given_up(tmp_path: Path) -> None:
+    never = Probe("/healthz", "http", 0.02, 0.1, 3)
+    harness = Harness(
+        tmp_path, workload(Role.COORDINATOR, Lifetime.SERVICE, *SLEEP, ports=("http",), startup=never)
+    )
+    failure = await asyncio.wait_for(harness.runtime.run(), 20)
+    assert failure is not None
+    assert "startup probe before it was ready" in failure.reason
+
+
+async def test_devices_are_disjoint_slices_and_cpu_roles_see_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VISIBLE, "4,5,6,7")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    path = tmp_path / "notes"
+    argv = (script(tmp_path, "note", NOTE), str(path), "time.sleep(600)")
+    harness = Harness(
+        tmp_path,
+        workload(Role.COORDINATOR, Lifetime.SERVICE, *argv, resources=Resources(cpu_threads=1)),
+        workload(Role.GENERATOR, Lifetime.SERVICE, *argv, resources=Resources(devices=2)),
+        workload(Role.TRAINER, Lifetime.GANG, *argv, replicas=2, resources=Resources(devices=1)),
+    )
+
+    async def look() -> None:
+        await eventually(lambda: len(notes(path)) == 4)
+
+    await harness.while_running(look)
+    given = {n["SCALERL_NAME"]: n for n in notes(path)}
+    assert {name: n["CUDA_VISIBLE_DEVICES"] for name, n in given.items()} == {
+        "coordinator-0": "",
+        "generator-0": "4,5",
+        "trainer-0": "6",
+        "trainer-1": "7",
+    }
+    assert given["coordinator-0"]["OMP_NUM_THREADS"] == "1"
+    assert given["generator-0"]["OMP_NUM_THREADS"] is None
+    assert int(given["trainer-0"]["OMP_NUM_THREADS"]) >= 1
+
+
+def test_too_few_devices_are_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VISIBLE, "0")
+    with pytest.raises(NotEnoughDevices, match=r"2 devices asked for \(spec.trainer: 2 × 1\), 1 found"):
+        Harness(
+            tmp_path,
+            workload(Role.TRAINER, Lifetime.GANG, *SLEEP, replicas=2, resources=Resources(devices=1)),
+        )
+
+
+async def test_kill_ends_what_ignores_a_stop_at_once(tmp_path: Path) -> None:
+    up = tmp_path / "up"
+    code = f"import signal, time; signal.signal(15, signal.SIG_IGN); open({str(up)!r}, 'w'); time.sleep(600)"
+    harness = Harness(tmp_path, workload(Role.COORDINATOR, Lifetime.SERVICE, "-c", code), grace_seconds=60.0)
+    task = asyncio.create_task(harness.runtime.run())
+    await eventually(up.exists)
+    harness.runtime.stop()
+    await asyncio.sleep(0.3)
+    assert not task.done()
+    harness.runtime.kill()
+    await asyncio.wait_for(task, 5)
+
+
+async def test_a_log_that_cannot_be_written_fails_with_its_name(tmp_path: Path) -> None:
+    harness = Harness(tmp_path, workload(Role.PREPARE, Lifetime.ONCE, *SLEEP))
+    harness.directory.paths.logs.rmdir()
+    failure = await asyncio.wait_for(harness.runtime.run(), 5)
+    assert failure is not None
+    assert "prepare.log" in failure.reason

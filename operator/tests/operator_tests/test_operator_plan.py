@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from operator_tests.children import run_spec
+from scalerl_operator.plan import Lifetime, Role, UnknownVariable, expand, plan, port_variable
+
+GIVEN = {
+    "SCALERL_DIR": "/run",
+    "SCALERL_BIND": "0.0.0.0",
+    "SCALERL_ADDRESS": "pod-0.svc",
+    "SCALERL_PORT_HTTP": "1",
+    "SCALERL_PORT_VLLM": "2",
+    "SCALERL_PORT_CONTROL": "3",
+}
+
+
+def test_command_lines_are_what_the_roles_take() -> None:
+    workloads = plan(run_spec()).workloads
+    lines = {
+        container.name: " ".join(expand(word, GIVEN) for word in container.argv)
+        for workload in workloads
+        for container in workload.containers
+    }
+    assert lines == {
+        "prepare": "python -m scalerl_trainer.prepare",
+        "coordinator": "python -m scalerl_coordinator.main --listen 0.0.0.0:1",
+        "server": "python -m scalerl_generator.vllm_server --listen 127.0.0.1:2",
+        "actor": "python -m scalerl_generator.actor --server http://127.0.0.1:2 --listen 0.0.0.0:3 "
+        "--advertise http://pod-0.svc:3",
+        "trainer": "python -m scalerl_trainer.main --listen 0.0.0.0:1",
+    }
+
+
+def test_lifetimes_replicas_and_order() -> None:
+    made = plan(run_spec(generator={"replicas": 3}, trainer={"replicas": 2}))
+    assert [(w.role, w.lifetime, w.replicas, w.after) for w in made.workloads] == [
+        (Role.PREPARE, Lifetime.ONCE, 1, ()),
+        (Role.COORDINATOR, Lifetime.SERVICE, 1, (Role.PREPARE,)),
+        (Role.GENERATOR, Lifetime.SERVICE, 3, (Role.PREPARE,)),
+        (Role.TRAINER, Lifetime.GANG, 2, (Role.PREPARE,)),
+    ]
+
+
+def test_resources_follow_the_spec() -> None:
+    made = plan(
+        run_spec(
+            generator={"replicas": 2, "devices": 2, "cpuThreads": 3, "kvCache": "1Gi"},
+            trainer={"replicas": 4, "devices": 1},
+        )
+    )
+    server, actor = made.workload(Role.GENERATOR).containers
+    assert (server.resources.devices, server.resources.cpu_threads) == (2, 3)
+    assert server.resources.memory_bytes == 2**30
+    assert actor.resources.devices == 0
+    assert made.devices() == 8
+
+
+@pytest.mark.parametrize(
+    ("model", "prepare_offline"),
+    [({"scratch": {}}, True), ({"path": "/m"}, True), ({"hub": {"name": "a/b"}}, False)],
+)
+def test_only_preparing_a_hub_model_may_go_online(model: dict[str, object], prepare_offline: bool) -> None:
+    for workload in plan(run_spec(model=model)).workloads:
+        for container in workload.containers:
+            offline = container.env.get("HF_HUB_OFFLINE") == "1"
+            assert offline is (prepare_offline or workload.role is not Role.PREPARE)
+            assert container.env["VLLM_NO_USAGE_STATS"] == "1"
+            assert container.env["TOKENIZERS_PARALLELISM"] == "false"
+
+
+def test_the_cpu_trainer_is_told_so() -> None:
+    on_cpu = plan(run_spec()).workload(Role.TRAINER).containers[0].env
+    on_gpu = plan(run_spec(trainer={"devices": 1})).workload(Role.TRAINER).containers[0].env
+    assert on_cpu["DS_ACCELERATOR"] == "cpu"
+    assert "DS_ACCELERATOR" not in on_gpu
+
+
+def test_every_probe_asks_a_port_of_its_container_and_every_word_can_be_expanded() -> None:
+    for workload in plan(run_spec()).workloads:
+        for container in workload.containers:
+            variables = {k: v for k, v in GIVEN.items() if not k.startswith("SCALERL_PORT")}
+            shared = [p for c in workload.containers for p in c.ports]
+            variables |= {port_variable(port): "1" for port in shared}
+            for text in [*container.argv, *container.env.values(), *(v.path for v in container.volumes)]:
+                expand(text, variables)
+            for probe in (container.startup, container.liveness, container.readiness):
+                assert probe is None or probe.port in container.ports
+
+
+def test_the_same_spec_gives_the_same_plan() -> None:
+    assert plan(run_spec(seed=3)) == plan(run_spec(seed=3))
+
+
+def test_the_plan_knows_no_runtime() -> None:
+    text = repr(plan(run_spec()))
+    assert "0.0.0.0" not in text
+    assert "/usr" not in text
+
+
+@given(
+    st.dictionaries(st.from_regex(r"[A-Z_][A-Z0-9_]{0,8}", fullmatch=True), st.text(max_size=8)), st.text()
+)
+def test_expansion_replaces_what_it_is_given_once(variables: dict[str, str], tail: str) -> None:
+    tail = tail.replace("$", "")
+    text = "|".join(f"$({name})" for name in variables) + tail
+    assert expand(text, variables) == "|".join(variables.values()) + tail
+
+
+def test_an_unknown_variable_is_an_error_that_names_it() -> None:
+    with pytest.raises(UnknownVariable, match=r"\$\(NOPE\) in 'x\$\(NOPE\)'; known: A"):
+        expand("x$(NOPE)", {"A": ""})
