@@ -11,10 +11,11 @@ import numpy as np
 from .curve import Curve, FloatArray
 from .errors import ConstantRewardError, RequestError, TooFewPointsError
 from .families import Family
-from .moments import moments
+from .hindcast import Hindcast, discrepancy_weights, hindcasts
+from .moments import Moments, moments
 from .point import PointFit, point_fit
-from .posterior import Nodes, Prior, grid_posterior, make_prior
-from .sampling import Draws, sample
+from .posterior import QUICK, Nodes, Prior, grid_posterior, make_prior
+from .sampling import Draws, interval, sample
 from .settings import FitSettings
 
 MIN_POINTS: Final = 4
@@ -25,6 +26,8 @@ MOST_P_BEFORE_CMID: Final = 0.2
 """Below ENOUGH_POINTS points, with a 90 % interval of A wider than WIDEST_A, or with more than this
 probability that Cmid still lies ahead, the asymptote is not identifiable."""
 DRAWS: Final = 2000
+PAST_KNOTS: Final = 40
+"""Knots for the quick fits behind hindcasts."""
 EDGE_MASS: Final = 0.05
 """Posterior mass in the outermost part of a prior's range from which that edge is reported."""
 
@@ -65,9 +68,11 @@ class Fit:
     point: the least-squares curve. sigma: evaluation noise (sd of one point). rho: its AR(1)
     coefficient, posterior mean.
     identifiable: whether A may be believed; if not, `doubts` says why. edges: bounds that were met.
-    points_used: points after burn-in; used_from: compute of the first of them; now: of the last.
+    points_used: points at compute > 0; burn_in_points: how many of them count less; now: the last compute.
     nodes: the posterior of each family; family_weights: probability of each.
-    seed: hash of points and settings; all draws follow from it.
+    hindcasts: what earlier forecasts of this run came to; discrepancy_weights: what that says of
+    `settings.discrepancy`.
+    drawn: DRAWS curves of the main family, behind the estimates. seed: hash of points and settings; all draws follow from it.
     """
 
     curve: Curve
@@ -84,10 +89,13 @@ class Fit:
     edges: tuple[Edge, ...]
     p_before_cmid: float
     points_used: int
-    used_from: float
+    burn_in_points: int
     now: float
     nodes: tuple[Nodes, ...]
     family_weights: dict[Family, float]
+    hindcasts: tuple[Hindcast, ...]
+    discrepancy_weights: FloatArray
+    drawn: Draws
     seed: int
 
 
@@ -111,23 +119,19 @@ def fit(curve: Curve, settings: FitSettings | None = None) -> Fit:
     """
     settings = settings or FitSettings()
     curve.require_one_segment()
-    used = _window(curve, settings)
-    compute, reward = curve.compute[used], curve.reward[used]
-    noise_n = _noise_sd(curve, used, settings)
-    noise_sd = float(np.sqrt(np.mean(noise_n**2)))
-    precision = noise_sd / noise_n
-    ln_compute = np.log(compute)
-    points = moments(ln_compute, reward, precision, np.array(settings.rho))
-    prior = make_prior(settings, float(compute[0]), float(compute[-1]), float(curve.reward[0]), noise_sd)
-    nodes = tuple(grid_posterior(points, prior, family) for family in settings.families)
+    points = _prepare(curve, settings)
+    sums = points.moments(settings)
+    nodes = tuple(grid_posterior(sums, points.prior, family) for family in settings.families)
     evidence = np.array([node.ln_evidence for node in nodes])
     share = np.exp(evidence - np.logaddexp.reduce(evidence))
+    past = hindcasts(points.compute, points.reward, lambda count: _past_nodes(curve, settings, count))
     seed = content_seed(curve, settings)
+    discrepancy = discrepancy_weights(past, settings)
+    tau = (np.array(settings.discrepancy), discrepancy)
     main = nodes[0]
-    drawn = sample((main,), np.ones(1), DRAWS, np.random.default_rng(seed))
-    before = float(np.mean(drawn.Cmid > compute[-1]))
-    a = _estimate(drawn.A)
-    doubts = _doubts(compute.size, a, before)
+    drawn = sample((main,), np.ones(1), DRAWS, np.random.default_rng(seed), tau)
+    a, before = _estimate(drawn.A), float(np.mean(drawn.Cmid > curve.now))
+    doubts = _doubts(len(points.compute), a, before)
     return Fit(
         curve=curve,
         settings=settings,
@@ -137,16 +141,19 @@ def fit(curve: Curve, settings: FitSettings | None = None) -> Fit:
         R0=_estimate(drawn.R0),
         sigma=_estimate(drawn.sigma),
         rho=float(np.mean(drawn.rho)),
-        point=_point(main, prior, ln_compute, reward, precision),
+        point=_point(main, points),
         identifiable=not doubts,
         doubts=doubts,
-        edges=_edges(drawn, prior, settings),
+        edges=_edges(drawn, points.prior, settings),
         p_before_cmid=before,
-        points_used=int(compute.size),
-        used_from=float(compute[0]),
+        points_used=len(points.compute),
+        burn_in_points=points.burnt,
         now=curve.now,
         nodes=nodes,
         family_weights=dict(zip(settings.families, map(float, share), strict=True)),
+        hindcasts=past,
+        discrepancy_weights=discrepancy,
+        drawn=drawn,
         seed=seed,
     )
 
@@ -155,8 +162,11 @@ def draws(fitted: Fit, n: int = DRAWS) -> Draws:
     """`n` curves from the posterior, over all families; the same ones for the same fit and n."""
     if not 1 <= n <= 1_000_000:
         raise RequestError(f"draws must be between 1 and 1,000,000, got {n}")
+    if n == DRAWS and len(fitted.nodes) == 1:
+        return fitted.drawn
     weights = np.array([fitted.family_weights[node.family] for node in fitted.nodes])
-    return sample(fitted.nodes, weights, n, np.random.default_rng(fitted.seed))
+    tau = (np.array(fitted.settings.discrepancy), fitted.discrepancy_weights)
+    return sample(fitted.nodes, weights, n, np.random.default_rng(fitted.seed), tau)
 
 
 def content_seed(curve: Curve, settings: FitSettings) -> int:
@@ -168,45 +178,81 @@ def content_seed(curve: Curve, settings: FitSettings) -> int:
     return int.from_bytes(digest.digest(), "big")
 
 
-def _window(curve: Curve, settings: FitSettings) -> slice:
+@dataclass(frozen=True, slots=True)
+class _Points:
+    """The points at compute > 0 as the likelihood takes them, all (n,)."""
+
+    compute: FloatArray
+    ln_compute: FloatArray
+    reward: FloatArray
+    precision: FloatArray
+    burnt: int
+    prior: Prior
+
+    def moments(self, settings: FitSettings, max_knots: int | None = None) -> Moments:
+        return moments(self.ln_compute, self.reward, self.precision, np.array(settings.rho), max_knots)
+
+
+def _prepare(curve: Curve, settings: FitSettings) -> _Points:
     first = int(np.searchsorted(curve.compute, 0.0, side="right"))
-    trained = len(curve) - first
-    if trained < MIN_POINTS:
+    compute, reward = curve.compute[first:], curve.reward[first:]
+    n = compute.size
+    if n < MIN_POINTS:
         raise TooFewPointsError(
-            f"{trained} points at compute > 0; a curve of four parameters needs at least {MIN_POINTS}, "
+            f"{n} points at compute > 0; a curve of four parameters needs at least {MIN_POINTS}, "
             f"and {ENOUGH_POINTS} before its asymptote means anything"
         )
-    burnt = min(int(settings.burn_in_fraction * trained), max(trained - settings.burn_in_keeps, 0))
-    used = slice(first + burnt, len(curve))
-    if np.ptp(curve.reward[used]) == 0.0:
+    if np.ptp(reward) == 0.0:
         raise ConstantRewardError(
-            f"all {trained - burnt} rewards are {curve.reward[-1]:g}; check that the evaluation sees the "
-            "trained weights, or wait for the first change"
+            f"all {n} rewards are {reward[0]:g}; check that the evaluation sees the trained weights, "
+            "or wait for the first change"
         )
-    return used
+    noise_n, noise_dof = _noise(curve, reward, settings)
+    noise_sd = float(np.sqrt(np.mean(noise_n**2)))
+    precision = noise_sd / noise_n
+    burnt = min(int(settings.burn_in_fraction * n), max(n - settings.burn_in_keeps, 0))
+    precision[:burnt] /= settings.burn_in_sd_factor
+    prior = make_prior(
+        settings, float(compute[0]), float(compute[-1]), float(curve.reward[0]), noise_sd, noise_dof
+    )
+    return _Points(compute, np.log(compute), reward, precision, burnt, prior)
 
 
-def _noise_sd(curve: Curve, used: slice, settings: FitSettings) -> FloatArray:
-    """Guess of each point's sd: binomial where samples are known, never below the floor."""
-    reward = curve.reward[used]
+def _noise(curve: Curve, reward: FloatArray, settings: FitSettings) -> tuple[FloatArray, float]:
+    """Guess of each point's sd (n,), binomial where samples are known, and its weight in pseudo-points."""
     if curve.samples is None:
-        return np.full(reward.size, settings.noise_floor)
-    # A smoothed rate, so that a point at 0 or 1 does not claim to be free of noise.
+        return np.full(reward.size, settings.noise_guess), settings.guess_dof
+    # One rate for all points, so that a point at 0 or 1 does not claim to be free of noise.
     rate = float(np.clip(np.mean(reward), 0.02, 0.98))
-    return np.sqrt(rate * (1.0 - rate) / curve.samples[used] + settings.noise_floor**2)
+    samples = curve.samples[-reward.size :]
+    return np.sqrt(rate * (1.0 - rate) / samples + settings.noise_floor**2), settings.noise_dof
 
 
-def _point(
-    nodes: Nodes, prior: Prior, ln_compute: FloatArray, reward: FloatArray, precision: FloatArray
-) -> PointFit:
+def _past_nodes(curve: Curve, settings: FitSettings, count: int) -> Nodes:
+    """Posterior of the main family from the first `count` points at compute > 0."""
+    zero = int(np.searchsorted(curve.compute, 0.0, side="right"))
+    past = _prepare(curve.head(zero + count), settings)
+    return grid_posterior(past.moments(settings, PAST_KNOTS), past.prior, settings.families[0], QUICK)
+
+
+def _point(nodes: Nodes, points: _Points) -> PointFit:
     best = int(np.argmax(nodes.weight_sj.max(axis=1)))
     start = (float(nodes.ln_cmid_s[best]), float(nodes.ln_b_s[best]))
-    low, high = np.array([prior.ln_cmid, prior.ln_b]).T
-    return point_fit(ln_compute, reward, precision, start, low, high, prior.a_highest, nodes.family)
+    low, high = np.array([points.prior.ln_cmid, points.prior.ln_b]).T
+    return point_fit(
+        points.ln_compute,
+        points.reward,
+        points.precision,
+        start,
+        low,
+        high,
+        points.prior.a_highest,
+        nodes.family,
+    )
 
 
 def _estimate(values: FloatArray) -> Estimate:
-    low, median, high = np.quantile(values, (0.05, 0.5, 0.95))
+    low, median, high = interval(values)
     return Estimate(float(median), float(low), float(high))
 
 

@@ -11,7 +11,7 @@ from .curve import FloatArray
 from .errors import RequestError
 from .fitting import DRAWS, Fit
 from .fitting import draws as draw_curves
-from .sampling import Draws
+from .sampling import Draws, interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Forecast:
 def forecast(fitted: Fit, at: Sequence[float], draws: int = DRAWS) -> list[Forecast]:
     """Median and 90 % intervals at each compute in `at` (> 0), in the order given.
 
-    Beyond now each draw departs from its curve by discrepancy·log2(C/C_now)·N(0, 1)
-    (`FitSettings.discrepancy`); rewards are kept within [0, 1].
+    Beyond now each draw departs from its curve by τ·log2(C/C_now)·N(0, 1), τ learned from the run's own
+    past forecasts (`hindcast`); rewards are kept within [0, 1].
 
     Raises RequestError for compute that is not positive and finite, and for a bad number of draws.
     """
@@ -43,8 +43,8 @@ def forecast(fitted: Fit, at: Sequence[float], draws: int = DRAWS) -> list[Forec
     drawn = draw_curves(fitted, draws)
     curve_dc = rewards(fitted, drawn, compute)
     seen_dc = np.clip(curve_dc + (drawn.sigma * drawn.noise)[:, None], 0.0, 1.0)
-    curve_low, median, curve_high = np.quantile(curve_dc, (0.05, 0.5, 0.95), axis=0)
-    low, high = np.quantile(seen_dc, (0.05, 0.95), axis=0)
+    curve_low, median, curve_high = interval(curve_dc)
+    low, _, high = interval(seen_dc)
     columns = zip(compute, median, low, high, curve_low, curve_high, strict=True)
     return [Forecast(*map(float, row)) for row in columns]
 
@@ -52,7 +52,7 @@ def forecast(fitted: Fit, at: Sequence[float], draws: int = DRAWS) -> list[Forec
 def rewards(fitted: Fit, drawn: Draws, compute: FloatArray) -> FloatArray:
     """(d, c) rewards of the draws at compute (c,), with the discrepancy beyond now, within [0, 1]."""
     doublings = np.maximum(np.log2(np.asarray(compute, dtype=np.float64) / fitted.now), 0.0)
-    departure = fitted.settings.discrepancy * drawn.discrepancy[:, None] * doublings
+    departure = drawn.discrepancy[:, None] * doublings
     return np.asarray(np.clip(drawn.reward(compute) + departure, 0.0, 1.0))
 
 

@@ -10,8 +10,9 @@ s = H·s_knots, with knots at measured points. Then
 and HᵀΩH is tridiagonal as well, because two neighbouring points always share an interval. These sums
 are taken over *every* point with its true neighbour, so the AR(1) model is that of the full sequence:
 nothing is averaged, no correlation is lost to binning, and 10,000 points weigh as 10,000 correlated
-points do. The only approximation is the linear piece of `s` (error ≤ h²B²/80 at a knot distance h in
-ln C; 3e-4 at B = 3 and 160 knots over four decades); with at most `MAX_KNOTS` points there is none.
+points do. The only approximation is the linear piece of `s`: its error is at most h²B²/80 of the gain
+at a knot distance h in ln C (4e-4 at B = 3 with 160 knots over four decades), and none where every
+point is a knot. More points, which resolve more, get more knots (`knot_count`).
 
 Legend of suffixes: n points, k knots, r values of ρ.
 """
@@ -26,7 +27,8 @@ from numpy.typing import NDArray
 
 from .curve import FloatArray
 
-MAX_KNOTS: Final = 160
+FEWEST_KNOTS: Final = 64
+MOST_KNOTS: Final = 160
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,12 @@ class Moments:
     y_y_r: FloatArray
 
 
-def knots(ln_compute: FloatArray, max_knots: int = MAX_KNOTS) -> NDArray[np.intp]:
+def knot_count(n: int) -> int:
+    """About n/3 knots for n points, at least all of the first 64, at most 160."""
+    return int(np.clip(n // 3, FEWEST_KNOTS, MOST_KNOTS))
+
+
+def knots(ln_compute: FloatArray, max_knots: int) -> NDArray[np.intp]:
     """Indices of the points that serve as knots: all, or about `max_knots` even in ln C, ends included."""
     n = ln_compute.size
     if n <= max_knots:
@@ -66,13 +73,14 @@ def moments(
     reward: FloatArray,
     precision: FloatArray,
     rho: FloatArray,
-    max_knots: int = MAX_KNOTS,
+    max_knots: int | None = None,
 ) -> Moments:
     """Sums over all points; O(n) once, whatever the size of the grid that uses them.
 
     precision: (n,) relative weights 1/sd, mean square 1; the AR(1) sequence is ε·precision.
+    max_knots: at most about so many knots; by default `knot_count` says.
     """
-    knot = knots(ln_compute, max_knots)
+    knot = knots(ln_compute, max_knots or knot_count(ln_compute.size))
     ln_compute_k = ln_compute[knot]
     k_count = knot.size
     left = np.clip(np.searchsorted(ln_compute_k, ln_compute, side="right") - 1, 0, k_count - 2)

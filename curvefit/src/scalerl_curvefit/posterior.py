@@ -6,7 +6,7 @@ M = t̃·t̃ + λ and g = t̃·ỹ + λ r0. Given A the best R0 is m(A) = (g −
 
     SSE(A) = E0 − 2bA + qA²,  E0 = ỹ·ỹ + λr0² − g²/M,  b = s̃·ỹ − (t̃·s̃)g/M,  q = s̃·s̃ − (t̃·s̃)²/M.
 
-    weight ∝ π(B) √(1−ρ²) √(λ/M) (ν0 s0²(1−ρ²))^{ν0/2} (SSE(A) + ν0 s0²(1−ρ²))^{−(n+ν0)/2} · P(R0 < A).
+    weight ∝ π(B) π(ρ) √(1−ρ²) √(λ/M) (ν0 s0²(1−ρ²))^{ν0/2} (SSE(A) + ν0 s0²(1−ρ²))^{−(n+ν0)/2} · P(R0 < A).
 
 A is not put on a common grid: given the node its density is known in closed form, so each node gets
 its own few quadrature points around its own mode b/q. (Cmid, B) is a grid that is laid again until it
@@ -31,11 +31,10 @@ from .families import Family, gain_share
 from .moments import Moments
 from .settings import FitSettings
 
-COARSE: Final = (34, 18)
+COARSE: Final = (28, 14)
 """First grid: ln Cmid × ln B."""
-FINE: Final = (30, 16)
+FINE: Final = (26, 14)
 """Each refinement: along × across the ridge."""
-MIN_STAGES: Final = 3
 MAX_STAGES: Final = 8
 LN_B_REACH: Final = 3.0
 """The grid of ln B reaches this many prior standard deviations."""
@@ -48,9 +47,22 @@ TEMPERED_NODES: Final = 10.0
 CUT: Final = (1e-4, 1e-2)
 """Nodes below this share of the best do not widen the next grid: plain, and tempered weights (which
 are wider than the mass by themselves)."""
-A_POINTS: Final = 17
-A_REACH: Final = 5.0
+A_POINTS: Final = 15
+A_REACH: Final = 4.5
 """Quadrature of A at a node: this many points over ± this many of its conditional scales."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How finely a posterior is laid: stages of refinement at least, and points of A at a node."""
+
+    min_stages: int = 3
+    a_points: int = A_POINTS
+
+
+FULL: Final = Effort()
+QUICK: Final = Effort(min_stages=2, a_points=7)
+"""Enough for the mean and the spread of one forecast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +78,7 @@ class Prior:
     r0_sd: float
     noise_sd: float
     noise_dof: float
+    ln_rho_weight_r: FloatArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +118,9 @@ class _Forms:
     precision_gr: FloatArray
 
 
-def make_prior(settings: FitSettings, first: float, now: float, r0: float, noise_sd: float) -> Prior:
+def make_prior(
+    settings: FitSettings, first: float, now: float, r0: float, noise_sd: float, noise_dof: float
+) -> Prior:
     """Bounds and scales for points from compute `first` > 0 to `now`."""
     reach = LN_B_REACH * settings.ln_b_sd
     ln_b_mean = float(np.log(settings.b_median))
@@ -118,11 +133,12 @@ def make_prior(settings: FitSettings, first: float, now: float, r0: float, noise
         r0=r0,
         r0_sd=settings.r0_sd,
         noise_sd=noise_sd,
-        noise_dof=settings.noise_dof,
+        noise_dof=noise_dof,
+        ln_rho_weight_r=np.log(np.array(settings.rho_weights) / sum(settings.rho_weights)),
     )
 
 
-def grid_posterior(points: Moments, prior: Prior, family: Family) -> Nodes:
+def grid_posterior(points: Moments, prior: Prior, family: Family, effort: Effort = FULL) -> Nodes:
     """Lay the grid, refine it around the mass until it resolves it, then integrate over A."""
     low = np.array([prior.ln_cmid[0], prior.ln_b[0]])
     high = np.array([prior.ln_cmid[1], prior.ln_b[1]])
@@ -134,11 +150,11 @@ def grid_posterior(points: Moments, prior: Prior, family: Family) -> Nodes:
         ln_weight_gr = _ln_weight(points, prior, forms)
         ln_weight_g = np.logaddexp.reduce(ln_weight_gr, axis=1)
         weight_g, tempered = _tempered(ln_weight_g)
-        if (stage >= MIN_STAGES and not tempered) or stage == MAX_STAGES:
+        if (stage >= effort.min_stages and not tempered) or stage == MAX_STAGES:
             break
         shape_g2, frame_22 = _refined(shape_g2, weight_g, CUT[tempered], frame_22, low, high)
     area = float(abs(np.linalg.det(frame_22)))
-    return _integrate_a(points, prior, family, shape_g2, forms, ln_weight_gr, area)
+    return _integrate_a(points, prior, family, shape_g2, forms, ln_weight_gr, area, effort.a_points)
 
 
 def _mesh(rows: int, columns: int) -> FloatArray:
@@ -160,7 +176,8 @@ def _forms(points: Moments, prior: Prior, family: Family, shape_g2: FloatArray) 
     g = ty + lam_r * prior.r0
     spread0_r = prior.noise_dof * prior.noise_sd**2 * innovation_share_r
     ln_prior = (
-        -0.5 * ((ln_b_g1 - prior.ln_b_mean) / prior.ln_b_sd) ** 2
+        prior.ln_rho_weight_r
+        - 0.5 * ((ln_b_g1 - prior.ln_b_mean) / prior.ln_b_sd) ** 2
         + 0.5 * (np.log(innovation_share_r) + np.log(lam_r) + prior.noise_dof * np.log(spread0_r))
         - 0.5 * np.log(precision)
     )
@@ -238,6 +255,7 @@ def _integrate_a(
     forms: _Forms,
     ln_weight_gr: FloatArray,
     area: float,
+    a_points: int,
 ) -> Nodes:
     g, r = np.nonzero(ln_weight_gr > ln_weight_gr.max() - NEGLIGIBLE)
     dof = points.n + prior.noise_dof
@@ -246,8 +264,8 @@ def _integrate_a(
     mode = np.clip(b / q, 0.0, prior.a_highest)
     reach = A_REACH * np.sqrt((e0 - 2.0 * b * mode + q * mode * mode) / (q * dof))
     lowest, highest = np.maximum(mode - reach, 0.0), np.minimum(mode + reach, prior.a_highest)
-    step = (highest - lowest) / A_POINTS
-    a_sj = lowest[:, None] + step[:, None] * (np.arange(A_POINTS) + 0.5)
+    step = (highest - lowest) / a_points
+    a_sj = lowest[:, None] + step[:, None] * (np.arange(a_points) + 0.5)
     spread_sj = e0[:, None] + a_sj * (q[:, None] * a_sj - 2.0 * b[:, None])
     r0_sd_sj = np.sqrt(spread_sj / (dof * precision[:, None]))
     rising_sj = ndtr((a_sj * (1.0 + slope[:, None]) - zero[:, None]) / r0_sd_sj)

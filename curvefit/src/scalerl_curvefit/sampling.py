@@ -18,8 +18,9 @@ from .posterior import Nodes
 class Draws:
     """Curves drawn from the posterior; all arrays (d,), one entry a draw.
 
-    sigma: stationary sd of the evaluation noise. rho: its AR(1) coefficient. discrepancy: standard
-    normal, how this draw departs from the equation beyond now. family_d: index into `families`.
+    sigma: stationary sd of the evaluation noise. rho: its AR(1) coefficient. discrepancy: how
+    far this draw departs from its curve with each doubling of compute beyond now. noise: standard
+    normal, the noise of one evaluation. family: index into `families`.
     """
 
     A: FloatArray
@@ -55,13 +56,36 @@ class Draws:
         return np.asarray(self.R0[:, None] + (self.A - self.R0)[:, None] * share)
 
 
-def sample(nodes: Sequence[Nodes], weights: FloatArray, n: int, random: np.random.Generator) -> Draws:
-    """`n` draws over families with the given weights: systematic over nodes, exact within them."""
+def interval(values: FloatArray) -> FloatArray:
+    """(3, ...) quantiles .05, .5, .95 over the first axis, linear between order statistics."""
+    ordered = np.sort(values, axis=0)
+    place = np.array([0.05, 0.5, 0.95]) * (len(ordered) - 1)
+    below = place.astype(np.intp)
+    above = np.minimum(below + 1, len(ordered) - 1)
+    part = (place - below).reshape(-1, *[1] * (values.ndim - 1))
+    return np.asarray(ordered[below] * (1.0 - part) + ordered[above] * part)
+
+
+def sample(
+    nodes: Sequence[Nodes],
+    weights: FloatArray,
+    n: int,
+    random: np.random.Generator,
+    discrepancy: tuple[FloatArray, FloatArray] | None = None,
+) -> Draws:
+    """`n` draws over families with the given weights: systematic over nodes, exact within them.
+
+    discrepancy: values of τ and their weights; none means no discrepancy.
+    """
     counts = _systematic(weights, n, random)
     parts = [_sample_family(node, count, random) for node, count in zip(nodes, counts, strict=True)]
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
     a, b, cmid, r0, sigma, rho = columns
     order = random.permutation(n)  # Nodes are sorted; a head of the draws must be a fair sample too.
+    departure = np.zeros(n)
+    if discrepancy is not None:
+        tau, tau_weights = discrepancy
+        departure = np.repeat(tau, _systematic(tau_weights, n, random)) * random.standard_normal(n)
     return Draws(
         A=a[order],
         B=b[order],
@@ -69,7 +93,7 @@ def sample(nodes: Sequence[Nodes], weights: FloatArray, n: int, random: np.rando
         R0=r0[order],
         sigma=sigma[order],
         rho=rho[order],
-        discrepancy=random.standard_normal(n),
+        discrepancy=departure,
         noise=random.standard_normal(n),
         family=np.repeat(np.arange(len(nodes)), counts)[order],
         families=tuple(node.family for node in nodes),

@@ -13,23 +13,28 @@ from .families import Family
 class FitSettings:
     """Priors and choices of a fit. The defaults are those for real runs.
 
-    burn_in_fraction: share of the first points left out (the sigmoid holds after the first epoch;
-        ScaleRL starts its window at ~1.5k GPU-h of 100k [P]), while `burn_in_keeps` points remain.
+    burn_in_fraction: share of the first points that count less, while `burn_in_keeps` others remain:
+        the sigmoid holds after the first epoch (ScaleRL starts its window at ~1.5k GPU-h of 100k [P]).
+        burn_in_sd_factor: their noise sd counts as this many times that of the others. Leaving them
+        out altogether costs more where the equation holds than it gains where it does not.
     r0_sd: prior sd of R0 around the first reward; weak, since R0 is where the fitted window points
         to and not the step-0 evaluation.
     b_median, ln_b_sd: log-normal prior of B; the published values run from 1.09 to 2.44 [P].
     cmid_below, cmid_above: ln Cmid is uniform from C_first/cmid_below to cmid_above·C_now.
     a_highest: A is uniform on [0, a_highest].
-    rho: AR(1) coefficients of the noise, equally probable beforehand.
-    noise_floor: smallest credible sd of an evaluation; noise_dof: weight of the binomial sd as a
-        guess of the noise, in pseudo-points.
-    discrepancy: sd that the forecast gains with each doubling of compute beyond now, since no run
-        follows the equation exactly.
+    rho, rho_weights: AR(1) coefficients of the noise and their prior weights. Little weight on 0:
+        short series understate their correlation, and taking it for 0 makes intervals too narrow.
+    noise_floor: smallest credible sd of an evaluation, added in quadrature to the binomial sd where
+        samples are known. noise_guess: the sd where they are not. noise_dof, guess_dof: weight of
+        either in pseudo-points.
+    discrepancy, discrepancy_weights: sd τ that a forecast gains with each doubling of compute beyond
+        now, since no run follows the equation exactly, and prior weights; see `hindcast`.
     families: shapes that forecasts average over, by their evidence. A, B, Cmid are the sigmoid's.
     """
 
     burn_in_fraction: float = 0.2
     burn_in_keeps: int = 10
+    burn_in_sd_factor: float = 3.0
     r0_sd: float = 0.3
     b_median: float = 1.85
     ln_b_sd: float = 0.5
@@ -37,9 +42,13 @@ class FitSettings:
     cmid_above: float = 8.0
     a_highest: float = 1.0
     rho: tuple[float, ...] = (0.0, 0.3, 0.6, 0.85)
+    rho_weights: tuple[float, ...] = (0.1, 0.3, 0.4, 0.2)
     noise_floor: float = 0.004
+    noise_guess: float = 0.01
     noise_dof: float = 4.0
-    discrepancy: float = 0.015
+    guess_dof: float = 1.0
+    discrepancy: tuple[float, ...] = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
+    discrepancy_weights: tuple[float, ...] = (0.15, 0.25, 0.25, 0.15, 0.12, 0.08)
     families: tuple[Family, ...] = (Family.SIGMOID,)
 
     def __post_init__(self) -> None:
@@ -47,7 +56,16 @@ class FitSettings:
             value = getattr(self, item.name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise SettingsError(f"{item.name} is {value}; it must be finite")
-        for name in ("r0_sd", "b_median", "ln_b_sd", "noise_floor", "noise_dof"):
+        for name in (
+            "r0_sd",
+            "b_median",
+            "ln_b_sd",
+            "noise_floor",
+            "noise_guess",
+            "noise_dof",
+            "guess_dof",
+            "burn_in_sd_factor",
+        ):
             if getattr(self, name) <= 0:
                 raise SettingsError(f"{name} is {getattr(self, name):g}; it must be positive")
         for name in ("cmid_below", "cmid_above"):
@@ -57,9 +75,15 @@ class FitSettings:
             raise SettingsError(f"burn_in_fraction is {self.burn_in_fraction:g}; it must be in [0, 1)")
         if not 0 < self.a_highest <= 1:
             raise SettingsError(f"a_highest is {self.a_highest:g}; it must be in (0, 1]")
-        if not self.rho or any(not 0 <= r < 1 for r in self.rho):
-            raise SettingsError(f"rho is {self.rho}; give at least one coefficient in [0, 1)")
-        if self.discrepancy < 0:
-            raise SettingsError(f"discrepancy is {self.discrepancy:g}; it must not be negative")
+        if any(not 0 <= r < 1 for r in self.rho):
+            raise SettingsError(f"rho is {self.rho}; coefficients must be in [0, 1)")
+        if any(not 0 <= tau < math.inf for tau in self.discrepancy):
+            raise SettingsError(f"discrepancy is {self.discrepancy}; values must not be negative")
+        for name in ("rho", "discrepancy"):
+            values, weights = getattr(self, name), getattr(self, f"{name}_weights")
+            if not values or len(weights) != len(values) or any(not 0 < w < math.inf for w in weights):
+                raise SettingsError(
+                    f"{name}_weights is {weights} for {name} {values}; give one positive weight each"
+                )
         if not self.families or len(set(self.families)) != len(self.families):
             raise SettingsError(f"families is {self.families}; give at least one, each once")
