@@ -40,7 +40,9 @@ class Register(Struct, frozen=True, kw_only=True):
     control_url: str
     """Where the trainer reaches this actor's weight control."""
     task_digest: str
-    """Digest of the actor's own prompt source; the coordinator refuses another one."""
+    """Digest of the actor's own prompt source, or of its training split; the coordinator refuses another one."""
+    held_leases: list[str] = []
+    """Leases this actor still works on, when it registers again: they stay its own. Others of its name are given away."""
 
 
 class Registered(Struct, frozen=True, kw_only=True):
@@ -60,6 +62,9 @@ class Heartbeat(Struct, frozen=True, kw_only=True):
     """The vLLM server answers. An unhealthy member is not published to and its leases are given away."""
     busy_seconds: float
     generated_tokens: int
+    held_leases: list[str] | None = None
+    """Leases this actor works on, up to the acknowledged push. Given, older leases of its own that are not among
+    them are given away: their answer never arrived. None says nothing."""
 
 
 # --- leases (actor → coordinator) --------------------------------------------------------------
@@ -321,9 +326,13 @@ class Ack(Struct, frozen=True, kw_only=True):
 
 
 class Stop(Struct, frozen=True, kw_only=True):
-    """``POST /v1/stop``: end the run in order. The trainer finishes its step, checkpoints and leaves."""
+    """``POST /v1/stop``: end the run in order. The trainer finishes its step, checkpoints and leaves.
+
+    A stop is journaled and outlives restarts; whoever resumes a stopped run takes it back first.
+    """
 
     reason: str
+    """Empty: take an earlier stop back."""
 
 
 class EvaluationPoint(Struct, frozen=True, kw_only=True):
