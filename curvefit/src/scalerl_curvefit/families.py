@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Final
 
 import numpy as np
-from scipy.special import expit
+from scipy.special import expit, logit
 
 from .curve import FloatArray
 
@@ -38,3 +38,13 @@ def gain_share(family: Family, ln_compute: FloatArray, ln_cmid: FloatArray, ln_b
     if family is Family.STRETCHED:
         return np.asarray(-np.expm1(-LN2 * np.exp(np.minimum(b * distance, 50.0))))
     return np.asarray(-np.expm1(-b * np.log1p(np.expm1(LN2 / b) * np.exp(distance))))
+
+
+def compute_share(family: Family, share: FloatArray, ln_cmid: FloatArray, ln_b: FloatArray) -> FloatArray:
+    """ln C at which a share of the gain in (0, 1) is reached: the inverse of `gain_share`."""
+    b = np.exp(ln_b)
+    if family is Family.SIGMOID:
+        return np.asarray(ln_cmid + logit(share) / b)
+    if family is Family.STRETCHED:
+        return np.asarray(ln_cmid + np.log(-np.log1p(-share) / LN2) / b)
+    return np.asarray(ln_cmid + np.log(np.expm1(-np.log1p(-share) / b)) - np.log(np.expm1(LN2 / b)))

@@ -246,7 +246,7 @@ def _point(nodes: Nodes, points: _Points) -> PointFit:
         start,
         low,
         high,
-        points.prior.a_highest,
+        (points.prior.a_lowest, points.prior.a_highest),
         nodes.family,
     )
 
@@ -273,7 +273,7 @@ def _edges(drawn: Draws, prior: Prior, settings: FitSettings) -> tuple[Edge, ...
     margin_b = 0.03 * (prior.ln_b[1] - prior.ln_b[0])
     candidates = [
         ("A", "high", prior.a_highest, prior.a_highest - drawn.A < 0.005),
-        ("A", "low", 0.0, drawn.A < 0.005),
+        ("A", "low", prior.a_lowest, drawn.A - prior.a_lowest < 0.005),
         ("Cmid", "high", float(np.exp(prior.ln_cmid[1])), ln_cmid > prior.ln_cmid[1] - margin_cmid),
         ("Cmid", "low", float(np.exp(prior.ln_cmid[0])), ln_cmid < prior.ln_cmid[0] + margin_cmid),
         ("B", "high", float(np.exp(prior.ln_b[1])), ln_b > prior.ln_b[1] - margin_b),

@@ -41,9 +41,9 @@ class PointFit:
 
 
 def linear_part(
-    share_n: FloatArray, reward_n: FloatArray, precision_n: FloatArray, a_highest: float
+    share_n: FloatArray, reward_n: FloatArray, precision_n: FloatArray, a_range: tuple[float, float]
 ) -> tuple[float, float, FloatArray]:
-    """Best (A, R0) with R0 ≤ A ≤ a_highest for a given s, and the weighted residuals (n,)."""
+    """Best (A, R0) with R0 ≤ A and A within a_range for a given s, and the weighted residuals (n,)."""
     s, t, y = share_n * precision_n, (1.0 - share_n) * precision_n, reward_n * precision_n
     ss, tt, ts, sy, ty = (float(form) for form in (s @ s, t @ t, s @ t, s @ y, t @ y))
     determinant = ss * tt - ts * ts
@@ -51,10 +51,11 @@ def linear_part(
         a, r0 = (sy * tt - ty * ts) / determinant, (ty * ss - sy * ts) / determinant
     else:
         a = r0 = (sy + ty) / (ss + 2.0 * ts + tt)
-    if a > a_highest:
-        a, r0 = a_highest, (ty - ts * a_highest) / max(tt, TINY)
+    bounded = min(max(a, a_range[0]), a_range[1])
+    if bounded != a:
+        a, r0 = bounded, (ty - ts * bounded) / max(tt, TINY)
     if r0 > a:  # A falling curve is outside the model; its nearest member is flat.
-        a = r0 = min((sy + ty) / (ss + 2.0 * ts + tt), a_highest)
+        a = r0 = min(max((sy + ty) / (ss + 2.0 * ts + tt), a_range[0]), a_range[1])
     return a, r0, np.asarray(y - a * s - r0 * t)
 
 
@@ -65,14 +66,14 @@ def point_fit(
     start: tuple[float, float],
     low: FloatArray,
     high: FloatArray,
-    a_highest: float,
+    a_range: tuple[float, float],
     family: Family = Family.SIGMOID,
 ) -> PointFit:
     """Least squares from `start` = (ln Cmid, ln B), kept within the box [low, high]."""
 
     def at(shape: FloatArray) -> tuple[float, float, FloatArray]:
         share = gain_share(family, ln_compute, shape[0], shape[1])
-        return linear_part(share, reward, precision, a_highest)
+        return linear_part(share, reward, precision, a_range)
 
     shape = np.clip(np.array(start), low, high)
     a, r0, residual = at(shape)

@@ -73,6 +73,7 @@ class Prior:
     ln_b: tuple[float, float]
     ln_b_mean: float
     ln_b_sd: float
+    a_lowest: float
     a_highest: float
     r0: float
     r0_sd: float
@@ -129,6 +130,7 @@ def make_prior(
         ln_b=(ln_b_mean - reach, ln_b_mean + reach),
         ln_b_mean=ln_b_mean,
         ln_b_sd=settings.ln_b_sd,
+        a_lowest=settings.a_lowest,
         a_highest=settings.a_highest,
         r0=r0,
         r0_sd=settings.r0_sd,
@@ -196,9 +198,9 @@ def _forms(points: Moments, prior: Prior, family: Family, shape_g2: FloatArray) 
 def _ln_weight(points: Moments, prior: Prior, forms: _Forms) -> FloatArray:
     """ln of the node's mass, with the integral over A as peak × width (exact enough to steer the grid)."""
     dof = points.n + prior.noise_dof
-    peak = np.clip(forms.b_gr / forms.q_gr, 0.0, prior.a_highest)
+    peak = np.clip(forms.b_gr / forms.q_gr, prior.a_lowest, prior.a_highest)
     spread = forms.e0_gr - 2.0 * forms.b_gr * peak + forms.q_gr * peak * peak
-    width = np.minimum(np.sqrt(2.0 * np.pi * spread / (forms.q_gr * dof)), prior.a_highest)
+    width = np.minimum(np.sqrt(2.0 * np.pi * spread / (forms.q_gr * dof)), prior.a_highest - prior.a_lowest)
     return np.asarray(forms.ln_prior_gr - 0.5 * dof * np.log(spread) + np.log(width))
 
 
@@ -261,9 +263,9 @@ def _integrate_a(
     dof = points.n + prior.noise_dof
     e0, b, q = (values[g, r] for values in (forms.e0_gr, forms.b_gr, forms.q_gr))
     zero, slope, precision = (values[g, r] for values in (forms.zero_gr, forms.slope_gr, forms.precision_gr))
-    mode = np.clip(b / q, 0.0, prior.a_highest)
+    mode = np.clip(b / q, prior.a_lowest, prior.a_highest)
     reach = A_REACH * np.sqrt((e0 - 2.0 * b * mode + q * mode * mode) / (q * dof))
-    lowest, highest = np.maximum(mode - reach, 0.0), np.minimum(mode + reach, prior.a_highest)
+    lowest, highest = np.maximum(mode - reach, prior.a_lowest), np.minimum(mode + reach, prior.a_highest)
     step = (highest - lowest) / a_points
     a_sj = lowest[:, None] + step[:, None] * (np.arange(a_points) + 0.5)
     spread_sj = e0[:, None] + a_sj * (q[:, None] * a_sj - 2.0 * b[:, None])
@@ -273,7 +275,7 @@ def _integrate_a(
     top = ln_density_sj.max()
     weight_sj = np.exp(ln_density_sj - top) * rising_sj * step[:, None]
     total = float(weight_sj.sum())
-    ln_prior_volume = float(np.log((prior.ln_cmid[1] - prior.ln_cmid[0]) * prior.ln_b_sd))
+    ln_prior_volume = float(np.log((prior.ln_cmid[1] - prior.ln_cmid[0]) * prior.ln_b_sd * (prior.a_highest - prior.a_lowest)))
     return Nodes(
         family=family,
         ln_cmid_s=shape_g2[g, 0],

@@ -21,7 +21,7 @@ class FitSettings:
         to and not the step-0 evaluation.
     b_median, ln_b_sd: log-normal prior of B; the published values run from 1.09 to 2.44 [P].
     cmid_below, cmid_above: ln Cmid is uniform from C_first/cmid_below to cmid_above·C_now.
-    a_highest: A is uniform on [0, a_highest].
+    a_lowest, a_highest: A is uniform between them.
     rho, rho_weights: AR(1) coefficients of the noise and their prior weights. Little weight on 0:
         short series understate their correlation, and taking it for 0 makes intervals too narrow.
     noise_floor: smallest credible sd of an evaluation, added in quadrature to the binomial sd where
@@ -40,6 +40,7 @@ class FitSettings:
     ln_b_sd: float = 0.5
     cmid_below: float = 4.0
     cmid_above: float = 8.0
+    a_lowest: float = 0.0
     a_highest: float = 1.0
     rho: tuple[float, ...] = (0.0, 0.3, 0.6, 0.85)
     rho_weights: tuple[float, ...] = (0.1, 0.3, 0.4, 0.2)
@@ -73,8 +74,11 @@ class FitSettings:
                 raise SettingsError(f"{name} is {getattr(self, name):g}; it is a factor of at least 1")
         if not 0 <= self.burn_in_fraction < 1:
             raise SettingsError(f"burn_in_fraction is {self.burn_in_fraction:g}; it must be in [0, 1)")
-        if not 0 < self.a_highest <= 1:
-            raise SettingsError(f"a_highest is {self.a_highest:g}; it must be in (0, 1]")
+        if not 0 <= self.a_lowest < self.a_highest <= 1:
+            raise SettingsError(
+                f"a_lowest is {self.a_lowest:g} and a_highest {self.a_highest:g}; "
+                "they must be in order and in [0, 1]"
+            )
         if any(not 0 <= r < 1 for r in self.rho):
             raise SettingsError(f"rho is {self.rho}; coefficients must be in [0, 1)")
         if any(not 0 <= tau < math.inf for tau in self.discrepancy):

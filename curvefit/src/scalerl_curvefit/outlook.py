@@ -1,0 +1,134 @@
+"""What is still to be gained, at what price: the quantities decisions are made of. No decision here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from .curve import FloatArray
+from .errors import RequestError
+from .families import compute_share
+from .fitting import Estimate, Fit, draws
+from .forecasting import rewards
+from .sampling import Draws, interval
+
+BLOCKS: Final = 64
+"""Sizes of a further block that `best_block` tries, from 1 % of now to the horizon."""
+STEP: Final = 1e-4
+"""Half step in ln C of the numeric derivative."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Total compute at which a target is reached: 90 % interval, infinite where it never is.
+
+    probability: that it is reached at all, P(A > target).
+    """
+
+    target: float
+    probability: float
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The further compute that pays best: its size, expected gain, and value − price (0 if none pays)."""
+
+    compute: float
+    gain: float
+    net: float
+
+
+def marginal_gain(fitted: Fit, at: float | None = None) -> Estimate:
+    """dR/dC at compute `at` (now, if not given): reward per unit of compute.
+
+    For the sigmoid (A − R0)·B·s(1 − s)/C, taken numerically so that it holds for every family.
+    """
+    compute = fitted.now if at is None else _positive("at", at)
+    drawn = draws(fitted)
+    either_side = drawn.reward(compute * np.exp(np.array([-STEP, STEP])))
+    return _estimate((either_side[:, 1] - either_side[:, 0]) / (2.0 * STEP * compute))
+
+
+def gain(fitted: Fit, to: float) -> Estimate:
+    """R(to) − R(now), with the discrepancy beyond now."""
+    return _estimate(_gains(fitted, draws(fitted), np.array([_beyond(fitted, to)]))[:, 0])
+
+
+def p_gain_above(fitted: Fit, to: float, least: float) -> float:
+    """P(R(to) − R(now) > least)."""
+    return float(np.mean(_gains(fitted, draws(fitted), np.array([_beyond(fitted, to)])) > least))
+
+
+def p_reward_above(fitted: Fit, at: float, target: float) -> float:
+    """P(R(at) > target), the reward itself, without the noise of an evaluation."""
+    return float(np.mean(rewards(fitted, draws(fitted), np.array([_positive("at", at)])) > target))
+
+
+def p_asymptote_above(fitted: Fit, target: float) -> float:
+    """P(A > target)."""
+    return float(np.mean(draws(fitted).A > target))
+
+
+def compute_to(fitted: Fit, target: float) -> Reach:
+    """Compute at which the curve reaches `target`: Cmid·((T − R0)/(A − T))^{1/B} for the sigmoid.
+
+    Without discrepancy: the question is about the curve, and a level has no compute beyond it.
+    """
+    if not 0.0 < target < 1.0:
+        raise RequestError(f"target is {target:g}; it must be between 0 and 1")
+    drawn = draws(fitted)
+    reachable = drawn.A > target
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = np.where(reachable, (target - drawn.R0) / (drawn.A - drawn.R0), 0.5)
+    ln_compute = np.empty(len(drawn))
+    for index, family in enumerate(drawn.families):
+        rows = drawn.family == index
+        inside = np.clip(share[rows], 1e-12, 1.0 - 1e-12)
+        ln_compute[rows] = compute_share(family, inside, np.log(drawn.Cmid[rows]), np.log(drawn.B[rows]))
+    compute = np.where(reachable, np.where(share <= 0.0, 0.0, np.exp(np.minimum(ln_compute, 700.0))), np.inf)
+    low, median, high = (float(q) for q in np.quantile(compute, (0.05, 0.5, 0.95), method="higher"))
+    return Reach(target, float(reachable.mean()), median, low, high)
+
+
+def best_block(fitted: Fit, value: float, price: float, horizon: float) -> Block:
+    """max over ΔC of value·E[R(now + ΔC) − R(now)] − price·ΔC.
+
+    value: of one unit of reward (1.0 = from pass rate 0 to 1). price: of one unit of compute.
+    horizon: total compute up to which blocks are considered, > now.
+    """
+    if value < 0 or price < 0 or not np.isfinite([value, price]).all():
+        raise RequestError(f"value is {value:g} and price {price:g}; both must be finite and not negative")
+    sizes = np.geomspace(0.01, _beyond(fitted, horizon) / fitted.now - 1.0, BLOCKS) * fitted.now
+    expected = _gains(fitted, draws(fitted), fitted.now + sizes).mean(axis=0)
+    net = value * expected - price * sizes
+    best = int(np.argmax(net))
+    if net[best] <= 0:
+        return Block(0.0, 0.0, 0.0)
+    return Block(float(sizes[best]), float(expected[best]), float(net[best]))
+
+
+def _gains(fitted: Fit, drawn: Draws, compute: FloatArray) -> FloatArray:
+    reward_dc = rewards(fitted, drawn, np.concatenate([[fitted.now], compute]))
+    return np.asarray(reward_dc[:, 1:] - reward_dc[:, :1])
+
+
+def _estimate(values: FloatArray) -> Estimate:
+    low, median, high = interval(values)
+    return Estimate(float(median), float(low), float(high))
+
+
+def _positive(name: str, compute: float) -> float:
+    if not (np.isfinite(compute) and compute > 0):
+        raise RequestError(f"{name} is {compute:g}; compute must be positive and finite")
+    return float(compute)
+
+
+def _beyond(fitted: Fit, compute: float) -> float:
+    if _positive("compute", compute) <= fitted.now:
+        raise RequestError(f"compute {compute:g} is not beyond the last point at {fitted.now:g}")
+    return float(compute)

@@ -1,0 +1,124 @@
+"""How the paper does it, kept to be measured against: its grid search, and the power law it warns of."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from scipy.optimize import OptimizeWarning, curve_fit
+
+from .curve import Curve, FloatArray
+from .errors import RequestError, TooFewPointsError
+from .point import PointFit
+
+ARTICLE_A: Final = np.arange(0.500, 0.7451, 0.005)
+"""A of the article's code: .500 … .745 in steps of .005 (50 values) [S]."""
+PAPER_A: Final = np.arange(0.450, 0.8001, 0.005)
+"""A of the paper: .450 … .800 in steps of .005 (§ fitting) [P]."""
+CMID_VALUES: Final = 100
+"""Linear values of Cmid, in the paper and the article [P]."""
+
+
+@dataclass(frozen=True, slots=True)
+class GridSearch:
+    """The best pair of the grid, how many `curve_fit` calls it took, and whether it lies on an edge."""
+
+    point: PointFit
+    fits: int
+    edges: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PowerLaw:
+    """R(C) = A − D/C^B."""
+
+    A: float
+    B: float
+    D: float
+
+    def reward(self, compute: FloatArray) -> FloatArray:
+        """R at compute > 0."""
+        return np.asarray(self.A - self.D * np.asarray(compute, dtype=np.float64) ** -self.B)
+
+
+def paper_grid_search(
+    curve: Curve,
+    a_values: FloatArray | None = None,
+    cmid_values: FloatArray | None = None,
+    r0: float | None = None,
+) -> GridSearch:
+    """Least squares as the paper does it: SciPy's `curve_fit` for B alone at every pair of (A, Cmid).
+
+    a_values: `ARTICLE_A` if not given. cmid_values: 100 linear values from the first compute to the
+    last if not given; the article has 4,000 … 16,000 for a run of 96,725 GPU-hours. r0: held fixed; its
+    value is not published [?], the first reward if not given. No interval comes with it.
+
+    Raises TooFewPointsError under 3 points at compute > 0; RequestError for an empty grid or when no
+    pair converges.
+    """
+    trained = curve.compute > 0
+    compute, reward = curve.compute[trained], curve.reward[trained]
+    if compute.size < 3:
+        raise TooFewPointsError(f"{compute.size} points at compute > 0; the grid search needs at least 3")
+    a_grid = ARTICLE_A if a_values is None else np.asarray(a_values, dtype=np.float64)
+    cmid_grid = (
+        np.linspace(compute[0], compute[-1], CMID_VALUES)
+        if cmid_values is None
+        else np.asarray(cmid_values, dtype=np.float64)
+    )
+    if a_grid.size == 0 or cmid_grid.size == 0:
+        raise RequestError("the grid is empty; give at least one A and one Cmid")
+    start = float(curve.reward[0]) if r0 is None else r0
+    best, best_sse, fits = None, np.inf, 0
+    with warnings.catch_warnings(), np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        warnings.simplefilter("ignore", OptimizeWarning)  # A flat pair has no covariance; its SSE still counts.
+        for i, a in enumerate(a_grid):
+            for j, cmid in enumerate(cmid_grid):
+
+                def model(c: FloatArray, b: float, a: float = a, cmid: float = cmid) -> FloatArray:
+                    return np.asarray(start + (a - start) / (1.0 + (cmid / c) ** b))
+
+                fits += 1
+                try:
+                    found, _ = curve_fit(model, compute, reward, p0=[1.0])
+                except RuntimeError:  # No convergence at this pair: it cannot be the best one.
+                    continue
+                sse = float(np.sum((reward - model(compute, found[0])) ** 2))
+                if sse < best_sse:
+                    best, best_sse = (i, j, float(found[0])), sse
+    if best is None:
+        raise RequestError("no pair of the grid converged; widen it")
+    i, j, b = best
+    edges = [
+        f"{name} {side}"
+        for name, index, size in (("A", i, a_grid.size), ("Cmid", j, cmid_grid.size))
+        for side, at in (("low", 0), ("high", size - 1))
+        if index == at
+    ]
+    point = PointFit(float(a_grid[i]), b, float(cmid_grid[j]), start, float(np.sqrt(best_sse / compute.size)))
+    return GridSearch(point, fits, tuple(edges))
+
+
+def power_law(curve: Curve) -> PowerLaw:
+    """Least squares of R = A − D/C^B with A ≤ 1, B by a fine scan, A and D solved.
+
+    What the paper holds against it [P]: on (1.5k, 50k) of its 100k-GPU-hour run it gives A = 1.0.
+    """
+    trained = curve.compute > 0
+    compute, reward = curve.compute[trained], curve.reward[trained]
+    if compute.size < 3:
+        raise TooFewPointsError(f"{compute.size} points at compute > 0; a power law needs at least 3")
+    b_g = np.geomspace(0.02, 4.0, 400)
+    unit = float(compute[-1])
+    x_gn = (compute / unit)[None, :] ** -b_g[:, None]
+    centred = x_gn - x_gn.mean(axis=1, keepdims=True)
+    slope = (centred @ reward) / np.maximum((centred**2).sum(axis=1), 1e-300)
+    a = reward.mean() - slope * x_gn.mean(axis=1)
+    over = a > 1.0
+    slope = np.where(over, (x_gn @ (reward - 1.0)) / (x_gn**2).sum(axis=1), slope)
+    a = np.minimum(a, 1.0)
+    sse = ((reward - a[:, None] - slope[:, None] * x_gn) ** 2).sum(axis=1)
+    best = int(np.argmin(sse))
+    return PowerLaw(A=float(a[best]), B=float(b_g[best]), D=float(-slope[best] * unit ** b_g[best]))
