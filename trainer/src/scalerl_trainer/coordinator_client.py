@@ -1,0 +1,168 @@
+"""The trainer's side of the wire: one blocking call per message, retried until a deadline, never forever.
+
+The coordinator may be killed and come back from its journal at any moment, so a refused connection,
+a time-out or a 5xx answer is tried again with a growing pause; the answer to the same request sent
+twice is the same, which the coordinator promises for every trainer call. What cannot get better by
+waiting (another wire version, a wrong token, a newer trainer) is raised at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import httpx
+import msgspec
+
+from scalerl_api import endpoints, wire
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 5.0
+ANSWER_SECONDS = 30.0
+"""A call that is not a long poll is answered within this, or the attempt counts as failed."""
+
+T = TypeVar("T")
+
+
+class CoordinatorError(Exception):
+    """The coordinator refused, in words; waiting does not help."""
+
+
+class CoordinatorUnreachable(CoordinatorError):
+    """No usable answer until the deadline; the coordinator may come back."""
+
+
+class Superseded(CoordinatorError):
+    """A newer trainer incarnation has said hello; this one has to leave."""
+
+
+class Coordinator:
+    """Calls of one rank. Not shared between threads.
+
+    ``retry_seconds`` bounds how long one call is tried again; ``interrupted`` is asked between attempts,
+    and ends the wait early when it says true (an orderly stop does not sit out a dead coordinator).
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        incarnation: str,
+        retry_seconds: float = 300.0,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._incarnation = incarnation
+        self._retry_seconds = retry_seconds
+        self._interrupted = interrupted
+        self._http = httpx.Client(base_url=url, headers=wire_headers(token), trust_env=False)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def hello(self, version: int, world_size: int, snapshot: bytes | None) -> wire.TrainerWelcome:
+        message = wire.TrainerHello(
+            incarnation=self._incarnation, version=version, world_size=world_size, snapshot=snapshot
+        )
+        return self._call(endpoints.TRAINER_HELLO, message, wire.TrainerWelcome)
+
+    def next(self, version: int, wait_seconds: float) -> wire.Next:
+        """One long poll, one attempt: the caller has ranks to keep informed between attempts.
+
+        Raises:
+            CoordinatorUnreachable: no answer this time.
+        """
+        message = wire.NextRequest(incarnation=self._incarnation, version=version, wait_seconds=wait_seconds)
+        return self._once(endpoints.TRAINER_NEXT, message, wire.Next, wait_seconds)
+
+    def shard(self, step: int, rank: int, world_size: int) -> wire.Shard:
+        message = wire.ShardRequest(
+            incarnation=self._incarnation, step=step, rank=rank, world_size=world_size
+        )
+        return self._call(endpoints.TRAINER_SHARD, message, wire.Shard)
+
+    def report(self, step: int, stats: dict[str, float], busy_seconds: float, trained_tokens: int) -> None:
+        message = wire.StepReport(
+            incarnation=self._incarnation,
+            step=step,
+            stats=stats,
+            busy_seconds=busy_seconds,
+            trained_tokens=trained_tokens,
+        )
+        self._call(endpoints.TRAINER_STEP, message, wire.Ack)
+
+    def publish_begin(self, version: int, wait_seconds: float) -> wire.PublishPermit:
+        """One long poll, one attempt, as :meth:`next`."""
+        message = wire.PublishBegin(incarnation=self._incarnation, version=version, wait_seconds=wait_seconds)
+        return self._once(endpoints.PUBLISH_BEGIN, message, wire.PublishPermit, wait_seconds)
+
+    def publish_commit(
+        self, version: int, updated: list[str], failed: list[str], stats: dict[str, float]
+    ) -> None:
+        message = wire.PublishCommit(
+            incarnation=self._incarnation, version=version, updated=updated, failed=failed, stats=stats
+        )
+        self._call(endpoints.PUBLISH_COMMIT, message, wire.Ack)
+
+    def checkpoint_begin(self, step: int) -> bytes:
+        """The coordinator's state as of ``step``."""
+        message = wire.CheckpointBegin(incarnation=self._incarnation, step=step)
+        return self._call(endpoints.CHECKPOINT_BEGIN, message, wire.CheckpointSnapshot).snapshot
+
+    def checkpoint_commit(self, step: int, kept_steps: list[int]) -> None:
+        message = wire.CheckpointCommit(incarnation=self._incarnation, step=step, kept_steps=kept_steps)
+        self._call(endpoints.CHECKPOINT_COMMIT, message, wire.Ack)
+
+    def _call(self, path: str, message: wire.Struct, answer: type[T]) -> T:
+        deadline = time.monotonic() + self._retry_seconds
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                return self._once(path, message, answer, 0.0)
+            except CoordinatorUnreachable as error:
+                if time.monotonic() + pause >= deadline or self._interrupted():
+                    raise
+                log.warning("%s; next attempt in %.1f s", error, pause)
+            time.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2.0 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _once(self, path: str, message: wire.Struct, answer: type[T], wait_seconds: float) -> T:
+        try:
+            response = self._http.post(
+                path,
+                content=msgspec.msgpack.encode(message),
+                timeout=httpx.Timeout(ANSWER_SECONDS + wait_seconds, connect=5.0),
+            )
+        except httpx.HTTPError as error:
+            raise CoordinatorUnreachable(f"POST {path}: {type(error).__name__}: {error}") from error
+        if response.status_code == httpx.codes.OK:
+            try:
+                return msgspec.msgpack.decode(response.content, type=answer)
+            except msgspec.DecodeError as error:
+                raise CoordinatorError(f"POST {path}: answer is not a {answer.__name__}: {error}") from error
+        problem = decode_problem(response)
+        reason = f"POST {path}: {response.status_code} {problem.error}: {problem.message}"
+        if response.status_code >= 500:
+            raise CoordinatorUnreachable(reason)
+        raise Superseded(reason) if problem.error == "superseded" else CoordinatorError(reason)
+
+
+def wire_headers(token: str) -> dict[str, str]:
+    """What every request inside a run carries."""
+    return {
+        "authorization": f"Bearer {token}",
+        "content-type": wire.CONTENT_TYPE,
+        wire.WIRE_HEADER: str(wire.WIRE_VERSION),
+    }
+
+
+def decode_problem(response: httpx.Response) -> wire.Problem:
+    """The body of an answer that is not 2xx, also when something in between wrote it."""
+    try:
+        return msgspec.msgpack.decode(response.content, type=wire.Problem)
+    except msgspec.DecodeError:
+        return wire.Problem(error="http", message=response.text[:200] or response.reason_phrase)

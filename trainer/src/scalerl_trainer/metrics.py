@@ -1,0 +1,107 @@
+"""What the trainer measures about itself, registered once, and the small HTTP server that shows it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from scalerl_api import endpoints
+
+log = logging.getLogger(__name__)
+
+
+class Metrics:
+    """Metrics of one rank, all named ``scalerl_trainer_*``."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.version = Gauge("scalerl_trainer_version", "Optimizer updates applied.", registry=self.registry)
+        self.published_version = Gauge(
+            "scalerl_trainer_published_version", "Version last published.", registry=self.registry
+        )
+        self.step_stat = Gauge(
+            "scalerl_trainer_step_stat",
+            "Scalars of the last step, by name (rank 0).",
+            ["name"],
+            registry=self.registry,
+        )
+        self.seconds = Counter(
+            "scalerl_trainer_seconds", "Wall seconds by phase.", ["phase"], registry=self.registry
+        )
+        self.tokens = Counter(
+            "scalerl_trainer_tokens", "Completion tokens trained (rank 0).", registry=self.registry
+        )
+        self.publishes = Counter(
+            "scalerl_trainer_publishes", "Publishes by outcome.", ["outcome"], registry=self.registry
+        )
+        self.publish_members_failed = Counter(
+            "scalerl_trainer_publish_members_failed",
+            "Members that did not take a version.",
+            registry=self.registry,
+        )
+        self.checkpoints = Counter(
+            "scalerl_trainer_checkpoints", "Checkpoints by outcome.", ["outcome"], registry=self.registry
+        )
+        self.checkpoint_step = Gauge(
+            "scalerl_trainer_checkpoint_step", "Step of the newest checkpoint.", registry=self.registry
+        )
+
+    def show(self, stats: Mapping[str, float]) -> None:
+        """Put a step's scalars on display."""
+        for name, value in stats.items():
+            self.step_stat.labels(name).set(value)
+
+
+class StatusServer:
+    """``/healthz``, ``/readyz`` and ``/metrics`` on a daemon thread; ``ready`` turns true when the loop begins.
+
+    Alive means that the process answers. A rank that is stuck in a collective is found by the
+    collective's own time-out, which ends the process.
+    """
+
+    def __init__(self, host: str, port: int, metrics: Metrics) -> None:
+        self.ready = threading.Event()
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = 10.0
+
+            def do_GET(self) -> None:
+                if self.path == endpoints.METRICS:
+                    self._answer(200, generate_latest(metrics.registry), CONTENT_TYPE_LATEST)
+                elif self.path == endpoints.HEALTH:
+                    self._answer(200, b"ok\n")
+                elif self.path == endpoints.READY:
+                    ready = server.ready.is_set()
+                    self._answer(200 if ready else 503, b"ready\n" if ready else b"starting\n")
+                else:
+                    self._answer(404, b"not found\n")
+
+            def _answer(self, status: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
+                self.send_response(status)
+                self.send_header("content-type", kind)
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                log.debug(format, *args)
+
+        self._server = ThreadingHTTPServer((host, port), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, name="status", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_address[1])
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=5.0)

@@ -1,0 +1,166 @@
+"""The sender's end of a process group that stands alone: a store, a group, no default group.
+
+Membership changes by opening a new one. The store's server is an object of its own beside the store's
+client that the group uses, so that closing it ends the wait of everyone who is still joining, at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed
+
+from scalerl_trainer.publish.errors import GroupError
+
+log = logging.getLogger(__name__)
+
+c10d: Any = torch.distributed  # untyped: what stands alone is not among torch's typed exports
+
+POLL_SECONDS = 0.001
+Backend = Literal["gloo", "nccl"]
+Check = Callable[[], None]
+"""Called while waiting; raises to end the wait."""
+
+
+@dataclass(frozen=True)
+class Address:
+    host: str
+    port: int
+
+
+class Store:
+    """The server of a group's rendezvous, bound to the one address it is reached at."""
+
+    def __init__(self, host: str, timeout_seconds: float) -> None:
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        listening = socket.create_server((host, 0), family=family)
+        self.address = Address(host, int(listening.getsockname()[1]))
+        self._server: Any = c10d.TCPStore(
+            host,
+            self.address.port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_seconds),
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+
+    def close(self) -> None:
+        """End the server; whoever waits at it gets an error now instead of at its time-out."""
+        self._server = None
+
+
+class SenderGroup:
+    """Rank 0 of a group; ``world_size - 1`` receivers. Made by :func:`open_group`."""
+
+    def __init__(self, epoch: int, backend: Backend, world_size: int, store: Store, pg: Any) -> None:
+        self.epoch = epoch
+        self.world_size = world_size
+        self._on_gpu = backend == "nccl"
+        self._store = store
+        self._pg = pg
+
+    def start_broadcast(self, buffer_u8: torch.Tensor, timeout_seconds: float) -> Any:
+        """Begin to send; give the result to :meth:`wait` before the buffer is written again."""
+        options = c10d.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        options.timeout = timedelta(seconds=timeout_seconds)
+        try:
+            return self._pg.broadcast([buffer_u8], options)
+        except RuntimeError as error:
+            raise GroupError(f"group epoch {self.epoch}: {_first_line(error)}") from error
+
+    def wait(self, work: Any, deadline: float, check: Check) -> None:
+        """Until ``work`` is done.
+
+        Raises:
+            GroupError: a peer is lost, or ``deadline`` (monotonic) is over.
+        """
+        try:
+            while not work.is_completed():  # `wait` of NCCL only orders streams, it has no time-out
+                check()
+                if time.monotonic() > deadline:
+                    raise GroupError(f"group epoch {self.epoch}: a broadcast did not end in time")
+                time.sleep(POLL_SECONDS)
+            work.wait(timedelta(seconds=1))
+        except RuntimeError as error:
+            raise GroupError(f"group epoch {self.epoch}: {_first_line(error)}") from error
+
+    def close(self) -> None:
+        """Leave: peers in an operation get an error at once. Never hangs."""
+        pg, self._pg = self._pg, None
+        self._store.close()
+        if pg is None:
+            return
+
+        def release(pg: Any) -> None:
+            if self._on_gpu:
+                pg.abort()
+            del pg  # gloo's destructor waits for the operation under way, which ends at its time-out
+
+        threading.Thread(target=release, args=(pg,), name="close-group", daemon=True).start()
+
+
+def open_group(
+    epoch: int, backend: Backend, world_size: int, store: Store, timeout_seconds: float, check: Check
+) -> SenderGroup:
+    """Join as rank 0; returns when all ``world_size`` ranks are there.
+
+    ``check`` is called while waiting: whatever it raises ends the wait. Closing the store ends that of
+    the peers, which is left to the caller.
+
+    Raises:
+        GroupError: not everyone came within ``timeout_seconds``.
+    """
+    opened: list[Any] = []
+    failed: list[Exception] = []
+
+    def construct() -> None:
+        try:
+            opened.append(_construct(epoch, backend, world_size, store.address, timeout_seconds))
+        except Exception as error:
+            failed.append(error)
+
+    # Constructing blocks without a way to interrupt it, except by closing the store.
+    thread = threading.Thread(target=construct, name=f"open-group-{epoch}", daemon=True)
+    thread.start()
+    deadline = time.monotonic() + timeout_seconds
+    while thread.is_alive():
+        check()
+        if time.monotonic() > deadline:
+            raise GroupError(f"group epoch {epoch}: not all of {world_size} ranks joined in time")
+        thread.join(timeout=POLL_SECONDS)
+    if failed:
+        raise GroupError(f"group epoch {epoch}: {_first_line(failed[0])}")
+    return SenderGroup(epoch, backend, world_size, store, opened[0])
+
+
+def _construct(
+    epoch: int, backend: Backend, world_size: int, address: Address, timeout_seconds: float
+) -> Any:
+    timeout = timedelta(seconds=timeout_seconds)
+    client = c10d.TCPStore(
+        address.host, address.port, is_master=False, timeout=timeout, wait_for_workers=False
+    )
+    store = c10d.PrefixStore(f"scalerl-{epoch}", client)
+    if backend == "gloo":
+        gloo = c10d.ProcessGroupGloo._Options()
+        gloo._timeout = timeout
+        gloo._devices = [c10d.ProcessGroupGloo.create_device(hostname=address.host)]
+        return c10d.ProcessGroupGloo(store, 0, world_size, gloo)
+    nccl = c10d.ProcessGroupNCCL.Options()
+    # NCCL's watchdog ends the process when this runs out; ours (in `wait`) comes first.
+    nccl._timeout = 4 * timeout + timedelta(minutes=1)
+    return c10d.ProcessGroupNCCL(store, 0, world_size, nccl)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

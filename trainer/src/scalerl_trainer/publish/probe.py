@@ -1,0 +1,67 @@
+"""How far trainer and generator are apart at one and the same version, on sequences of the last batch.
+
+The generator scores at temperature 1, so the trainer does too. Estimators are those of
+:mod:`scalerl_trainer.algo.mismatch`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+
+from scalerl_api import endpoints, wire
+from scalerl_trainer.algo.mismatch import ratio_statistics
+from scalerl_trainer.publish.control import ActorControl
+
+log = logging.getLogger(__name__)
+
+PROBE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class ProbeSequence:
+    """int32 token ids of prompt and completion; the first ``prompt_tokens`` are not scored."""
+
+    token_ids: np.ndarray[tuple[int], np.dtype[np.int32]]
+    prompt_tokens: int
+
+
+Score = Callable[[Sequence[ProbeSequence]], list[torch.Tensor]]
+"""The trainer's log-probabilities of each sequence's completion at temperature 1, float32 on the CPU."""
+
+
+def probe(
+    control: ActorControl, member: wire.Member, version: int, sequences: Sequence[ProbeSequence], score: Score
+) -> dict[str, float]:
+    """``mismatch_kl`` (k3, mean over tokens), ``mismatch_max_difference`` and ``probe_tokens``.
+
+    A member that cannot answer gives ``probe_failed`` instead: measuring must not stop the training.
+    The trainer scores while the member does.
+    """
+    message = wire.Probe(
+        version=version,
+        sequences=[s.token_ids.astype("<i4").tobytes() for s in sequences],
+        prompt_tokens=[s.prompt_tokens for s in sequences],
+    )
+    calls = control.start([member], endpoints.WEIGHTS_PROBE, {member.member_id: message}, PROBE_SECONDS)
+    own = score(sequences)
+    answer = calls.wait()[member.member_id]
+    if answer.body is None:
+        log.warning("probe of version %d: %s", version, answer.error)
+        return {"probe_failed": 1.0}
+    probed = msgspec.msgpack.decode(answer.body, type=wire.Probed)
+    theirs = [torch.from_numpy(np.frombuffer(b, dtype="<f4").astype(np.float32)) for b in probed.logprobs]
+    if probed.version != version or [t.numel() for t in theirs] != [o.numel() for o in own]:
+        log.warning("probe of version %d: the answer does not fit the question", version)
+        return {"probe_failed": 1.0}
+    ours_n, theirs_n = torch.cat(own), torch.cat(theirs)
+    return {
+        "mismatch_kl": ratio_statistics(ours_n, theirs_n).kl_k3,
+        "mismatch_max_difference": float((ours_n - theirs_n).abs().max()),
+        "probe_tokens": float(ours_n.numel()),
+    }

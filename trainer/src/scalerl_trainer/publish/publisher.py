@@ -1,0 +1,345 @@
+"""One version of the weights to a set of members: who has it at the end, and where the time went.
+
+A round: a group over the members (kept from the publish before when the set is the same), then a
+``receive`` request to each while the buckets are broadcast; bucket n+1 is gathered, packed and summed
+while bucket n is on its way.
+
+What goes wrong, and what follows:
+
+- A member is to blame when it does not answer, says that its server is gone, or is the first to refuse
+  to join. It is failed at once, and the rest try again together.
+- One that answers with a problem may be well: when a peer dies in a broadcast, all lose it. So a round
+  in which nobody is to blame is repeated once; after a second one each member is tried in a group of
+  its own, so that one that breaks every group it is in fails nobody but itself.
+
+A publish is over after :attr:`Publisher.longest_seconds`, whatever its members do.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+
+from scalerl_api import endpoints, wire
+from scalerl_api.weights import Bucket, lay_out
+from scalerl_trainer.publish.buckets import NamedTensors, fill
+from scalerl_trainer.publish.control import ActorControl, Answer, Calls
+from scalerl_trainer.publish.errors import GroupError
+from scalerl_trainer.publish.group import Backend, SenderGroup, Store, open_group
+
+log = logging.getLogger(__name__)
+
+PATIENCE = 3.0
+"""A publish with all its attempts takes at most this many time-outs."""
+
+
+@dataclass(frozen=True)
+class PublishSettings:
+    """``workers_per_member``: tensor-parallel workers of one server, each a rank of the group."""
+
+    host: str
+    backend: Backend
+    bucket_bytes: int
+    timeout_seconds: float
+    workers_per_member: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What is published: the manifest, and how to get the tensors, once an attempt.
+
+    ``stream`` is called for each attempt and is always read to its end, because under ZeRO-3 other
+    ranks take part in it step by step.
+    """
+
+    manifest: list[wire.TensorSpec]
+    stream: Callable[[], NamedTensors]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``updated`` and ``failed`` are member ids; ``stats`` go to the coordinator and metrics.jsonl."""
+
+    version: int
+    updated: list[str]
+    failed: list[str]
+    stats: dict[str, float]
+
+
+@dataclass
+class _Clock:
+    """Seconds of one attempt at the sender, by what they were spent on."""
+
+    open: float = 0.0
+    gather: float = 0.0
+    send: float = 0.0
+
+
+class Publisher:
+    """Rank 0's side of all publishes of a run; owns the group that lasts from one to the next."""
+
+    def __init__(self, settings: PublishSettings, control: ActorControl) -> None:
+        self._settings = settings
+        self._control = control
+        self._epoch = time.time_ns() // 1000  # above every epoch of an earlier incarnation of the trainer
+        self._group: SenderGroup | None = None
+        self._member_ids: list[str] = []
+        self._buffers: list[torch.Tensor] = []
+
+    @property
+    def longest_seconds(self) -> float:
+        """A publish is over after this, whatever its members do."""
+        return PATIENCE * self._settings.timeout_seconds
+
+    def close(self) -> None:
+        self._leave()
+        self._control.close()
+
+    def publish(self, version: int, weights: Weights, members: list[wire.Member]) -> Outcome:
+        """Give ``version`` to ``members``; those who do not take it are in ``failed``.
+
+        Raises:
+            SourceError: the stream of weights is not what its manifest says.
+        """
+        started = time.perf_counter()
+        deadline = time.monotonic() + self.longest_seconds
+        buckets = lay_out(weights.manifest, self._settings.bucket_bytes)
+        updated: dict[str, wire.WeightReceived] = {}
+        failed: list[str] = []
+        left = list(members)
+        clock = _Clock()
+        rounds = blameless = 0
+        while left:
+            rounds += 1
+            alone = blameless >= 2
+            before = len(failed)
+            again: list[wire.Member] = []
+            for group in [[member] for member in left] if alone else [left]:
+                clock = _Clock()
+                if time.monotonic() < deadline:
+                    answers = self._attempt(version, weights, buckets, group, deadline, clock)
+                else:
+                    answers = {m.member_id: Answer(error="the publish is out of time") for m in group}
+                for member in group:
+                    answer = answers[member.member_id]
+                    if answer.body is not None:
+                        updated[member.member_id] = _received(answer.body)
+                    elif answer.blameless and not alone:
+                        log.warning("version %d, %s, trying again: %s", version, member.name, answer.error)
+                        again.append(member)
+                    else:
+                        log.error("version %d, %s did not take it: %s", version, member.name, answer.error)
+                        failed.append(member.member_id)
+            blameless = 0 if len(failed) > before else blameless + 1
+            left = again
+        stats = _stats(list(updated.values()), clock, time.perf_counter() - started)
+        stats |= {
+            "publish_rounds": float(rounds),
+            "publish_members": float(len(updated)),
+            "publish_failed_members": float(len(failed)),
+            "publish_bytes": float(sum(bucket.payload_bytes for bucket in buckets)),
+        }
+        return Outcome(version, list(updated), failed, stats)
+
+    def _attempt(
+        self,
+        version: int,
+        weights: Weights,
+        buckets: tuple[Bucket, ...],
+        members: list[wire.Member],
+        deadline: float,
+        clock: _Clock,
+    ) -> dict[str, Answer]:
+        """Everyone's answer to one attempt. No exception but :class:`SourceError` gets out."""
+        stream = weights.stream()
+        try:
+            joined = self._join(members, deadline, clock)
+            if joined is not None:
+                return joined
+            return self._send(version, weights, buckets, stream, members, deadline, clock)
+        finally:
+            for _ in stream:  # the other ranks are in it until its end
+                pass
+
+    def _join(self, members: list[wire.Member], deadline: float, clock: _Clock) -> dict[str, Answer] | None:
+        """Make the group of ``members`` the current one; None when it is, else why not, by member."""
+        member_ids = [m.member_id for m in members]
+        if self._group is not None and member_ids == self._member_ids:
+            return None
+        self._leave()
+        started = time.perf_counter()
+        s = self._settings
+        timeout_seconds = max(0.1, min(s.timeout_seconds, deadline - time.monotonic()))
+        self._epoch += 1
+        store = Store(s.host, timeout_seconds)
+        world_size = 1 + len(members) * s.workers_per_member
+        joins = {
+            member.member_id: wire.GroupJoin(
+                epoch=self._epoch,
+                store_host=store.address.host,
+                store_port=store.address.port,
+                rank=1 + place * s.workers_per_member,
+                world_size=world_size,
+                backend=s.backend,
+                timeout_seconds=timeout_seconds,
+            )
+            for place, member in enumerate(members)
+        }
+        calls = self._control.start(members, endpoints.WEIGHTS_JOIN, joins, timeout_seconds)
+        try:
+            group = open_group(
+                self._epoch, s.backend, world_size, store, timeout_seconds, lambda: _raise_failure(calls)
+            )
+        except GroupError as error:
+            log.warning("%s", error)
+            # Whoever refused before the store was closed did so on its own account. Closing it ends the
+            # wait of those who have come to it; those on their way get the time to come first.
+            to_blame = {m for m, answer in calls.answers.items() if not answer.ok}
+            time.sleep(GRACE_SECONDS)
+            store.close()
+            answers = _after_failure(calls)
+            return {m: _without(a, str(error), m in to_blame) for m, a in answers.items()}
+        answers = calls.wait()
+        clock.open += time.perf_counter() - started
+        if not all(answer.ok for answer in answers.values()):
+            group.close()
+            return {m: _without(a, "the group is not whole", not a.ok) for m, a in answers.items()}
+        self._group, self._member_ids = group, member_ids
+        return None
+
+    def _send(
+        self,
+        version: int,
+        weights: Weights,
+        buckets: tuple[Bucket, ...],
+        stream: NamedTensors,
+        members: list[wire.Member],
+        deadline: float,
+        clock: _Clock,
+    ) -> dict[str, Answer]:
+        group = self._group
+        assert group is not None
+        s = self._settings
+        timeout_seconds = max(0.1, min(s.timeout_seconds, deadline - time.monotonic()))
+        message = wire.WeightReceive(
+            epoch=group.epoch,
+            version=version,
+            tensors=weights.manifest,
+            bucket_bytes=s.bucket_bytes,
+            timeout_seconds=timeout_seconds,
+        )
+        self._reserve(buckets)
+        # The first bucket is ready before generation is paused.
+        ready = self._fill(buckets[0], version, stream, clock)
+        calls = self._control.start(
+            members, endpoints.WEIGHTS_RECEIVE, {m.member_id: message for m in members}, timeout_seconds
+        )
+        problem = self._broadcast_all(version, buckets, ready, stream, group, calls, clock)
+        if problem is not None:
+            log.warning("%s", problem)
+            # Leaving frees the peers from the broadcast; a buffer that is still being sent stays its own.
+            self._leave()
+            self._buffers = []
+            return _after_failure(calls)
+        answers = calls.wait()
+        if not all(answer.ok for answer in answers.values()):
+            self._leave()
+        return answers
+
+    def _broadcast_all(
+        self,
+        version: int,
+        buckets: tuple[Bucket, ...],
+        ready: torch.Tensor,
+        stream: NamedTensors,
+        group: SenderGroup,
+        calls: Calls,
+        clock: _Clock,
+    ) -> str | None:
+        """None, or what went wrong in words: an exception would hold the group's connections open."""
+        try:
+            for bucket in buckets:
+                work = group.start_broadcast(ready, self._settings.timeout_seconds)
+                if bucket.index + 1 < len(buckets):
+                    ready = self._fill(buckets[bucket.index + 1], version, stream, clock)
+                started = time.perf_counter()
+                group.wait(work, calls.deadline, lambda: _raise_failure(calls))
+                clock.send += time.perf_counter() - started
+        except GroupError as error:
+            return str(error)
+        return None
+
+    def _fill(self, bucket: Bucket, version: int, stream: NamedTensors, clock: _Clock) -> torch.Tensor:
+        started = time.perf_counter()
+        filled = fill(bucket, version, stream, self._buffers[bucket.index % 2])
+        clock.gather += time.perf_counter() - started
+        return filled
+
+    def _reserve(self, buckets: tuple[Bucket, ...]) -> None:
+        """Two buffers: one is filled while the other is on its way."""
+        largest = max(bucket.total_bytes for bucket in buckets)
+        count = min(2, len(buckets))
+        if len(self._buffers) != count or self._buffers[0].numel() != largest:
+            self._buffers = [
+                torch.empty(largest, dtype=torch.uint8, device=self._settings.device) for _ in range(count)
+            ]
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._group, self._member_ids = None, []
+
+
+def _raise_failure(calls: Calls) -> None:
+    failure = calls.first_failure()
+    if failure is not None:
+        raise GroupError(failure)
+
+
+GRACE_SECONDS = 0.5
+LAST_WORDS_SECONDS = 5.0
+"""Those who are well answer at the latest when their own wait is over, and this much later."""
+
+
+def _after_failure(calls: Calls) -> dict[str, Answer]:
+    """Everyone's answer once the group has failed."""
+    calls.deadline = max(calls.deadline, time.monotonic() + LAST_WORDS_SECONDS)
+    return calls.wait()
+
+
+def _without(answer: Answer, reason: str, to_blame: bool) -> Answer:
+    """A member's answer to a join that came to nothing."""
+    if to_blame:
+        return Answer(error=answer.error or reason)
+    return Answer(error=reason, blameless=True) if answer.ok else answer
+
+
+def _received(body: bytes) -> wire.WeightReceived:
+    return msgspec.msgpack.decode(body, type=wire.WeightReceived)
+
+
+def _stats(received: list[wire.WeightReceived], clock: _Clock, total_seconds: float) -> dict[str, float]:
+    """Phases of the last attempt: the slowest member's, as measured there; gather and send are ours.
+
+    ``gather`` overlaps with ``transfer`` except for the first bucket.
+    """
+
+    def slowest(seconds: Callable[[wire.WeightReceived], float]) -> float:
+        return max((seconds(r) for r in received), default=0.0)
+
+    return {
+        "publish_seconds": total_seconds,
+        "publish_open_seconds": clock.open,
+        "publish_gather_seconds": clock.gather,
+        "publish_send_seconds": clock.send,
+        "publish_pause_seconds": slowest(lambda r: r.pause_seconds),
+        "publish_transfer_seconds": slowest(lambda r: r.transfer_seconds),
+        "publish_load_seconds": slowest(lambda r: r.load_seconds),
+        "publish_resume_seconds": slowest(lambda r: r.resume_seconds),
+    }

@@ -1,0 +1,67 @@
+"""Processes of tests: forked from one server that has the slow imports behind it, never left over."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import runpy
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TOKEN = "secret"
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+@pytest.fixture(scope="session")
+def forkserver() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "msgspec", "scalerl_api.weights"])
+    return context
+
+
+def until(true: Callable[[], bool], seconds: float = 20.0, what: str = "condition") -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"{what} did not come true in {seconds:g} s"
+        time.sleep(0.01)
+
+
+class Processes:
+    """Starts test files as processes; ends them all."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._started: list[Any] = []
+
+    def run(self, file: str, **given: Any) -> Any:
+        path = Path(__file__).parent / file
+        process = self._context.Process(
+            target=runpy.run_path, args=(str(path), given), kwargs={"run_name": "__main__"}, daemon=True
+        )
+        process.start()
+        self._started.append(process)
+        return process
+
+    def end(self) -> None:
+        for process in self._started:
+            if process.is_alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+        for process in self._started:
+            process.join(timeout=10)
+            process.close()
+
+
+@pytest.fixture
+def processes(forkserver: Any) -> Iterator[Processes]:
+    running = Processes(forkserver)
+    yield running
+    running.end()

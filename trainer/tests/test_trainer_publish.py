@@ -1,0 +1,329 @@
+"""Publishing to real processes over real gloo groups, some of which die on purpose."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scalerl_api import wire
+from scalerl_api.weights import (
+    CHECKSUM_VECTORS,
+    check_trailer,
+    checksum,
+    lay_out,
+    tensor_bytes,
+    vector_payload,
+)
+from scalerl_trainer.publish import publisher as publisher_module
+from scalerl_trainer.publish.buckets import checksum_u8, fill, tensor_spec
+from scalerl_trainer.publish.control import ActorControl
+from scalerl_trainer.publish.errors import SourceError
+from scalerl_trainer.publish.probe import ProbeSequence, probe
+from scalerl_trainer.publish.publisher import Publisher, PublishSettings, Weights
+
+TOKEN = "secret"
+
+
+def sample_weights(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"embed": (67, 8), "layer.0.w": (33, 9), "layer.0.norm": (9,), "scale": (), "head": (5, 7, 3)}
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+
+def as_weights(tensors: dict[str, torch.Tensor], streams: list[int] | None = None) -> Weights:
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for item in tensors.items():
+            yield item
+        if streams is not None:
+            streams.append(len(tensors))  # only when read to its end
+
+    return Weights([tensor_spec(n, t) for n, t in tensors.items()], stream)
+
+
+# --- buckets ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CHECKSUM_VECTORS)
+def test_checksum_is_the_one_both_sides_agreed_on(name: str) -> None:
+    payload = (
+        torch.frombuffer(bytearray(vector_payload(name)) or bytearray(), dtype=torch.uint8)
+        if name != "empty"
+        else torch.empty(0, dtype=torch.uint8)
+    )
+    assert checksum_u8(payload) == CHECKSUM_VECTORS[name]
+
+
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 7), max_size=3), min_size=1, max_size=12),
+    dtypes=st.lists(st.sampled_from(["float32", "bfloat16", "int64", "uint8"]), min_size=12, max_size=12),
+    bucket_bytes=st.integers(1, 600),
+)
+def test_every_tensor_comes_out_of_the_buckets_as_it_went_in(
+    shapes: list[list[int]], dtypes: list[str], bucket_bytes: int
+) -> None:
+    tensors = {
+        f"t{i}": torch.from_numpy(np.random.default_rng(i).integers(0, 100, shape)).to(
+            getattr(torch, dtypes[i])
+        )
+        for i, shape in enumerate(shapes)
+    }
+    buckets = lay_out([tensor_spec(n, t) for n, t in tensors.items()], bucket_bytes)
+    stream = iter(tensors.items())
+    dirty = torch.full((max(b.total_bytes for b in buckets),), 0xAB, dtype=torch.uint8)
+    for bucket in buckets:
+        sent = fill(bucket, 7, stream, dirty)
+        assert sent.numel() == bucket.total_bytes
+        payload, trailer = sent[: bucket.payload_bytes], sent[bucket.payload_bytes :]
+        sums = checksum(payload.numpy().tobytes())
+        check_trailer(trailer.view(torch.int64).tolist(), 7, bucket.index, sums)
+        for slot in bucket.slots:
+            flat = payload[slot.offset : slot.offset + tensor_bytes(slot.tensor)]
+            got = flat.view(getattr(torch, slot.tensor.dtype)).view(slot.tensor.shape)
+            assert torch.equal(got, tensors[slot.tensor.name])
+    assert next(stream, None) is None
+
+
+def test_a_stream_that_is_not_what_its_manifest_says_is_refused() -> None:
+    tensors = sample_weights()
+    (bucket,) = lay_out([tensor_spec(n, t) for n, t in tensors.items()], 1 << 20)
+    buffer = torch.empty(bucket.total_bytes, dtype=torch.uint8)
+    short = iter(list(tensors.items())[:-1])
+    with pytest.raises(SourceError, match="ended before 'head'"):
+        fill(bucket, 0, short, buffer)
+    other = iter((n, t.float()) for n, t in tensors.items())
+    with pytest.raises(SourceError, match="float32"):
+        fill(bucket, 0, other, buffer)
+
+
+# --- the protocol ----------------------------------------------------------------------------------------
+
+
+class FakeActors:
+    def __init__(self, processes: Any, root: Path) -> None:
+        self._processes, self._root = processes, root
+        self.processes: dict[str, Any] = {}
+
+    def start(self, *faults: list[dict[str, Any]]) -> list[wire.Member]:
+        """One actor for each list of faults."""
+        names = [f"generator-{len(self.processes) + i}" for i in range(len(faults))]
+        for name, fault in zip(names, faults, strict=True):
+            (self._root / name).mkdir()
+            self.processes[name] = self._processes.run(
+                "actor_process.py", ACTOR={"directory": self._root / name, "token": TOKEN, "faults": fault}
+            )
+        members = []
+        for name in names:
+            port = self._root / name / "port"
+            deadline = time.monotonic() + 60
+            while not port.exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            members.append(
+                wire.Member(
+                    member_id=name,
+                    name=name,
+                    control_url=f"http://127.0.0.1:{port.read_text()}",
+                    weight_version=-1,
+                )
+            )
+        return members
+
+    def took(self, name: str, version: int) -> dict[str, torch.Tensor] | None:
+        path = self._root / name / f"v{version}.pt"
+        return torch.load(path) if path.exists() else None
+
+    def holds(self, name: str, version: int, tensors: dict[str, torch.Tensor]) -> bool:
+        taken = self.took(name, version)
+        return (
+            taken is not None
+            and taken.keys() == tensors.keys()
+            and all(
+                torch.equal(
+                    taken[n].view(torch.uint8) if t.dim() else taken[n], t.view(torch.uint8) if t.dim() else t
+                )
+                for n, t in tensors.items()
+            )
+        )
+
+
+@pytest.fixture
+def actors(processes: Any, tmp_path: Path) -> FakeActors:
+    return FakeActors(processes, tmp_path)
+
+
+@pytest.fixture
+def make_publisher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Publisher]]:
+    monkeypatch.setattr(publisher_module, "LAST_WORDS_SECONDS", 1.0)
+    made: list[Publisher] = []
+
+    def make(timeout_seconds: float = 10.0, bucket_bytes: int = 512) -> Publisher:
+        settings = PublishSettings(
+            host="127.0.0.1", backend="gloo", bucket_bytes=bucket_bytes, timeout_seconds=timeout_seconds
+        )
+        made.append(Publisher(settings, ActorControl(TOKEN)))
+        return made[-1]
+
+    yield make
+    for publisher in made:
+        publisher.close()
+
+
+def test_members_hold_the_bytes_of_each_version(actors: FakeActors, make_publisher: Any) -> None:
+    members = actors.start([], [])
+    publisher = make_publisher()
+    for version in (0, 1, 2):
+        tensors = sample_weights(version)
+        outcome = publisher.publish(version, as_weights(tensors), members)
+        assert sorted(outcome.updated) == ["generator-0", "generator-1"]
+        assert outcome.failed == []
+        assert outcome.stats["publish_rounds"] == 1
+        for member in members:
+            assert actors.holds(member.name, version, tensors)
+    assert outcome.stats["publish_open_seconds"] == 0, "the same members keep their group"
+
+
+def test_a_new_member_gets_a_new_group(actors: FakeActors, make_publisher: Any) -> None:
+    (first,) = actors.start([])
+    publisher = make_publisher()
+    publisher.publish(0, as_weights(sample_weights(0)), [first])
+    (second,) = actors.start([])
+    tensors = sample_weights(1)
+    outcome = publisher.publish(1, as_weights(tensors), [first, second])
+    assert sorted(outcome.updated) == ["generator-0", "generator-1"]
+    assert outcome.stats["publish_open_seconds"] > 0
+    assert actors.holds("generator-1", 1, tensors)
+
+
+def test_nobody_to_publish_to(make_publisher: Any) -> None:
+    outcome = make_publisher().publish(3, as_weights(sample_weights()), [])
+    assert (outcome.updated, outcome.failed) == ([], [])
+
+
+@pytest.mark.parametrize(("bucket", "place"), [(0, 0), (1, 1), (0, 2), (2, 2)])
+def test_a_receiver_killed_in_a_broadcast_fails_alone(
+    actors: FakeActors, make_publisher: Any, bucket: int, place: int
+) -> None:
+    faults: list[list[dict[str, Any]]] = [[], [], []]
+    faults[place] = [{"at": "receive", "how": "kill", "bucket": bucket}]
+    members = actors.start(*faults)
+    publisher = make_publisher(timeout_seconds=20.0)
+    streams: list[int] = []
+    tensors = sample_weights()
+    started = time.monotonic()
+    outcome = publisher.publish(4, as_weights(tensors, streams), members)
+    assert time.monotonic() - started < 15
+    assert outcome.failed == [f"generator-{place}"]
+    others = [m for i, m in enumerate(members) if i != place]
+    assert sorted(outcome.updated) == [m.member_id for m in others]
+    assert all(actors.holds(m.name, 4, tensors) for m in others)
+    assert len(streams) >= outcome.stats["publish_rounds"], "each stream is read to its end"
+    # and the next one works with who is left
+    assert sorted(publisher.publish(5, as_weights(tensors), others).updated) == sorted(outcome.updated)
+
+
+def test_a_receiver_killed_while_joining_fails_alone(actors: FakeActors, make_publisher: Any) -> None:
+    members = actors.start([{"at": "join", "how": "kill"}], [])
+    outcome = make_publisher(timeout_seconds=20.0).publish(0, as_weights(sample_weights()), members)
+    assert (outcome.updated, outcome.failed) == (["generator-1"], ["generator-0"])
+
+
+def test_a_member_that_is_not_there_fails_alone(actors: FakeActors, make_publisher: Any) -> None:
+    (alive,) = actors.start([])
+    gone = wire.Member(
+        member_id="generator-9", name="generator-9", control_url="http://127.0.0.1:9", weight_version=-1
+    )
+    outcome = make_publisher().publish(0, as_weights(sample_weights()), [gone, alive])
+    assert (outcome.updated, outcome.failed) == (["generator-0"], ["generator-9"])
+
+
+@pytest.mark.parametrize("how", ["not-ready", "update-failed"])
+@pytest.mark.parametrize("at", ["join", "receive"])
+def test_a_member_that_always_refuses_fails_alone(
+    actors: FakeActors, make_publisher: Any, at: str, how: str
+) -> None:
+    members = actors.start([], [{"at": at, "how": how}])
+    started = time.monotonic()
+    tensors = sample_weights()
+    outcome = make_publisher(timeout_seconds=2.0).publish(0, as_weights(tensors), members)
+    assert (outcome.updated, outcome.failed) == (["generator-0"], ["generator-1"])
+    assert actors.holds("generator-0", 0, tensors)
+    assert time.monotonic() - started < 3 * 2 + 6
+
+
+def test_a_member_that_fails_once_takes_it_in_the_end(actors: FakeActors, make_publisher: Any) -> None:
+    members = actors.start([], [{"at": "receive", "how": "update-failed", "bucket": 1, "times": 1}])
+    outcome = make_publisher(timeout_seconds=2.0).publish(0, as_weights(sample_weights()), members)
+    assert sorted(outcome.updated) == ["generator-0", "generator-1"]
+    assert outcome.stats["publish_rounds"] == 2
+
+
+@pytest.mark.parametrize("at", ["join", "receive"])
+def test_a_frozen_member_holds_nobody_longer_than_the_timeout(
+    actors: FakeActors, make_publisher: Any, at: str
+) -> None:
+    members = actors.start([{"at": at, "how": "freeze", "bucket": 1 if at == "receive" else 0}], [])
+    started = time.monotonic()
+    tensors = sample_weights()
+    outcome = make_publisher(timeout_seconds=2.0, bucket_bytes=256).publish(0, as_weights(tensors), members)
+    assert (outcome.updated, outcome.failed) == (["generator-1"], ["generator-0"])
+    assert actors.holds("generator-1", 0, tensors)
+    assert time.monotonic() - started < 2 + 5 + 3
+    os.kill(actors.processes["generator-0"].pid, signal.SIGCONT)
+
+
+def test_a_wrong_manifest_ends_the_publish(actors: FakeActors, make_publisher: Any) -> None:
+    members = actors.start([])
+    tensors = sample_weights()
+    weights = Weights(as_weights(tensors).manifest, lambda: iter([]))
+    with pytest.raises(SourceError):
+        make_publisher().publish(0, weights, members)
+
+
+def test_no_thread_is_left_behind(actors: FakeActors, make_publisher: Any) -> None:
+    members = actors.start([], [{"at": "receive", "how": "kill", "bucket": 1}])
+    before = set(threading.enumerate())
+    publisher = make_publisher()
+    publisher.publish(0, as_weights(sample_weights()), members)
+    publisher.close()
+    deadline = time.monotonic() + 10
+    while set(threading.enumerate()) - before:
+        assert time.monotonic() < deadline, set(threading.enumerate()) - before
+        time.sleep(0.05)
+
+
+def test_probe_measures_the_distance(actors: FakeActors) -> None:
+    (member,) = actors.start([])
+    control = ActorControl(TOKEN)
+    sequences = [
+        ProbeSequence(np.arange(1, 9, dtype=np.int32), 3),
+        ProbeSequence(np.arange(4, dtype=np.int32), 1),
+    ]
+
+    def score(asked: Any) -> list[torch.Tensor]:
+        return [torch.full((len(s.token_ids) - s.prompt_tokens,), -5.4) for s in asked]
+
+    stats = probe(control, member, 3, sequences, score)
+    control.close()
+    ratio = torch.tensor(0.1).exp().item()
+    assert stats["mismatch_kl"] == pytest.approx(ratio - 1 - 0.1, rel=1e-3)  # k3 of a difference of .1
+    assert stats["mismatch_max_difference"] == pytest.approx(0.1, rel=1e-3)
+    assert stats["probe_tokens"] == 8
+
+
+def test_probe_that_fails_says_so(actors: FakeActors) -> None:
+    (member,) = actors.start([{"at": "probe", "how": "wrong-version"}])
+    control = ActorControl(TOKEN)
+    sequences = [ProbeSequence(np.arange(1, 9, dtype=np.int32), 3)]
+    assert probe(control, member, 3, sequences, lambda _: [torch.zeros(5)]) == {"probe_failed": 1.0}
+    control.close()
