@@ -40,7 +40,7 @@ class Register(Struct, frozen=True, kw_only=True):
     control_url: str
     """Where the trainer reaches this actor's weight control."""
     task_digest: str
-    """Digest of the actor's own prompt source, or of its training split; the coordinator refuses another one."""
+    """Digest of the actor's own training split; the coordinator refuses another one."""
     held_leases: list[str] = []
     """Leases this actor still works on, when it registers again: they stay its own. Others of its name are given away."""
 

@@ -1,0 +1,136 @@
+"""Totals: the fate of every rollout, what a line of versions has trained, what the run has used.
+
+Three kinds, because a trainer that returns to a checkpoint takes back some and not others: :class:`Fates`
+moves rollouts between piles and never loses one; a :class:`Line` is put back to what it was at that version;
+:class:`Usage` is spent for good.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from scalerl_coordinator.slots import staleness
+
+
+class Accepted(msgspec.Struct, array_like=True):
+    """What is remembered of a group of training rollouts; its tokens stay in the journal."""
+
+    lease_id: str
+    prompt_tokens: int
+    lengths: list[int]
+    scores: list[float]
+    truncated: int
+    oldest_version: int
+    version_tokens: int
+    filtered: bool = False
+    """Set when its step closes."""
+
+    @property
+    def rollouts(self) -> int:
+        return len(self.lengths)
+
+
+class Fates(msgspec.Struct, array_like=True):
+    """Training rollouts by fate: ``acknowledged = trained + filtered + queued`` after every record."""
+
+    acknowledged: int = 0
+    trained: int = 0
+    filtered: int = 0
+    queued: int = 0
+    late: int = 0
+    stale: int = 0
+    invalid: int = 0
+    duplicate: int = 0
+    expired_leases: int = 0
+
+
+class Line(msgspec.Struct, array_like=True, frozen=True):
+    """Sums over the steps trained on the present line of versions, from version 0."""
+
+    work_tokens: int = 0
+    """Completion tokens consumed, filtered groups included: the compute axis of the curve."""
+    trained_tokens: int = 0
+    """As the trainer reports them."""
+    staleness_tokens: int = 0
+    """Completion tokens of trained (unfiltered) groups, and the sum of their staleness in steps:"""
+    staleness_sum: int = 0
+    staleness_max: int = 0
+    mismatch_sum: float = 0.0
+    """Of the trainer's own per-step estimate; used while no publish has measured one."""
+    mismatch_steps: int = 0
+
+    @property
+    def mean_staleness(self) -> float:
+        return self.staleness_sum / self.staleness_tokens if self.staleness_tokens else 0.0
+
+
+class StepSums(msgspec.Struct, array_like=True):
+    """What one closed step is made of."""
+
+    groups: int = 0
+    filtered_groups: int = 0
+    rollouts: int = 0
+    trained_rollouts: int = 0
+    work_tokens: int = 0
+    truncated: int = 0
+    score_sum: float = 0.0
+    staleness_tokens: int = 0
+    staleness_sum: int = 0
+    staleness_max: int = 0
+
+
+def sum_step(step: int, groups: list[Accepted]) -> StepSums:
+    """Sums over the groups of closed step ``step``. Staleness counts the tokens that are trained on."""
+    sums = StepSums()
+    for group in groups:
+        tokens = sum(group.lengths)
+        sums.groups += 1
+        sums.rollouts += group.rollouts
+        sums.work_tokens += tokens
+        sums.truncated += group.truncated
+        sums.score_sum += sum(group.scores)
+        if group.filtered:
+            sums.filtered_groups += 1
+            continue
+        sums.trained_rollouts += group.rollouts
+        sums.staleness_tokens += tokens
+        # The sum keeps its sign: tokens from ahead of a trainer that went back count as less than fresh.
+        sums.staleness_sum += step * tokens - group.version_tokens
+        sums.staleness_max = max(sums.staleness_max, staleness(step, group.oldest_version))
+    return sums
+
+
+def extend(line: Line, sums: StepSums, trained_tokens: int, mismatch: float | None) -> Line:
+    """The line after one more step."""
+    return Line(
+        work_tokens=line.work_tokens + sums.work_tokens,
+        trained_tokens=line.trained_tokens + trained_tokens,
+        staleness_tokens=line.staleness_tokens + sums.staleness_tokens,
+        staleness_sum=line.staleness_sum + max(0, sums.staleness_sum),
+        staleness_max=max(line.staleness_max, sums.staleness_max),
+        mismatch_sum=line.mismatch_sum + (mismatch or 0.0),
+        mismatch_steps=line.mismatch_steps + (mismatch is not None),
+    )
+
+
+class Usage(msgspec.Struct, array_like=True):
+    """What the run has used over all incarnations, since its first lease. Never taken back."""
+
+    wall_seconds: float = 0.0
+    device_seconds: float = 0.0
+    generator_alive_seconds: float = 0.0
+    generator_busy_seconds: float = 0.0
+    generated_tokens: int = 0
+    trainer_busy_seconds: float = 0.0
+
+    @property
+    def generator_busy_fraction(self) -> float:
+        return _fraction(self.generator_busy_seconds, self.generator_alive_seconds)
+
+    @property
+    def trainer_busy_fraction(self) -> float:
+        return _fraction(self.trainer_busy_seconds, self.wall_seconds)
+
+
+def _fraction(part: float, whole: float) -> float:
+    return min(1.0, part / whole) if whole > 0 else 0.0

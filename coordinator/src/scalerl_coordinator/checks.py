@@ -1,0 +1,105 @@
+"""Looking at a pushed group: does it fit its lease, is it sound, how old is it.
+
+Costs a few microseconds a completion: lengths are compared as lengths, and the two things that have to be looked
+at token by token (log-probabilities finite, ids not negative) are one numpy reduction each over the bytes as they
+came.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from scalerl_api.wire import Completion, Group
+
+_LARGEST_LOGPROB = 0.01
+"""A log-probability may exceed 0 by rounding, not by more."""
+
+
+class BadGroup(Exception):
+    """The group cannot be used; the message says which completion and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the coordinator keeps of a group's completions."""
+
+    lengths: list[int]
+    scores: list[float]
+    truncated: int
+    oldest_version: int
+    version_tokens: int
+    """Sum over completion tokens of the version that sampled each."""
+    newest_version: int
+
+
+def measure(group: Group, completions: int, max_tokens: int, newest_possible: int) -> Measured:
+    """Check every completion of ``group``, and sum up.
+
+    Args:
+        group: as pushed.
+        completions: how many its lease asked for.
+        max_tokens: longest completion its lease allowed.
+        newest_possible: the newest weight version anybody can hold.
+
+    Raises:
+        BadGroup: wrong count, wrong or impossible length, log-probability not finite or above 0, negative token id,
+            version spans that do not cover the tokens in order, score outside [0, 1].
+    """
+    if len(group.completions) != completions:
+        raise BadGroup(f"{len(group.completions)} completions, leased for {completions}")
+    if not group.prompt_token_ids or len(group.prompt_token_ids) % 4:
+        raise BadGroup(
+            f"prompt_token_ids has {len(group.prompt_token_ids)} bytes, not a positive multiple of 4"
+        )
+    lengths, scores, truncated, version_tokens = [], [], 0, 0
+    oldest, newest = newest_possible, 0
+    for index, completion in enumerate(group.completions):
+        try:
+            _check_tokens(completion, max_tokens)
+            first, last, weighted = _check_versions(completion, newest_possible)
+        except BadGroup as problem:
+            raise BadGroup(f"completions[{index}]: {problem}") from None
+        if not 0.0 <= completion.score <= 1.0:  # NaN is not
+            raise BadGroup(f"completions[{index}]: score {completion.score} is outside [0, 1]")
+        lengths.append(completion.tokens)
+        scores.append(completion.score)
+        truncated += completion.finish_reason == "length"
+        oldest, newest = min(oldest, first), max(newest, last)
+        version_tokens += weighted
+    return Measured(lengths, scores, truncated, oldest, version_tokens, newest)
+
+
+def _check_tokens(completion: Completion, max_tokens: int) -> None:
+    ids, logprobs = completion.token_ids, completion.logprobs
+    if not ids or len(ids) % 4:
+        raise BadGroup(f"token_ids has {len(ids)} bytes, not a positive multiple of 4")
+    if len(logprobs) != len(ids):
+        raise BadGroup(f"{len(ids) // 4} tokens but {len(logprobs) / 4:g} log-probabilities")
+    if len(ids) // 4 > max_tokens:
+        raise BadGroup(f"{len(ids) // 4} tokens, leased for at most {max_tokens}")
+    values = np.frombuffer(logprobs, "<f4")
+    low, high = float(values.min()), float(values.max())  # NaN anywhere makes both NaN
+    if not (math.isfinite(low) and high <= _LARGEST_LOGPROB):
+        raise BadGroup(f"log-probabilities from {low} to {high}: not finite, or above 0")
+    if np.frombuffer(ids, "<i4").min() < 0:
+        raise BadGroup("a token id is negative")
+
+
+def _check_versions(completion: Completion, newest_possible: int) -> tuple[int, int, int]:
+    """Oldest and newest version, and the sum of versions over tokens."""
+    spans, tokens = completion.versions, completion.tokens
+    if not spans or spans[0].start != 0:
+        raise BadGroup("its first version span does not start at token 0")
+    weighted = 0
+    for at, span in enumerate(spans):
+        end = spans[at + 1].start if at + 1 < len(spans) else tokens
+        if end <= span.start:
+            raise BadGroup(f"version spans are not ascending inside its {tokens} tokens")
+        if not 0 <= span.version <= newest_possible:
+            raise BadGroup(f"version {span.version} is outside 0..{newest_possible}")
+        weighted += span.version * (end - span.start)
+    versions = [span.version for span in spans]
+    return min(versions), max(versions), weighted

@@ -1,0 +1,210 @@
+"""The coordinator without its sockets and files: what is known, and the one way to change it.
+
+Calls come in with the (logical) time. A call reads the state, decides, and hands every change to
+:meth:`Core.commit`, which applies it and queues it for the journal in ``outbox``. Whoever makes the call journals
+the outbox and sends the answer only when that is on disk; so an answer never rests on something that a crash could
+take back. If the disk refuses, :meth:`Core.rebase` takes everything back to what the journal holds.
+
+What members do is in :class:`~.rollouts.Rollouts`, what the trainer does in :class:`~.training.Training`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from scalerl_api.wire import Split
+from scalerl_coordinator import records as r
+from scalerl_coordinator.curriculum import Curriculum
+from scalerl_coordinator.leases import LeaseBook
+from scalerl_coordinator.membership import Membership
+from scalerl_coordinator.settings import Settings
+from scalerl_coordinator.slots import step_of
+from scalerl_coordinator.state import State
+
+_USAGE_SECONDS = 5.0
+"""How much use may go unjournaled, and so be lost with the process."""
+
+WORK = "work"
+TRAINER = "trainer"
+
+
+class Refusal(Exception):
+    """A request that makes sense and is refused; ``error`` is the constant of :class:`scalerl_api.wire.Problem`."""
+
+    def __init__(self, error: str, message: str) -> None:
+        super().__init__(message)
+        self.error = error
+
+
+@dataclass(slots=True)
+class _Meter:
+    """Use since the last record of it."""
+
+    last: float
+    wall: float = 0.0
+    device: float = 0.0
+    alive: float = 0.0
+    busy: float = 0.0
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class Core:
+    """Everything the decisions share."""
+
+    settings: Settings
+    curriculum: Curriculum
+    state: State
+    membership: Membership
+    book: LeaseBook
+    meter: _Meter
+    outbox: list[tuple[r.AnyRecord, bytes]] = field(default_factory=list)
+    """Applied, not yet journaled; with each record its blob."""
+    forgotten: set[str] = field(default_factory=set)
+    """Leases whose blobs nobody will ask for again."""
+    wake: set[str] = field(default_factory=set)
+    """Who has a reason to look again: ``WORK`` (actors that poll for leases), ``TRAINER``."""
+
+    @classmethod
+    def begin(cls, settings: Settings, curriculum: Curriculum, state: State, nonce: str, now: float) -> Core:
+        """Take over ``state`` (an empty one for a new run) as the process called ``nonce``.
+
+        Raises:
+            Refusal: ``identity``: the journal belongs to a run with other settings.
+        """
+        check_identity(state, settings)
+        core = cls(
+            settings,
+            curriculum,
+            state,
+            Membership(settings.heartbeat_seconds),
+            LeaseBook(settings.lease_seconds),
+            _Meter(now),
+        )
+        core.rebase(state, now)
+        core.membership.expect({lease.holder for lease in state.leases.values()}, now)
+        core.commit(r.Started(settings.identity, nonce))
+        return core
+
+    def rebase(self, state: State, now: float) -> None:
+        """Go on from ``state``: members stay, deadlines of leases that are still open stay."""
+        self.state = state
+        self.outbox.clear()
+        self.book.resync({i: lease.holder for i, lease in state.leases.items()}, now)
+        self.wake |= {WORK, TRAINER}
+
+    # --- changes --------------------------------------------------------------------------------
+
+    def commit(self, record: r.AnyRecord, blob: bytes = b"") -> None:
+        """Apply one record, and queue it for the journal."""
+        state = self.state
+        drops_groups = isinstance(record, r.CheckpointCommitted | r.TrainerJoined | r.Restored)
+        before = {g.lease_id for g in state.groups.values()} if drops_groups else set()
+        state.apply(record)
+        self.outbox.append((record, blob))
+        if drops_groups:
+            self.forgotten |= before - {g.lease_id for g in state.groups.values()}
+            self.book.resync({i: lease.holder for i, lease in state.leases.items()}, self.meter.last)
+        match record:
+            case r.GroupAccepted():
+                if state.closed(step_of(record.slot, self.settings.identity.prompts_per_step)):
+                    self.wake.add(TRAINER)
+            case r.EvaluationAccepted():
+                if not state.evaluations:
+                    self.wake.add(TRAINER)
+            case r.LeaseClosed() | r.EvaluationStarted() | r.EvaluationReleased():
+                self.wake.add(WORK)
+            case r.LeasesIssued() | r.UsageAdded() | r.Dropped() | r.CheckpointCommitted():
+                pass
+            case _:
+                self.wake |= {WORK, TRAINER}
+
+    def close_lease(self, lease_id: str, why: r.Why, rollouts: int = 0) -> None:
+        self.commit(r.LeaseClosed(lease_id, why, rollouts))
+        self.book.remove(lease_id)
+
+    def give_away(self, holder: str) -> None:
+        """All leases of a member that will not deliver."""
+        for lease_id in sorted(self.book.of(holder), key=self._lease_order):
+            self.close_lease(lease_id, r.Why.EXPIRED)
+
+    def _lease_order(self, lease_id: str) -> tuple[Split, int]:
+        lease = self.state.leases[lease_id]
+        return lease.split, lease.slot
+
+    # --- time -----------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Everything that happens because time passes; call a few times a second."""
+        before = self.meter.last
+        self._measure(now)
+        for name in self.membership.lost(now):
+            self.give_away(name)
+            self.wake.add(TRAINER)
+        for lease_id in self.book.expired(now):
+            self.close_lease(lease_id, r.Why.EXPIRED)
+        if self.book.wait_over(before, now):
+            self.wake.add(WORK)
+        if self.membership.backoff_over(before, now):
+            self.wake.add(TRAINER)
+        if self.meter.wall >= _USAGE_SECONDS:
+            self.flush_usage(now)
+
+    def _measure(self, now: float) -> None:
+        meter, members = self.meter, len(self.membership.members)
+        elapsed = now - meter.last
+        meter.last = now
+        if not self.state.leased or self.finished:
+            return
+        meter.wall += elapsed
+        meter.alive += elapsed * members
+        meter.device += elapsed * (members * self.settings.generator_devices + self.settings.trainer_devices)
+
+    def flush_usage(self, now: float) -> None:
+        """Journal the use so far: before anything that carries the run's time."""
+        self._measure(now)
+        meter = self.meter
+        if meter.wall or meter.busy or meter.tokens:
+            self.commit(r.UsageAdded(meter.wall, meter.device, meter.alive, meter.busy, meter.tokens))
+            self.meter = _Meter(now)
+
+    # --- questions ------------------------------------------------------------------------------
+
+    @property
+    def ending(self) -> str:
+        """Why no further step will be trained; empty while one will."""
+        if self.state.stop_reason:
+            return self.state.stop_reason
+        limit = self.settings.max_steps
+        return f"budget: {limit} steps" if limit is not None and self.state.version >= limit else ""
+
+    @property
+    def finished(self) -> bool:
+        return self.state.finished and bool(self.ending)
+
+    @property
+    def newest_possible(self) -> int:
+        """The newest weight version that anybody can hold."""
+        return max(self.state.version, self.state.published)
+
+    def stop(self, reason: str, now: float) -> None:
+        """End the run in order; an empty reason takes that back."""
+        self.flush_usage(now)
+        self.commit(r.StopRequested(reason))
+
+
+def check_identity(state: State, settings: Settings) -> None:
+    """Raises Refusal where ``state`` belongs to a run with other settings, naming every difference."""
+    if state.identity is None or state.identity == settings.identity:
+        return
+    there, here = state.identity, settings.identity
+    differences = ", ".join(
+        f"{name} was {getattr(there, name)!r}, is {getattr(here, name)!r}"
+        for name in there.__struct_fields__
+        if getattr(there, name) != getattr(here, name)
+    )
+    raise Refusal(
+        "identity",
+        f"the journal belongs to a run with other settings ({differences}); "
+        f"put them back, or start in an empty directory",
+    )

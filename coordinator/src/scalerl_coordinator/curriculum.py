@@ -1,0 +1,64 @@
+"""Which prompt a slot gets.
+
+A choice is made once, when a slot is first issued, and is journaled: a restart, a re-issue or a rollback
+never chooses again. So a curriculum may depend on anything known at that moment (No-Positive-Resampling:
+the history of pass rates) without a resumed run drifting from an undisturbed one. The one here needs nothing
+but the slot.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Protocol
+
+_ROUNDS = 6
+
+
+class Curriculum(Protocol):
+    """Chooses the training prompt of a slot that is issued for the first time."""
+
+    def choose(self, slot: int) -> int:
+        """Index into the training split."""
+        ...
+
+
+class SeededEpochs:
+    """Every prompt once an epoch, each epoch in its own order, set by the seed alone.
+
+    The order is a keyed permutation computed point by point (a Feistel network on the next even number of
+    bits, walked until it falls inside), so that a source of 10⁸ prompts costs no memory and slot 10⁹ no
+    more than slot 0.
+    """
+
+    def __init__(self, prompts: int, seed: int) -> None:
+        if prompts < 1:
+            raise ValueError(f"a curriculum needs at least one training prompt, got {prompts}")
+        self._prompts = prompts
+        self._seed = seed
+        self._half_bits = max(1, ((prompts - 1).bit_length() + 1) // 2)
+        self._epoch = -1
+        self._keys: list[bytes] = []
+
+    def choose(self, slot: int) -> int:
+        epoch, position = divmod(slot, self._prompts)
+        if epoch != self._epoch:
+            self._keys = [f"{self._seed}/{epoch}/{i}/".encode() for i in range(_ROUNDS)]
+            self._epoch = epoch
+        while True:
+            position = self._permute(position)
+            if position < self._prompts:
+                return position
+
+    def _permute(self, value: int) -> int:
+        mask = (1 << self._half_bits) - 1
+        left, right = value >> self._half_bits, value & mask
+        for key in self._keys:
+            digest = hashlib.blake2b(right.to_bytes(8, "little"), key=key, digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
+        return (left << self._half_bits) | right
+
+
+def lease_seed(run_seed: int, split: str, slot: int) -> int:
+    """The sampling seed of a lease, in [0, 2³¹): the same at every re-issue; for an evaluation, at every version."""
+    digest = hashlib.blake2b(f"{run_seed}/{split}/{slot}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 33

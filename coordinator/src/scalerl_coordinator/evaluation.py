@@ -1,0 +1,76 @@
+"""Points of the curve: when one is due, what is still to be generated for it, and what it comes to."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from scalerl_api.wire import EvaluationPoint
+
+
+class PromptResult(msgspec.Struct, array_like=True, frozen=True):
+    """One held-out prompt, all its samples."""
+
+    lease_id: str
+    score_sum: float
+    samples: int
+    tokens: int
+    truncated: int
+    mixed: bool
+
+
+class Evaluation(msgspec.Struct, array_like=True):
+    """A version being measured."""
+
+    version: int
+    work_tokens: int
+    todo: list[int]
+    """Positions in the held-out set not leased now, ascending."""
+    results: dict[int, PromptResult]
+    prompts: int
+    released: bool = False
+    """The hold is over: newer weights may finish it, and the point says so."""
+
+    @property
+    def complete(self) -> bool:
+        return len(self.results) == self.prompts
+
+
+def due(version: int, every_steps: int, max_steps: int | None) -> bool:
+    """Whether a point is measured at ``version``: at 0, every ``every_steps``, and at the end of the budget.
+
+    >>> [v for v in range(11) if due(v, 4, 10)]
+    [0, 4, 8, 10]
+    """
+    return version % every_steps == 0 or version == max_steps
+
+
+def summarize(
+    evaluation: Evaluation, set_digest: str, wall_seconds: float, device_seconds: float
+) -> EvaluationPoint:
+    """The point of a complete evaluation.
+
+    ``reward`` is the mean over prompts of each prompt's mean score; ``standard_error`` is that of the mean over
+    prompts, s/√n with the n − 1 form of s (the set is fixed: it measures how well n prompts stand for all). With
+    one prompt it is 0, since nothing can be said.
+    """
+    results = [evaluation.results[position] for position in sorted(evaluation.results)]
+    means = [r.score_sum / r.samples for r in results]
+    reward = math.fsum(means) / len(means)
+    spread = math.fsum((m - reward) ** 2 for m in means)
+    samples = sum(r.samples for r in results)
+    return EvaluationPoint(
+        version=evaluation.version,
+        work_tokens=evaluation.work_tokens,
+        reward=reward,
+        standard_error=math.sqrt(spread / (len(means) - 1) / len(means)) if len(means) > 1 else 0.0,
+        samples=samples,
+        prompts=len(results),
+        set_digest=set_digest,
+        mixed_versions=any(r.mixed for r in results),
+        truncated_fraction=sum(r.truncated for r in results) / samples,
+        mean_tokens=sum(r.tokens for r in results) / samples,
+        wall_seconds=wall_seconds,
+        device_seconds=device_seconds,
+    )

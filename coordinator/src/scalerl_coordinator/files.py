@@ -1,0 +1,108 @@
+"""The two files a person looks at: ``metrics.jsonl``, one line a trained step, and ``curve.csv``, one row a point.
+
+Both follow from the journal, which is ahead of them at most by what a crash cut off; :meth:`RunFiles.repair` closes
+the gap at start. Blocking I/O: call from a thread.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from scalerl_api.paths import RunPaths
+from scalerl_api.wire import EvaluationPoint
+
+CURVE_COLUMNS = (
+    "compute",
+    "reward",
+    "samples",
+    "standard_error",
+    "version",
+    "wall_seconds",
+    "device_seconds",
+    "mean_tokens",
+    "truncated_fraction",
+    "mixed_versions",
+)
+
+Row = Mapping[str, float]
+
+
+class RunFiles:
+    """Writes both files of one run."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._metrics = paths.metrics
+        self._curve = paths.curve
+
+    def append(self, row: Row) -> None:
+        """One more trained step."""
+        with self._metrics.open("a", encoding="utf-8") as file:
+            file.write(_line(row))
+
+    def repair(self, rows: Mapping[int, Row], version: int) -> None:
+        """Make metrics.jsonl hold the steps below ``version`` and no others: after a crash, or a step back.
+
+        Lines of other steps and torn ones go, missing ones among ``rows`` (by step) are added.
+        """
+        kept: dict[int, str] = {}
+        try:
+            lines = self._metrics.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        except FileNotFoundError:
+            lines = []
+        for line in lines:
+            step = _step_of(line)
+            if step is not None and step < version:
+                kept[step] = line
+        kept |= {step: _line(row) for step, row in rows.items() if step < version and step not in kept}
+        _write_whole(self._metrics, "".join(kept[step] for step in sorted(kept)))
+
+    def write_curve(self, points: Sequence[EvaluationPoint]) -> None:
+        """All points, by version; the file is replaced as a whole."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(CURVE_COLUMNS)
+        for p in points:
+            writer.writerow(
+                (
+                    p.work_tokens,
+                    repr(p.reward),
+                    p.samples,
+                    repr(p.standard_error),
+                    p.version,
+                    f"{p.wall_seconds:.3f}",
+                    f"{p.device_seconds:.3f}",
+                    f"{p.mean_tokens:.3f}",
+                    f"{p.truncated_fraction:.6f}",
+                    str(p.mixed_versions).lower(),
+                )
+            )
+        _write_whole(self._curve, text.getvalue())
+
+
+def _line(row: Row) -> str:
+    return json.dumps(dict(row), allow_nan=False) + "\n"
+
+
+def _step_of(line: str) -> int | None:
+    """The step of a whole line; None for a torn or foreign one."""
+    if not line.endswith("\n"):
+        return None
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return step if isinstance(step, int) else None
+
+
+def _write_whole(path: Path, text: str) -> None:
+    aside = path.with_name(path.name + ".tmp")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.rename(path)

@@ -1,0 +1,105 @@
+"""Deadlines and troubles of open leases: the part that a restart may forget.
+
+What is leased to whom is in the :class:`~.state.State`. Here is only until when, in the time of this process; after
+a restart every open lease starts its time again. So a jump of any clock, or a coordinator that was down, expires
+nobody, and at worst a lost lease is noticed later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+_LONGEST_DELAY_SECONDS = 60.0
+NOTABLE_ATTEMPTS = 5
+"""A slot that came back spoiled so often is worth a word in the status."""
+
+
+@dataclass(slots=True)
+class _Open:
+    holder: str
+    deadline: float
+    issued_at: float
+    prompt_id: str | None = None
+
+
+@dataclass(slots=True)
+class Spoiled:
+    """A slot whose groups were refused, or whose leases were given back."""
+
+    attempts: int
+    not_before: float
+    reason: str
+
+
+@dataclass(slots=True)
+class LeaseBook:
+    """Open leases by id. Times are logical seconds, and never go back, so leases expire in the order of issue."""
+
+    lease_seconds: float
+    spoiled: dict[int, Spoiled] = field(default_factory=dict)
+    """Training slots in trouble."""
+    _open: dict[str, _Open] = field(default_factory=dict)
+    _by_holder: dict[str, set[str]] = field(default_factory=dict)
+
+    def add(self, lease_id: str, holder: str, now: float) -> None:
+        self._open[lease_id] = _Open(holder, now + self.lease_seconds, now)
+        self._by_holder.setdefault(holder, set()).add(lease_id)
+
+    def remove(self, lease_id: str) -> None:
+        lease = self._open.pop(lease_id, None)
+        if lease is not None:
+            mine = self._by_holder[lease.holder]
+            mine.discard(lease_id)
+            if not mine:
+                del self._by_holder[lease.holder]
+
+    def of(self, holder: str) -> set[str]:
+        """Open leases of a member's name."""
+        return set(self._by_holder.get(holder, ()))
+
+    def abandoned(self, holder: str, held: Collection[str], older_than: float) -> list[str]:
+        """Leases issued before ``older_than`` that ``holder`` does not say it works on."""
+        return sorted(i for i in self.of(holder) - set(held) if self._open[i].issued_at < older_than)
+
+    def expired(self, now: float) -> list[str]:
+        """Leases past their deadline, earliest first. The caller closes them and calls :meth:`remove`."""
+        over = []
+        for lease_id, lease in self._open.items():
+            if lease.deadline > now:
+                break
+            over.append(lease_id)
+        return over
+
+    def set_prompt_id(self, lease_id: str, prompt_id: str) -> None:
+        """What the lease's group has to say its prompt is, once that is known."""
+        if lease_id in self._open:
+            self._open[lease_id].prompt_id = prompt_id
+
+    def prompt_id(self, lease_id: str) -> str | None:
+        lease = self._open.get(lease_id)
+        return None if lease is None else lease.prompt_id
+
+    def spoil(self, slot: int, reason: str, now: float) -> Spoiled:
+        """A training slot came back for ``reason``. It is issued again at once; from the second time on it waits."""
+        attempts = self.spoiled[slot].attempts + 1 if slot in self.spoiled else 1
+        delay = 0.0 if attempts == 1 else min(2.0 ** min(attempts - 2, 16), _LONGEST_DELAY_SECONDS)
+        self.spoiled[slot] = Spoiled(attempts, now + delay, reason)
+        return self.spoiled[slot]
+
+    def waits(self, slot: int, now: float) -> bool:
+        """Whether ``slot`` may not be issued yet."""
+        spoiled = self.spoiled.get(slot)
+        return spoiled is not None and now < spoiled.not_before
+
+    def wait_over(self, before: float, now: float) -> bool:
+        """Whether some slot's wait ended in (before, now]."""
+        return any(before < s.not_before <= now for s in self.spoiled.values())
+
+    def resync(self, open_leases: dict[str, str], now: float) -> None:
+        """Make the book agree with the state's open leases (id → holder); known ones keep their deadlines."""
+        for lease_id in [i for i in self._open if i not in open_leases]:
+            self.remove(lease_id)
+        for lease_id, holder in open_leases.items():
+            if lease_id not in self._open:
+                self.add(lease_id, holder, now)

@@ -1,0 +1,107 @@
+"""``python -m scalerl_coordinator.main --listen HOST:PORT``: the coordinator's process.
+
+Exit codes: 0 after SIGTERM or SIGINT; 2 when starting again would not help (environment, run file, task, a journal
+that is damaged, of another run, or in use); anything else is a crash and may be restarted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from scalerl_api.load import SpecError, load_run
+from scalerl_api.process import EnvironmentProblem, ProcessEnvironment
+from scalerl_coordinator.core import Core, Refusal
+from scalerl_coordinator.curriculum import SeededEpochs
+from scalerl_coordinator.files import RunFiles
+from scalerl_coordinator.frames import CorruptJournal
+from scalerl_coordinator.journal import Journal, JournalLocked
+from scalerl_coordinator.server import Server
+from scalerl_coordinator.settings import Settings
+from scalerl_coordinator.store import load_state, new_nonce
+from scalerl_tasks import TaskError, open_task
+
+log = logging.getLogger("scalerl_coordinator")
+
+_BAD_INPUT = (EnvironmentProblem, SpecError, TaskError, CorruptJournal, JournalLocked, Refusal)
+_GOODBYE_SECONDS = 5.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The process; see the module for what it returns."""
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+    parser = argparse.ArgumentParser(prog="scalerl_coordinator.main", description=__doc__)
+    parser.add_argument("--listen", required=True, metavar="HOST:PORT", type=_address)
+    host, port = parser.parse_args(argv).listen
+    try:
+        asyncio.run(serve(ProcessEnvironment.read(), host, port))
+    except _BAD_INPUT as problem:
+        log.error("%s", problem)
+        return 2
+    return 0
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
+    """Recover, serve until a signal, leave in order. Raises what is bad input, and whatever crashed."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    run = load_run(environment.paths.run_file)
+    task = await asyncio.to_thread(open_task, run.spec.task)
+    settings = Settings.of_run(
+        run,
+        train_digest=task.train.digest,
+        held_out_digest=task.held_out.digest,
+        held_out_prompts=len(task.held_out),
+    )
+    journal = Journal(environment.paths.journal)
+    state = await asyncio.to_thread(load_state, journal)
+    curriculum = SeededEpochs(len(task.train), run.spec.seed)
+    core = Core.begin(settings, curriculum, state, new_nonce(), 0.0)
+    await journal.start()
+    server = Server(core, journal, RunFiles(environment.paths), environment.token, task.train, task.held_out)
+    await server.start()
+    try:
+        await _listen(server, host, port, stop)
+    finally:
+        await server.close()
+
+
+async def _listen(server: Server, host: str, port: int, stop: asyncio.Event) -> None:
+    # A client that is gone takes its long poll with it.
+    runner = web.AppRunner(
+        server.app, access_log=None, handler_cancellation=True, shutdown_timeout=_GOODBYE_SECONDS
+    )
+    await runner.setup()
+    signalled = asyncio.ensure_future(stop.wait())
+    try:
+        await web.TCPSite(runner, host, port, backlog=1024).start()
+        log.info("listening on %s:%d", host, port)
+        await asyncio.wait((signalled, server.failure), return_when=asyncio.FIRST_COMPLETED)
+        if server.failure.done():
+            server.failure.result()
+        log.info("leaving: told to stop")
+    finally:
+        signalled.cancel()
+        server.stop_polls()
+        await runner.cleanup()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

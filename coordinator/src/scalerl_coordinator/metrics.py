@@ -1,0 +1,89 @@
+"""Prometheus metrics, read from the state at each scrape; registered here and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from scalerl_api.wire import Phase, Status
+from scalerl_coordinator.journal import JournalFigures
+
+_PREFIX = "scalerl_coordinator_"
+
+
+class Metrics:
+    """The process's registry, and the counters that the server moves itself."""
+
+    def __init__(self, status: Callable[[], Status], journal: JournalFigures) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_RunCollector(status, journal))
+        self.requests = Counter(
+            _PREFIX + "requests",
+            "Answered requests by endpoint and status code.",
+            ("path", "code"),
+            registry=self._registry,
+        )
+        self.received_bytes = Counter(
+            _PREFIX + "received_bytes", "Request bodies taken in.", registry=self._registry
+        )
+
+    def text(self) -> bytes:
+        """The exposition format."""
+        return generate_latest(self._registry)
+
+
+class _RunCollector(Collector):
+    def __init__(self, status: Callable[[], Status], journal: JournalFigures) -> None:
+        self._status = status
+        self._journal = journal
+
+    def collect(self) -> Iterable[Metric]:
+        status, counts, journal = self._status(), self._status().counts, self._journal
+        rollouts = GaugeMetricFamily(_PREFIX + "rollouts", "Training rollouts by fate.", labels=("fate",))
+        for fate in ("trained", "filtered", "queued", "leased"):
+            rollouts.add_metric((fate,), getattr(counts, fate))
+        yield rollouts
+        dropped = CounterMetricFamily(
+            _PREFIX + "dropped_rollouts", "Rollouts dropped, by reason.", labels=("reason",)
+        )
+        for reason in ("late", "stale", "invalid", "duplicate"):
+            dropped.add_metric((reason,), getattr(counts, reason))
+        yield dropped
+        phases = GaugeMetricFamily(_PREFIX + "phase", "1 for the phase the run is in.", labels=("phase",))
+        for phase in Phase:
+            phases.add_metric((phase.value,), float(status.phase is phase))
+        yield phases
+        for name, value, text in (
+            ("members", len(status.members), "Registered generators."),
+            ("step", status.step, "Steps trained."),
+            ("published_version", status.published_version, "Newest published weights."),
+            ("staleness_steps_max", status.max_staleness_steps, "Of any trained token."),
+            ("staleness_steps_mean", status.mean_staleness_steps, "Over trained tokens."),
+            ("generator_busy_fraction", status.generator_busy_fraction, "Over the run."),
+            ("trainer_busy_fraction", status.trainer_busy_fraction, "Over the run."),
+            (
+                "evaluation_reward",
+                status.points[-1].reward if status.points else None,
+                "Newest point of the curve.",
+            ),
+            ("mismatch_kl", status.mismatch_kl, "Trainer against generators at one version, mean."),
+        ):
+            if value is not None:
+                yield GaugeMetricFamily(_PREFIX + name, text, value=float(value))
+        for name, total, text in (
+            ("acknowledged_rollouts", counts.acknowledged, "Accepted, less what a fresh start gave up."),
+            ("expired_leases", counts.expired_leases, "Training leases given away."),
+            ("generated_tokens", status.tokens_generated, "By all generators."),
+            ("trained_tokens", status.tokens_trained, "On the present line of versions."),
+            ("wall_seconds", status.wall_seconds, "Since the first lease."),
+            ("device_seconds", status.device_seconds, "Devices times seconds."),
+            ("journal_syncs", journal.syncs, "Group commits."),
+            ("journal_sync_seconds", journal.sync_seconds, "Spent writing and syncing."),
+            ("journal_bytes", journal.bytes_written, "Written to segments."),
+            ("journal_refusals", journal.refusals, "Times the disk took no more."),
+            ("journal_rotations", journal.rotations, "Segments finished."),
+        ):
+            yield CounterMetricFamily(_PREFIX + name, text, value=float(total))

@@ -1,0 +1,69 @@
+"""The numbers of a run that the coordinator works with, taken from its spec once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from scalerl_api.spec import ScaleRLRun
+
+
+class Identity(msgspec.Struct, frozen=True, array_like=True):
+    """What may not change between the incarnations of one journal: it would change what slots mean."""
+
+    prompts_per_step: int
+    completions_per_prompt: int
+    max_completion_tokens: int
+    max_staleness_steps: int
+    zero_variance_filter: bool
+    seed: int
+    train_digest: str
+    held_out_digest: str
+    held_out_prompts: int
+    evaluation_samples: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """See the spec's fields of the same names; devices are per replica or rank, at least 1 (a CPU process counts)."""
+
+    identity: Identity
+    temperature: float
+    evaluation_temperature: float
+    evaluation_every: int
+    hold_seconds: float
+    lease_seconds: float
+    max_steps: int | None
+    generator_devices: int
+    trainer_devices: int
+    heartbeat_seconds: float = 2.0
+
+    @classmethod
+    def of_run(
+        cls, run: ScaleRLRun, *, train_digest: str, held_out_digest: str, held_out_prompts: int
+    ) -> Settings:
+        """The numbers of ``run``, given what its task came to."""
+        spec, recipe, evaluation = run.spec, run.spec.recipe, run.spec.evaluation
+        return cls(
+            identity=Identity(
+                prompts_per_step=recipe.prompts_per_step,
+                completions_per_prompt=recipe.completions_per_prompt,
+                max_completion_tokens=recipe.max_completion_tokens,
+                max_staleness_steps=recipe.max_staleness_steps,
+                zero_variance_filter=recipe.zero_variance_filter,
+                seed=spec.seed,
+                train_digest=train_digest,
+                held_out_digest=held_out_digest,
+                held_out_prompts=held_out_prompts,
+                evaluation_samples=evaluation.samples_per_prompt,
+            ),
+            temperature=float(recipe.temperature),
+            evaluation_temperature=float(evaluation.temperature),
+            evaluation_every=evaluation.every_steps,
+            hold_seconds=float(evaluation.hold_seconds),
+            lease_seconds=float(spec.generator.lease_seconds),
+            max_steps=spec.budget.max_steps,
+            generator_devices=max(1, spec.generator.devices),
+            trainer_devices=spec.trainer.replicas * max(1, spec.trainer.devices),
+        )

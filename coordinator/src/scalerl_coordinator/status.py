@@ -1,0 +1,89 @@
+"""The run in one view, for whoever watches."""
+
+from __future__ import annotations
+
+from scalerl_api import wire
+from scalerl_api.wire import Phase
+from scalerl_coordinator.core import Core
+from scalerl_coordinator.leases import NOTABLE_ATTEMPTS
+
+
+def view(core: Core) -> wire.Status:
+    """A snapshot of everything worth watching; may be ahead of the disk by what is being written."""
+    state, usage, fates, meter = core.state, core.state.usage, core.state.fates, core.meter
+    members = sorted(core.membership.members.values(), key=lambda m: m.name)
+    phase = _phase(core)
+    return wire.Status(
+        phase=phase,
+        waiting_for=_waiting_for(core, phase),
+        step=state.version,
+        published_version=state.published,
+        stop_reason=state.finish_reason or core.ending,
+        counts=wire.Counts(
+            acknowledged=fates.acknowledged,
+            trained=fates.trained,
+            filtered=fates.filtered,
+            queued=fates.queued,
+            leased=_leased_rollouts(core),
+            late=fates.late,
+            stale=fates.stale,
+            invalid=fates.invalid,
+            duplicate=fates.duplicate,
+            expired_leases=fates.expired_leases,
+        ),
+        members=[
+            wire.Member(
+                member_id=m.member_id, name=m.name, control_url=m.control_url, weight_version=m.version
+            )
+            for m in members
+        ],
+        points=state.points,
+        last_step_stats=state.last_row,
+        wall_seconds=usage.wall_seconds + meter.wall,
+        device_seconds=usage.device_seconds + meter.device,
+        tokens_generated=usage.generated_tokens + meter.tokens,
+        tokens_trained=state.line.trained_tokens,
+        generator_busy_fraction=usage.generator_busy_fraction,
+        trainer_busy_fraction=usage.trainer_busy_fraction,
+        max_staleness_steps=state.line.staleness_max,
+        mean_staleness_steps=state.line.mean_staleness,
+        mismatch_kl=state.mismatch_kl,
+    )
+
+
+def _leased_rollouts(core: Core) -> int:
+    training = sum(lease.split is wire.Split.TRAIN for lease in core.state.leases.values())
+    return training * core.settings.identity.completions_per_prompt
+
+
+def _phase(core: Core) -> Phase:
+    if core.finished:
+        return Phase.FINISHED
+    if core.ending:
+        return Phase.FINISHING
+    if any(m.version >= 0 for m in core.membership.members.values()):
+        return Phase.RUNNING
+    return Phase.WAITING
+
+
+def _waiting_for(core: Core, phase: Phase) -> str:
+    state = core.state
+    if phase is Phase.FINISHED:
+        return ""
+    if state.fresh:
+        return "the trainer to say hello"
+    if not core.membership.members:
+        return "a generator to register"
+    if phase is Phase.WAITING:
+        return "the first weights to reach a generator"
+    if phase is Phase.FINISHING and state.finish_reason:
+        return "the trainer's last checkpoint"
+    for slot, spoiled in sorted(core.book.spoiled.items()):
+        if spoiled.attempts >= NOTABLE_ATTEMPTS:
+            return f"slot {slot}, which came back {spoiled.attempts} times, last because: {spoiled.reason}"
+    for version, evaluation in sorted(state.evaluations.items()):
+        return (
+            f"the evaluation of version {version}: {len(evaluation.results)} of {evaluation.prompts} prompts"
+        )
+    missing = core.settings.identity.prompts_per_step - state.filled.get(state.version, 0)
+    return f"{missing} groups of step {state.version}" if missing else ""

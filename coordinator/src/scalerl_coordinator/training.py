@@ -1,0 +1,357 @@
+"""What the trainer asks for: what to do next, its share of a step, publishing, checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from scalerl_api import wire
+from scalerl_api.wire import NextAction
+from scalerl_coordinator import records as r
+from scalerl_coordinator.batcher import Item, balance
+from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal, check_identity
+from scalerl_coordinator.evaluation import due
+from scalerl_coordinator.membership import Member
+from scalerl_coordinator.state import State
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Hold:
+    """A publish that waits for an evaluation."""
+
+    since: float
+    last_able: float
+    """When somebody last held the version that is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """A rank's share: what to read from the journal, and what to make of it."""
+
+    step: int
+    groups: list[wire.GroupMeta]
+    lease_ids: list[str]
+    """Of each group of the step, in slot order: the keys of their blobs."""
+    items: list[Item]
+
+
+@dataclass(slots=True)
+class Training:
+    """The endpoints of the trainer, on a :class:`~.core.Core`."""
+
+    core: Core
+    _holds: dict[int, _Hold] = field(default_factory=dict)
+    """By version being measured."""
+    _nobody_since: float | None = None
+    """Since when the final evaluation has had nobody to make it."""
+
+    # --- joining --------------------------------------------------------------------------------
+
+    def hello(self, request: wire.TrainerHello, now: float) -> wire.TrainerWelcome:
+        """A trainer (again); the one before it is superseded.
+
+        Raises:
+            Refusal: ``bad-snapshot``, ``identity``, ``no-state`` or ``unknown-version``.
+        """
+        core, state = self.core, self.core.state
+        if not request.incarnation:
+            raise Refusal("bad-request", "incarnation is empty")
+        if state.fresh and request.snapshot is not None:
+            self._restore(request.snapshot, request.version)
+        if request.version > state.version:
+            raise Refusal(
+                "no-state",
+                f"the trainer's checkpoint is of version {request.version}, the journal knows {state.version} steps; "
+                f"a checkpoint's snapshot restores an empty coordinator only: empty its directory, or begin anew",
+            )
+        if 0 < request.version < state.first_kept_step or request.version < 0:
+            raise Refusal(
+                "unknown-version",
+                f"version {request.version} is older than any kept checkpoint (oldest: {state.first_kept_step}); "
+                f"start from a kept one, or from 0 to begin anew",
+            )
+        if request.version < state.version:
+            log.warning("the trainer goes back from version %d to %d", state.version, request.version)
+        core.flush_usage(now)
+        core.commit(r.TrainerJoined(request.incarnation, request.version, request.world_size))
+        self._holds.clear()
+        return wire.TrainerWelcome(next_step=state.version, published_version=state.published)
+
+    def _restore(self, snapshot: bytes, version: int) -> None:
+        try:
+            restored = State.decode(snapshot)
+        except msgspec.DecodeError as error:
+            raise Refusal(
+                "bad-snapshot", f"the checkpoint's coordinator snapshot does not fit: {error}"
+            ) from error
+        check_identity(restored, self.core.settings)
+        if restored.version != version:
+            raise Refusal(
+                "bad-snapshot", f"the snapshot is of version {restored.version}, the checkpoint of {version}"
+            )
+        log.warning("no journal: the state is restored from the trainer's checkpoint of version %d", version)
+        self.core.commit(r.Restored(snapshot))
+
+    def check(self, incarnation: str) -> None:
+        """Raises Refusal unless ``incarnation`` is the present trainer."""
+        current = self.core.state.incarnation
+        if not current:
+            raise Refusal("unknown-trainer", "no trainer has said hello to this coordinator; say hello again")
+        if incarnation != current:
+            raise Refusal("superseded", "a newer trainer has said hello; this one has to leave")
+
+    def _check_version(self, what: str, version: int) -> None:
+        if version != self.core.state.version:
+            raise Refusal(
+                "out-of-step",
+                f"{what} {version}, but {self.core.state.version} steps are trained; say hello again",
+            )
+
+    # --- what next ------------------------------------------------------------------------------
+
+    def next(self, request: wire.NextRequest, now: float) -> wire.Next | None:
+        """What to do, or None while there is nothing. Raises Refusal."""
+        self.check(request.incarnation)
+        self._check_version("the trainer holds version", request.version)
+        core, state = self.core, self.core.state
+        if core.ending:
+            return self._ending(now)
+        if state.closed(state.version) and state.version >= state.published:
+            return wire.Next(action=NextAction.TRAIN, step=state.version)
+        if self._behind(now):
+            return wire.Next(action=NextAction.PUBLISH, step=state.version)
+        if state.closed(state.version):
+            return wire.Next(action=NextAction.TRAIN, step=state.version)
+        return None
+
+    def _behind(self, now: float) -> list[Member]:
+        """Members the present weights should go to.
+
+        After a return to a checkpoint, members may hold newer weights of the line that was lost, up to what was
+        published: those stay, until the run ends and its last version is measured.
+        """
+        version, newest = self.core.state.version, self.core.newest_possible
+        exactly = bool(self.core.ending) or version > self.core.state.published
+        return [
+            m
+            for m in self.core.membership.publishable(now)
+            if m.version < version or m.version > newest or (exactly and m.version != version)
+        ]
+
+    def _ending(self, now: float) -> wire.Next | None:
+        core, state = self.core, self.core.state
+        version = state.version
+        if state.published != version or (self._behind(now) and not self._measured(version)):
+            return wire.Next(action=NextAction.PUBLISH, step=version, reason=core.ending)
+        if not self._measured(version) and version not in state.evaluations:
+            core.commit(r.EvaluationStarted(version, core.settings.identity.held_out_prompts))
+        if self._measured(version) or self._nobody_measures(version, now):
+            if not state.finish_reason:
+                core.flush_usage(now)
+                core.commit(r.FinishGiven(core.ending))
+            return wire.Next(action=NextAction.FINISH, step=version, reason=core.ending)
+        return None
+
+    def _measured(self, version: int) -> bool:
+        return any(p.version == version for p in self.core.state.points)
+
+    def _nobody_measures(self, version: int, now: float) -> bool:
+        """Whether nobody has held the final version for so long that its point is given up.
+
+        A run that used up its budget waits as long as a publish would; one that was told to stop, as long as a
+        silent member is waited for.
+        """
+        core = self.core
+        if any(m.healthy and m.version == version for m in core.membership.members.values()):
+            self._nobody_since = None
+            return False
+        if self._nobody_since is None:
+            self._nobody_since = now
+        patience = core.membership.patience_seconds if core.state.stop_reason else core.settings.hold_seconds
+        if now - self._nobody_since < patience:
+            return False
+        log.error("the final evaluation (version %d) is left out: no generator holds that version", version)
+        return True
+
+    # --- a step ---------------------------------------------------------------------------------
+
+    def plan_shard(self, request: wire.ShardRequest) -> ShardPlan:
+        """Which sequences of a closed step are whose. Raises Refusal."""
+        self.check(request.incarnation)
+        state = self.core.state
+        if not 0 <= request.rank < request.world_size:
+            raise Refusal("bad-request", f"rank {request.rank} is outside 0..{request.world_size - 1}")
+        if request.step < state.first_kept_step or not state.closed(request.step):
+            raise Refusal(
+                "not-ready",
+                f"step {request.step} is not closed, or forgotten (kept from {state.first_kept_step})",
+            )
+        groups = state.step_groups(request.step)
+        items = [
+            Item(at, sample, group.prompt_tokens + length)
+            for at, group in enumerate(groups)
+            if not group.filtered
+            for sample, length in enumerate(group.lengths)
+        ]
+        first = request.step * self.core.settings.identity.prompts_per_step
+        metas = [
+            wire.GroupMeta(slot=first + at, scores=g.scores, completion_tokens=g.lengths, filtered=g.filtered)
+            for at, g in enumerate(groups)
+        ]
+        share = balance(items, request.world_size)[request.rank]
+        return ShardPlan(request.step, metas, [g.lease_id for g in groups], share)
+
+    def step(self, report: wire.StepReport, now: float) -> dict[str, float] | None:
+        """A step was applied: its line of metrics.jsonl, or None where that was known already. Raises Refusal."""
+        self.check(report.incarnation)
+        core, state = self.core, self.core.state
+        _check_finite(report.stats)
+        if not (
+            math.isfinite(report.busy_seconds) and report.busy_seconds >= 0 and report.trained_tokens >= 0
+        ):
+            raise Refusal("bad-request", "busy_seconds and trained_tokens must be finite and not negative")
+        if report.step == state.version - 1:
+            return None
+        if report.step != state.version or not state.closed(report.step):
+            raise Refusal("out-of-step", f"step {report.step} is reported, step {state.version} is next")
+        core.flush_usage(now)
+        core.commit(r.StepTrained(report.step, report.stats, report.busy_seconds, report.trained_tokens))
+        return state.rows[report.step]
+
+    # --- publishing -----------------------------------------------------------------------------
+
+    def publish_begin(self, request: wire.PublishBegin, now: float) -> wire.PublishPermit | None:
+        """Whom to send the weights to, or None while an evaluation of the version before needs the old ones.
+
+        Raises Refusal.
+        """
+        self.check(request.incarnation)
+        self._check_version("the trainer publishes version", request.version)
+        state = self.core.state
+        if request.version > state.published:
+            for version, evaluation in state.evaluations.items():
+                if version < request.version and not evaluation.released and version not in self._holds:
+                    self._holds[version] = _Hold(now, now)
+            self._release_holds(now)
+            if any(v < request.version and not e.released for v, e in state.evaluations.items()):
+                return None
+        members = [
+            wire.Member(
+                member_id=m.member_id, name=m.name, control_url=m.control_url, weight_version=m.version
+            )
+            for m in self._behind(now)
+        ]
+        return wire.PublishPermit(ready=True, members=members)
+
+    def _release_holds(self, now: float) -> None:
+        core = self.core
+        for version in list(self._holds):
+            evaluation = core.state.evaluations.get(version)
+            if evaluation is None or evaluation.released:
+                del self._holds[version]
+                continue
+            hold = self._holds[version]
+            if any(m.healthy and m.version == version for m in core.membership.members.values()):
+                hold.last_able = now
+            waited, unable = now - hold.since, now - hold.last_able
+            if waited >= core.settings.hold_seconds or unable >= core.membership.patience_seconds:
+                log.warning(
+                    "evaluation of version %d has %d of %d prompts after %.0f s; newer weights finish it",
+                    *(version, len(evaluation.results), evaluation.prompts, waited),
+                )
+                core.commit(r.EvaluationReleased(version))
+                del self._holds[version]
+
+    def tick(self, now: float) -> None:
+        """Time passes: holds and the patience with a final evaluation run out."""
+        if self._holds:
+            self._release_holds(now)
+        if self._holds or self._nobody_since is not None:
+            self.core.wake.add(TRAINER)
+
+    def publish_commit(self, request: wire.PublishCommit, now: float) -> None:
+        """Who holds the version now. Raises Refusal."""
+        self.check(request.incarnation)
+        self._check_version("the trainer published version", request.version)
+        _check_finite(request.stats)
+        core, members = self.core, self.core.membership
+        for member_id in request.updated:
+            member = members.members.get(member_id)
+            if member is not None:
+                members.set_version(member, request.version, now)
+        for member_id in request.failed:
+            member = members.remove(member_id)
+            if member is not None:
+                log.warning(
+                    "%s did not take version %d; it has to register again", member.name, request.version
+                )
+                members.failed_publish(member.name, now)
+                core.give_away(member.name)
+        ahead = any(m.healthy and m.version > request.version for m in members.members.values())
+        if request.version >= core.state.published or core.ending or not ahead:
+            core.commit(r.Published(request.version, request.stats))
+        self._start_evaluation_if_due()
+        core.wake |= {WORK, TRAINER}
+
+    def _start_evaluation_if_due(self) -> None:
+        core, state = self.core, self.core.state
+        version, settings = state.published, core.settings
+        if (
+            version == state.version
+            and due(version, settings.evaluation_every, settings.max_steps)
+            and version not in state.evaluations
+            and not self._measured(version)
+        ):
+            core.commit(r.EvaluationStarted(version, settings.identity.held_out_prompts))
+
+    # --- checkpoints ----------------------------------------------------------------------------
+
+    def checkpoint_begin(self, request: wire.CheckpointBegin, now: float) -> wire.CheckpointSnapshot:
+        """The state to go into the checkpoint of ``step``. Raises Refusal."""
+        self.check(request.incarnation)
+        self._check_version("the checkpoint is of version", request.step)
+        self.core.flush_usage(now)
+        return wire.CheckpointSnapshot(step=request.step, snapshot=self.core.state.detached().encode())
+
+    def checkpoint_commit(self, request: wire.CheckpointCommit, now: float) -> None:
+        """The checkpoint is on disk. Raises Refusal."""
+        self.check(request.incarnation)
+        if not 0 <= request.step <= self.core.state.version or any(s < 0 for s in request.kept_steps):
+            raise Refusal(
+                "bad-request", f"checkpoint {request.step} kept with {request.kept_steps}: no such version"
+            )
+        self.core.flush_usage(now)
+        self.core.commit(r.CheckpointCommitted(request.step, request.kept_steps))
+
+
+def fill_shard(plan: ShardPlan, groups: Sequence[wire.Group]) -> wire.Shard:
+    """The answer to a shard request, once the step's groups are read."""
+    sequences = []
+    for item in plan.items:
+        group = groups[item.group]
+        completion = group.completions[item.sample]
+        sequences.append(
+            wire.Sequence(
+                group=item.group,
+                sample=item.sample,
+                prompt_token_ids=group.prompt_token_ids,
+                token_ids=completion.token_ids,
+                logprobs=completion.logprobs,
+                versions=completion.versions,
+            )
+        )
+    return wire.Shard(step=plan.step, groups=plan.groups, sequences=sequences)
+
+
+def _check_finite(stats: dict[str, float]) -> None:
+    for name, value in stats.items():
+        if not math.isfinite(value):
+            raise Refusal(
+                "bad-request", f"stats.{name} is {value}; only finite numbers go into metrics.jsonl"
+            )

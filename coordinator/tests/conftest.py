@@ -1,0 +1,124 @@
+"""Real coordinators on loopback for the tests; makes the helper modules beside it importable."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+import yaml
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from coordinator_client import Client
+
+from scalerl_api.load import parse_run
+from scalerl_api.paths import RunPaths
+from scalerl_tasks import open_task
+
+TOKEN = "secret"
+
+
+def run_text(**overrides: object) -> str:
+    """A small run file; ``overrides`` replace sections of the spec."""
+    spec: dict[str, object] = {
+        "model": {"scratch": {}, "contextTokens": 64},
+        "task": {
+            "reasoningGym": {"name": "chain_sum", "size": 400},
+            "verifier": {"name": "exact"},
+            "heldOut": {"size": 3},
+        },
+        "recipe": {
+            "promptsPerStep": 4,
+            "completionsPerPrompt": 2,
+            "maxCompletionTokens": 16,
+            "maxStalenessSteps": 2,
+        },
+        "generator": {"leaseSeconds": 30},
+        "evaluation": {"everySteps": 2, "samplesPerPrompt": 2},
+        "budget": {"maxSteps": 4},
+    }
+    spec.update(overrides)
+    return yaml.safe_dump(
+        {
+            "apiVersion": "scalerl.dev/v1alpha1",
+            "kind": "ScaleRLRun",
+            "metadata": {"name": "test"},
+            "spec": spec,
+        }
+    )
+
+
+class Process:
+    """The coordinator as the runtime starts it: its own process on a directory."""
+
+    def __init__(self, root: Path, **overrides: object) -> None:
+        self.paths = RunPaths(root)
+        text = run_text(**overrides)
+        self.paths.run_file.write_text(text)
+        self.paths.token.write_text(TOKEN + "\n")
+        self.task = open_task(parse_run(text, "test").spec.task)
+        self.digest = self.task.train.digest
+        self.process: subprocess.Popen[bytes] | None = None
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def start(self, *, ready: bool = True) -> None:
+        environ = {
+            **os.environ,
+            "SCALERL_DIR": str(self.paths.root),
+            "SCALERL_NAME": "coordinator-0",
+            "SCALERL_COORDINATOR_URL": self.url,
+            "SCALERL_TOKEN_FILE": str(self.paths.token),
+        }
+        command = [sys.executable, "-m", "scalerl_coordinator.main", "--listen", f"127.0.0.1:{self.port}"]
+        with (self.paths.root / "coordinator.log").open("ab") as log:
+            self.process = subprocess.Popen(command, env=environ, stderr=log)
+        deadline = time.monotonic() + 30
+        while ready:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+                return
+            except OSError:
+                if self.process.poll() is not None or time.monotonic() > deadline:
+                    raise AssertionError(f"did not start: {self.log()}") from None
+                time.sleep(0.02)
+
+    def log(self) -> str:
+        return (self.paths.root / "coordinator.log").read_text()
+
+    def kill(self) -> None:
+        """As a power switch would."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(10)
+
+    def terminate(self) -> int:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(15)
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[Process]:
+    """A coordinator process, not yet started; killed at the end whatever happens."""
+    process = Process(tmp_path)
+    yield process
+    if process.process is not None and process.process.poll() is None:
+        process.kill()
+
+
+@pytest.fixture
+async def client(coordinator: Process) -> AsyncIterator[Client]:
+    """A client of it."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:
+        yield Client(session, coordinator.url, TOKEN)

@@ -1,0 +1,152 @@
+"""A synchronous-looking client of the real server, and a way to make groups, for tests and the benchmark."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+
+from scalerl_api import endpoints, wire
+
+T = TypeVar("T")
+
+
+class Answer(Exception):
+    """An answer that is not 2xx."""
+
+    def __init__(self, status: int, problem: wire.Problem) -> None:
+        super().__init__(f"{status} {problem.error}: {problem.message}")
+        self.status = status
+        self.error = problem.error
+        self.message = problem.message
+
+
+class Client:
+    """One call an endpoint, raw."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, token: str = "secret") -> None:
+        self.session = session
+        self.url = url
+        self.headers = {"Authorization": f"Bearer {token}", wire.WIRE_HEADER: str(wire.WIRE_VERSION)}
+
+    async def post(self, path: str, message: Any, kind: type[T]) -> T:
+        body = message if isinstance(message, bytes) else msgspec.msgpack.encode(message)
+        async with self.session.post(self.url + path, data=body, headers=self.headers) as response:
+            data = await response.read()
+            if response.status != 200:
+                raise Answer(response.status, msgspec.msgpack.decode(data, type=wire.Problem))
+            return msgspec.msgpack.decode(data, type=kind)
+
+    async def status(self) -> wire.Status:
+        async with self.session.get(self.url + endpoints.STATUS, headers=self.headers) as response:
+            assert response.status == 200
+            return msgspec.msgpack.decode(await response.read(), type=wire.Status)
+
+    async def register(self, name: str, digest: str, held: list[str] | None = None) -> str:
+        message = wire.Register(
+            name=name, control_url=f"http://{name}", task_digest=digest, held_leases=held or []
+        )
+        return (await self.post(endpoints.MEMBERS, message, wire.Registered)).member_id
+
+    async def heartbeat(
+        self, member: str, version: int, *, healthy: bool = True, busy: float = 0.0, tokens: int = 0
+    ) -> None:
+        message = wire.Heartbeat(
+            member_id=member,
+            weight_version=version,
+            healthy=healthy,
+            busy_seconds=busy,
+            generated_tokens=tokens,
+        )
+        await self.post(endpoints.HEARTBEAT, message, wire.Ack)
+
+    async def lease(self, member: str, version: int, groups: int, wait: float = 0.0) -> wire.Leases:
+        message = wire.LeaseRequest(
+            member_id=member, weight_version=version, max_groups=groups, wait_seconds=wait
+        )
+        return await self.post(endpoints.LEASE, message, wire.Leases)
+
+    async def push(self, member: str, groups: list[wire.Group]) -> wire.PushReply:
+        return await self.post(endpoints.GROUPS, wire.Push(member_id=member, groups=groups), wire.PushReply)
+
+    async def hello(
+        self, incarnation: str, version: int = 0, snapshot: bytes | None = None
+    ) -> wire.TrainerWelcome:
+        message = wire.TrainerHello(incarnation=incarnation, version=version, world_size=1, snapshot=snapshot)
+        return await self.post(endpoints.TRAINER_HELLO, message, wire.TrainerWelcome)
+
+    async def next(self, incarnation: str, version: int, wait: float = 0.0) -> wire.Next:
+        message = wire.NextRequest(incarnation=incarnation, version=version, wait_seconds=wait)
+        return await self.post(endpoints.TRAINER_NEXT, message, wire.Next)
+
+    async def shard(self, incarnation: str, step: int, rank: int = 0, world_size: int = 1) -> wire.Shard:
+        message = wire.ShardRequest(incarnation=incarnation, step=step, rank=rank, world_size=world_size)
+        return await self.post(endpoints.TRAINER_SHARD, message, wire.Shard)
+
+    async def report(self, incarnation: str, step: int, stats: dict[str, float] | None = None) -> None:
+        message = wire.StepReport(
+            incarnation=incarnation, step=step, stats=stats or {}, busy_seconds=0.0, trained_tokens=1
+        )
+        await self.post(endpoints.TRAINER_STEP, message, wire.Ack)
+
+    async def publish(self, incarnation: str, version: int, wait: float = 0.0) -> wire.PublishPermit:
+        """Begin and, when permitted, commit to everyone at once."""
+        begin = wire.PublishBegin(incarnation=incarnation, version=version, wait_seconds=wait)
+        permit = await self.post(endpoints.PUBLISH_BEGIN, begin, wire.PublishPermit)
+        if permit.ready:
+            commit = wire.PublishCommit(
+                incarnation=incarnation,
+                version=version,
+                updated=[m.member_id for m in permit.members],
+                failed=[],
+                stats={},
+            )
+            await self.post(endpoints.PUBLISH_COMMIT, commit, wire.Ack)
+        return permit
+
+    async def checkpoint(self, incarnation: str, step: int, kept: list[int]) -> bytes:
+        begin = wire.CheckpointBegin(incarnation=incarnation, step=step)
+        snapshot = await self.post(endpoints.CHECKPOINT_BEGIN, begin, wire.CheckpointSnapshot)
+        commit = wire.CheckpointCommit(incarnation=incarnation, step=step, kept_steps=kept)
+        await self.post(endpoints.CHECKPOINT_COMMIT, commit, wire.Ack)
+        return snapshot.snapshot
+
+    async def stop(self, reason: str) -> None:
+        await self.post(endpoints.STOP, wire.Stop(reason=reason), wire.Ack)
+
+
+def make_group(
+    lease: wire.Lease,
+    *,
+    tokens: int = 4,
+    scores: list[float] | None = None,
+    version: int | None = None,
+    logprob: float = -0.5,
+) -> wire.Group:
+    """The group that ``lease`` asks for; scores vary unless given."""
+    if scores is None:
+        scores = [float(i % 2) for i in range(lease.completions)]
+    version = lease.policy_version if version is None else version
+    ids = struct.pack(f"<{tokens}i", *range(tokens))
+    logprobs = struct.pack("<f", logprob) * tokens
+    return wire.Group(
+        lease_id=lease.lease_id,
+        split=lease.split,
+        slot=lease.slot,
+        prompt_index=lease.prompt_index,
+        prompt_id=lease.prompt_id,
+        prompt_token_ids=struct.pack("<3i", 1, 2, 3),
+        completions=[
+            wire.Completion(
+                token_ids=ids,
+                logprobs=logprobs,
+                versions=[wire.VersionSpan(version, 0)],
+                finish_reason="stop",
+                score=score,
+            )
+            for score in scores
+        ],
+        generation_seconds=0.1,
+    )
