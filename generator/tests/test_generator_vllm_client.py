@@ -1,0 +1,171 @@
+"""How the client reads a server's answers, against a small server on loopback."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from scalerl_api.wire import TensorSpec, WeightReceive
+from scalerl_generator.vllm_client import (
+    UNVERSIONED,
+    GenerationFailed,
+    ServerDown,
+    ServerRefused,
+    Span,
+    UpdateFailed,
+    VllmClient,
+)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Serve = Callable[[dict[str, Handler]], Awaitable[VllmClient]]
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Serve]:
+    runners: list[web.AppRunner] = []
+    clients: list[VllmClient] = []
+
+    async def start(routes: dict[str, Handler]) -> VllmClient:
+        app = web.Application()
+        for path, handler in routes.items():
+            app.router.add_route("*", path, handler)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        runners.append(runner)
+        port = runner.addresses[0][1]
+        clients.append(VllmClient(f"http://127.0.0.1:{port}/", "secret"))
+        return clients[-1]
+
+    yield start
+    for client in clients:
+        await client.close()
+    for runner in runners:
+        await runner.cleanup()
+
+
+def choice(index: int = 0, logprobs: tuple[float, ...] = (-0.5, -1.5), **changes: Any) -> dict[str, Any]:
+    reply = {
+        "index": index,
+        "token_ids": [10 + index, 11],
+        "finish_reason": "stop",
+        "logprobs": {"content": [{"token_id": 1, "logprob": p, "top_logprobs": []} for p in logprobs]},
+        "weight_versions": [
+            {"version": "default", "start": 0, "end": 1},
+            {"version": "3", "start": 1, "end": 2},
+        ],
+    }
+    return reply | changes
+
+
+def answer(*choices: dict[str, Any], **extra: Any) -> Handler:
+    async def handler(request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == "Bearer secret"
+        return web.json_response({"choices": list(choices)} | extra)
+
+    return handler
+
+
+async def test_completions_come_in_order_with_their_versions(serve: Serve) -> None:
+    client = await serve({"/inference/v1/generate": answer(choice(1), choice(0))})
+    first, second = await client.generate([1, 2], n=2, max_tokens=2)
+    assert first.token_ids.tolist() == [10, 11]
+    assert second.token_ids.tolist() == [11, 11]
+    assert first.token_ids.dtype == np.int32
+    assert first.logprobs.dtype == np.float32
+    assert first.logprobs.tolist() == [-0.5, -1.5]
+    assert first.weight_versions == (Span(UNVERSIONED, 0, 1), Span(3, 1, 2))
+    assert first.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (choice(finish_reason="abort"), "'abort'"),
+        (choice(logprobs=(-0.5,)), "2 tokens, 1 log-probabilities"),
+        (choice(logprobs=(-0.5, -9999.0)), "no finite log-probability"),
+    ],
+)
+async def test_what_cannot_be_trained_on_raises(serve: Serve, bad: dict[str, Any], message: str) -> None:
+    client = await serve({"/inference/v1/generate": answer(bad)})
+    with pytest.raises(GenerationFailed, match=message):
+        await client.generate([1, 2], n=1, max_tokens=2)
+
+
+async def test_fewer_completions_than_asked_for_raises(serve: Serve) -> None:
+    client = await serve({"/inference/v1/generate": answer(choice())})
+    with pytest.raises(GenerationFailed, match="asked for 2"):
+        await client.generate([1], n=2, max_tokens=2)
+
+
+async def test_scores_are_those_of_the_tokens_asked_for(serve: Serve) -> None:
+    rows = [None, {"7": {"logprob": -2.0}}, {"4": {"logprob": -9.0}, "8": {"logprob": -0.25}}]
+    client = await serve({"/inference/v1/generate": answer(prompt_logprobs=rows)})
+    assert (await client.prompt_logprobs([5, 7, 8])).tolist() == [-2.0, -0.25]
+    with pytest.raises(GenerationFailed, match="asked to score 2"):
+        await client.prompt_logprobs([5, 7])
+
+
+async def test_errors_are_typed(serve: Serve) -> None:
+    async def refuse(request: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "too long", "code": 400}}, status=400)
+
+    async def hang(request: web.Request) -> web.Response:
+        await asyncio.sleep(5)
+        return web.Response()
+
+    client = await serve({"/inference/v1/generate": refuse, "/resume": hang, "/health": hang})
+    with pytest.raises(ServerRefused, match="HTTP 400: too long") as refused:
+        await client.generate([1], n=1, max_tokens=1)
+    assert refused.value.status == 400
+    assert not await client.health(timeout_seconds=0.05)
+    with pytest.raises(ServerDown, match="no answer in"):
+        await client._call("POST", "/resume", {}, 0.05)
+    nobody = VllmClient("http://127.0.0.1:9", "secret")
+    with pytest.raises(ServerDown):
+        await nobody.pause()
+    with pytest.raises(ServerDown, match="not ready in 0"):
+        await nobody.wait_until_ready(0.0)
+    await nobody.close()
+
+
+RECEIVE = WeightReceive(
+    epoch=1, version=4, tensors=[TensorSpec("w", "float32", [2])], bucket_bytes=64, timeout_seconds=1
+)
+
+
+@pytest.mark.parametrize("state", ["whole", "torn"])
+async def test_a_failed_update_resumes_only_whole_weights(serve: Serve, state: str) -> None:
+    called: list[str] = []
+
+    async def ok(request: web.Request) -> web.Response:
+        called.append(request.path)
+        return web.json_response({})
+
+    async def fail(request: web.Request) -> web.Response:
+        called.append(request.path)
+        return web.json_response({"error": {"message": "peer lost"}}, status=500)
+
+    async def report(request: web.Request) -> web.Response:
+        zero = dict.fromkeys(("tensors", "buckets", "bytes"), 0)
+        seconds = dict.fromkeys(("transfer_seconds", "verify_seconds", "load_seconds", "finish_seconds"), 0.0)
+        return web.json_response({"results": [{"state": state, "version": 4} | zero | seconds]})
+
+    client = await serve(
+        {
+            "/pause": ok,
+            "/resume": ok,
+            "/start_weight_update": ok,
+            "/update_weights": fail,
+            "/collective_rpc": report,
+        }
+    )
+    with pytest.raises(UpdateFailed, match="peer lost") as failed:
+        await client.receive(RECEIVE)
+    assert failed.value.torn == (state == "torn")
+    expected = ["/pause", "/start_weight_update", "/update_weights"]
+    assert called == expected + (["/resume"] if state == "whole" else [])

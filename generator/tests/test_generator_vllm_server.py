@@ -1,0 +1,116 @@
+"""What the launcher hands to vLLM, and who may talk to the server."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scalerl_generator.vllm_server import (
+    TOKEN_VARIABLE,
+    RequireToken,
+    ServerOptions,
+    ServerProblem,
+    main,
+    parse,
+    prepared_environment,
+    uncompiled_package,
+    vllm_arguments,
+)
+
+OPTIONS = ServerOptions(model="/m", port=8000)
+
+
+def test_the_command_line_is_the_options() -> None:
+    argv = ["--model", "/m", "--port", "8000", "--no-fp32-head", "--threads", "2", "--max-num-seqs", "64"]
+    assert parse(argv) == ServerOptions(model="/m", port=8000, fp32_head=False, threads=2, max_num_seqs=64)
+    assert parse(["--model", "/m", "--port", "8000"]) == OPTIONS
+
+
+def value(argv: list[str], flag: str) -> str:
+    return argv[argv.index(flag) + 1]
+
+
+def test_what_training_relies_on_is_always_set() -> None:
+    for on_cpu in (True, False):
+        argv = vllm_arguments(OPTIONS, on_cpu)
+        assert value(argv, "--logprobs-mode") == "processed_logprobs"
+        assert value(argv, "--generation-config") == "vllm"
+        assert json.loads(value(argv, "--weight-transfer-config")) == {"backend": "scalerl"}
+        assert json.loads(value(argv, "--hf-overrides")) == {"head_dtype": "float32"}
+        assert value(argv, "--middleware") == "scalerl_generator.vllm_server.RequireToken"
+        assert value(argv, "--host") == "127.0.0.1"
+        assert "--enable-scale-out" in argv
+
+
+def test_one_process_fewer_on_cpus_only() -> None:
+    assert value(vllm_arguments(OPTIONS, True), "--distributed-executor-backend") == "uni"
+    assert "--enforce-eager" in vllm_arguments(OPTIONS, True)
+    on_gpu = vllm_arguments(OPTIONS, False)
+    assert "--distributed-executor-backend" not in on_gpu
+    assert "--enforce-eager" not in on_gpu
+    two = ServerOptions(model="/m", port=8000, tensor_parallel=2)
+    assert "--distributed-executor-backend" not in vllm_arguments(two, True)
+
+
+def test_environment_on_cpus(tmp_path: Path) -> None:
+    torch_dir = tmp_path / "torch"
+    (torch_dir / "lib").mkdir(parents=True)
+    (torch_dir / "lib" / "libgomp.so.1").touch()
+    given = {"PYTHONDONTWRITEBYTECODE": "1", "PATH": "/bin", "LD_PRELOAD": "/x/libtcmalloc.so"}
+    env = prepared_environment(OPTIONS, given, True, torch_dir, tmp_path / "cache")
+    assert env["LD_PRELOAD"] == f"/x/libtcmalloc.so:{torch_dir}/lib/libgomp.so.1"
+    assert env["OMP_NUM_THREADS"] == "1"
+    assert env["PYTHONPYCACHEPREFIX"] == str(tmp_path / "cache")
+    assert "PYTHONDONTWRITEBYTECODE" not in env
+    assert env["PATH"] == "/bin"
+    assert given["PYTHONDONTWRITEBYTECODE"] == "1"
+
+    own = prepared_environment(OPTIONS, {"LD_PRELOAD": "/x/libiomp5.so"}, True, torch_dir, None)
+    assert own["LD_PRELOAD"] == "/x/libiomp5.so"
+
+
+def test_environment_on_gpus_leaves_threads_alone(tmp_path: Path) -> None:
+    env = prepared_environment(OPTIONS, {"PYTHONDONTWRITEBYTECODE": "1"}, False, tmp_path, None)
+    assert env["PYTHONDONTWRITEBYTECODE"] == "1"
+    assert not {"OMP_NUM_THREADS", "LD_PRELOAD", "TORCHDYNAMO_DISABLE"} & env.keys()
+
+
+def test_compiled_packages_are_told_from_others(tmp_path: Path) -> None:
+    assert uncompiled_package(tmp_path)
+    (tmp_path / "__pycache__").mkdir()
+    assert not uncompiled_package(tmp_path)
+
+
+def test_no_token_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    with pytest.raises(ServerProblem, match=TOKEN_VARIABLE):
+        main(["--model", "/m", "--port", "1"])
+
+
+@pytest.mark.parametrize(
+    ("path", "authorization", "status"),
+    [
+        ("/inference/v1/generate", "Bearer right", 200),
+        ("/inference/v1/generate", "Bearer wrong", 401),
+        ("/update_weights", None, 401),
+        ("/collective_rpc", None, 401),
+        ("/health", None, 200),
+        ("/health/..", None, 401),
+    ],
+)
+async def test_every_path_asks_for_the_token(path: str, authorization: str | None, status: int) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def receive() -> None:
+        raise AssertionError
+
+    headers = [] if authorization is None else [(b"authorization", authorization.encode())]
+    await RequireToken(app, "right")({"type": "http", "path": path, "headers": headers}, receive, send)
+    assert sent[0]["status"] == status

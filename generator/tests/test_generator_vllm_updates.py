@@ -1,0 +1,400 @@
+"""Weights into a real vLLM server while it generates: the one thing no stand-in can show."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from scalerl_api.weights import lay_out, trailer
+from scalerl_api.wire import GroupJoin, TensorSpec, WeightReceive
+from scalerl_generator.checksum import checksum_u8
+from scalerl_generator.vllm_client import UNVERSIONED, ServerRefused, UpdateFailed, VllmClient
+from scalerl_generator.vllm_server import TOKEN_VARIABLE
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
+
+TOKEN = "the-run's-token"
+BUCKET_BYTES = 200_000
+SPAN_LIMIT = 900
+
+
+def build_model(where: Path, *, tied: bool, dtype: torch.dtype) -> None:
+    vocabulary = {"<pad>": 0, "<eos>": 1} | {chr(97 + i % 26) + str(i): i + 2 for i in range(62)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(
+        where
+    )
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=tied,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).to(dtype).save_pretrained(where)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@dataclass
+class Server:
+    url: str
+    model: Path
+    start_seconds: float
+
+
+def start_server(root: Path, *, tied: bool, dtype: str, fp32_head: bool) -> Iterator[Server]:
+    model = root / "model"
+    build_model(model, tied=tied, dtype=getattr(torch, dtype))
+    port = free_port()
+    argv = ["--model", str(model), "--port", str(port), "--dtype", dtype, "--max-num-seqs", "64"]
+    argv += ["--kv-cache-bytes", str(128 << 20)] + ([] if fp32_head else ["--no-fp32-head"])
+    log = (root / "server.log").open("w")
+    started = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "scalerl_generator.vllm_server", *argv],
+        stdout=log,
+        stderr=log,
+        env=os.environ | {TOKEN_VARIABLE: TOKEN},
+    )
+    try:
+
+        async def ready() -> None:
+            async with VllmClient(f"http://127.0.0.1:{port}", TOKEN) as client:
+                while not await client.health():
+                    assert process.poll() is None, (root / "server.log").read_text()[-4000:]
+                    assert time.monotonic() - started < 180, (root / "server.log").read_text()[-4000:]
+                    await asyncio.sleep(0.2)
+
+        asyncio.run(ready())
+        yield Server(f"http://127.0.0.1:{port}", model, time.monotonic() - started)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(20)
+        finally:
+            process.kill()
+            process.wait(10)
+            log.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    yield from start_server(tmp_path_factory.mktemp("vllm"), tied=True, dtype="float32", fp32_head=True)
+
+
+def new_weights(model: Path, seed: int) -> LlamaForCausalLM:
+    """The served model with every matrix drawn anew, wide enough that versions differ visibly."""
+    policy = LlamaForCausalLM.from_pretrained(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.08)
+    return policy
+
+
+def manifest(policy: LlamaForCausalLM) -> list[TensorSpec]:
+    return [
+        TensorSpec(n, str(p.dtype).removeprefix("torch."), list(p.shape))
+        for n, p in policy.named_parameters()
+    ]
+
+
+class Sender:
+    """The trainer's side of a group of two, in this process."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self._store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
+        )
+        self._group: Any = None
+
+    def join(self, timeout_seconds: float = 20) -> GroupJoin:
+        return GroupJoin(
+            epoch=self.epoch,
+            store_host="127.0.0.1",
+            store_port=self._store.port,
+            rank=1,
+            world_size=2,
+            backend="gloo",
+            timeout_seconds=timeout_seconds,
+        )
+
+    def open(self) -> None:
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=20)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        self._group = dist.ProcessGroupGloo(
+            dist.PrefixStore(f"scalerl-{self.epoch}", self._store), 0, 2, options
+        )
+
+    def send(self, policy: LlamaForCausalLM, version: int, damaged_bucket: int | None = None) -> None:
+        tensors = dict(policy.named_parameters())
+        for bucket in lay_out(manifest(policy), BUCKET_BYTES):
+            buffer = torch.zeros(bucket.total_bytes, dtype=torch.uint8)
+            for slot in bucket.slots:
+                flat = tensors[slot.tensor.name].detach().contiguous().view(-1).view(torch.uint8)
+                buffer[slot.offset : slot.offset + len(flat)] = flat
+            words = trailer(version, bucket.index, checksum_u8(buffer[: bucket.payload_bytes]))
+            buffer[bucket.payload_bytes :].view(torch.int64).copy_(torch.tensor(words))
+            if bucket.index == damaged_bucket:
+                buffer[5] ^= 1
+            how = dist.BroadcastOptions()
+            how.rootRank = 0
+            how.timeout = timedelta(seconds=20)
+            self._group.broadcast([buffer], how).wait()
+
+
+async def connect(client: VllmClient, epoch: int) -> Sender:
+    sender = Sender(epoch)
+    await asyncio.gather(client.init_group(sender.join()), asyncio.to_thread(sender.open))
+    return sender
+
+
+def receive(policy: LlamaForCausalLM, epoch: int, version: int, timeout_seconds: float = 20) -> WeightReceive:
+    return WeightReceive(
+        epoch=epoch,
+        version=version,
+        tensors=manifest(policy),
+        bucket_bytes=BUCKET_BYTES,
+        timeout_seconds=timeout_seconds,
+    )
+
+
+async def publish(client: VllmClient, sender: Sender, policy: LlamaForCausalLM, version: int) -> None:
+    await asyncio.gather(
+        client.receive(receive(policy, sender.epoch, version)),
+        asyncio.to_thread(sender.send, policy, version),
+    )
+
+
+def score(policy: LlamaForCausalLM, tokens: list[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Log-probability of each token after the first, by the trainer's own forward, head in float32."""
+    with torch.no_grad():
+        hidden = policy.model(torch.tensor([tokens])).last_hidden_state[0]
+        logits = hidden.float() @ policy.lm_head.weight.float().T
+    logprobs = torch.log_softmax(logits, -1)[:-1]
+    return logprobs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
+
+
+def start_doomed_sender(epoch: int, version: int) -> subprocess.Popen[str]:
+    script = Path(__file__).with_name("doomed_sender.py")
+    argv = [sys.executable, str(script), str(epoch), str(version), str(BUCKET_BYTES)]
+    return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+PROBE = [int(t) for t in np.random.default_rng(3).integers(2, 64, 60)]
+
+
+async def test_publishing_into_generations_in_flight(server: Server) -> None:
+    async with VllmClient(server.url, TOKEN) as client:
+        assert await client.weight_version() == UNVERSIONED
+        sender = await connect(client, 1)
+        long = asyncio.create_task(client.generate([5, 6, 7], n=16, max_tokens=SPAN_LIMIT, cache_salt="0"))
+        await asyncio.sleep(0.15)
+        policy = new_weights(server.model, 1)
+        before = await client.prompt_logprobs(PROBE)
+        await publish(client, sender, policy, 1)
+        assert await client.weight_version() == 1
+        after = await client.prompt_logprobs(PROBE)
+        assert np.abs(after - score(policy, PROBE)).max() < 1e-4
+        assert np.abs(after - before).max() > 0.1
+
+        crossed = [c for c in await long if len(c.weight_versions) > 1]
+        assert crossed, "every completion ended before the update"
+        for completion in crossed:
+            old, new = completion.weight_versions
+            assert (old.version, new.version) == (UNVERSIONED, 1)
+            assert 0 == old.start < old.end == new.start < new.end == len(completion.token_ids)
+        report = await client.publish_report()
+        assert (report.state, report.version, report.tensors) == ("whole", 1, len(manifest(policy)))
+        assert report.buckets == len(lay_out(manifest(policy), BUCKET_BYTES)) > 3
+        await client.shutdown_group()
+
+
+async def test_sampled_logprobs_are_of_the_distribution_sampled_from(server: Server) -> None:
+    policy = new_weights(server.model, 2)
+    prompt = [9, 8, 7]
+    async with VllmClient(server.url, TOKEN) as client:
+        sender = await connect(client, 2)
+        await publish(client, sender, policy, 2)
+        for temperature in (1.0, 0.5):
+            (sampled,) = await client.generate(
+                prompt, n=1, max_tokens=40, temperature=temperature, seed=4, cache_salt=f"2-{temperature}"
+            )
+            tokens = prompt + sampled.token_ids.tolist()
+            with torch.no_grad():
+                logits = policy(torch.tensor([tokens])).logits[0, len(prompt) - 1 : -1] / temperature
+            expected = torch.log_softmax(logits, -1).gather(
+                1, torch.from_numpy(sampled.token_ids).long()[:, None]
+            )
+            np.testing.assert_allclose(sampled.logprobs, expected[:, 0].numpy(), atol=1e-4)
+        again = await client.generate(prompt, n=1, max_tokens=40, temperature=0.5, seed=4, cache_salt="x")
+        assert again[0].token_ids.tolist() == sampled.token_ids.tolist()
+
+
+async def test_the_salt_keeps_old_prefixes_from_new_weights(server: Server) -> None:
+    prompt = PROBE * 5  # longer than a cache block, so that there is something to reuse
+    old, new = new_weights(server.model, 10), new_weights(server.model, 11)
+    async with VllmClient(server.url, TOKEN) as client:
+        sender = await connect(client, 10)
+
+        async def first_token_logprob(salt: str) -> float:
+            (sampled,) = await client.generate(prompt, n=1, max_tokens=1, seed=1, cache_salt=salt)
+            truth = score(new, [*prompt, int(sampled.token_ids[0])])[-1]
+            return float(sampled.logprobs[0] - truth)
+
+        await publish(client, sender, old, 10)
+        await client.generate(prompt, n=1, max_tokens=1, seed=1, cache_salt="v10")
+        await publish(client, sender, new, 11)
+        assert abs(await first_token_logprob("v11")) < 1e-4
+        assert abs(await first_token_logprob("v10")) > 1e-3, "an equal salt should have met the old cache"
+
+
+async def test_a_sender_killed_in_a_publish_is_an_error_soon_and_mended_by_the_next(server: Server) -> None:
+    policy = new_weights(server.model, 3)
+    rows = [[t.name, t.dtype, t.shape] for t in manifest(policy)]
+    doomed = start_doomed_sender(epoch=3, version=3)
+    assert doomed.stdin is not None
+    assert doomed.stdout is not None
+    try:
+        doomed.stdin.write(json.dumps(rows) + "\n")
+        doomed.stdin.flush()
+        port = int(await asyncio.to_thread(doomed.stdout.readline))
+        async with VllmClient(server.url, TOKEN) as client:
+            join = Sender(3).join()
+            await client.init_group(
+                GroupJoin(**{f: getattr(join, f) for f in join.__struct_fields__} | {"store_port": port})
+            )
+            update = asyncio.create_task(client.receive(receive(policy, 3, 3)))
+            assert await asyncio.to_thread(doomed.stdout.readline) == "sent\n"
+            await asyncio.sleep(0.2)
+            assert not update.done()
+            doomed.kill()
+            died = time.monotonic()
+            with pytest.raises(UpdateFailed, match="1 bucket") as failed:
+                await update
+            assert time.monotonic() - died < 10
+            assert failed.value.torn
+
+            stuck = asyncio.create_task(client.generate([5], n=1, max_tokens=2, cache_salt="3"))
+            await asyncio.sleep(0.3)
+            assert not stuck.done(), "a mixture of weights must not generate"
+            sender = await connect(client, 4)
+            await publish(client, sender, policy, 4)
+            assert (await stuck)[0].weight_versions[0].version == 4
+            assert np.abs(await client.prompt_logprobs(PROBE) - score(policy, PROBE)).max() < 1e-4
+    finally:
+        doomed.kill()
+        doomed.wait(10)
+        doomed.stdin.close()
+        doomed.stdout.close()
+
+
+async def test_a_silent_sender_is_an_error_within_the_timeout_and_leaves_the_weights(server: Server) -> None:
+    policy = new_weights(server.model, 5)
+    async with VllmClient(server.url, TOKEN) as client:
+        sender = await connect(client, 5)
+        await publish(client, sender, policy, 5)
+        started = time.monotonic()
+        with pytest.raises(UpdateFailed, match="0 bucket") as failed:
+            await client.receive(receive(policy, 5, 6, timeout_seconds=1))
+        assert 0.9 < time.monotonic() - started < 6
+        assert not failed.value.torn
+        assert await client.weight_version() == 5
+        assert np.abs(await client.prompt_logprobs(PROBE) - score(policy, PROBE)).max() < 1e-4
+
+
+@pytest.mark.parametrize(("bucket", "torn"), [(0, False), (2, True)])
+async def test_damaged_bytes_never_reach_the_model(server: Server, bucket: int, torn: bool) -> None:
+    good, bad = new_weights(server.model, 6), new_weights(server.model, 7)
+    epoch = 60 + 2 * bucket
+    async with VllmClient(server.url, TOKEN) as client:
+        sender = await connect(client, epoch)
+        await publish(client, sender, good, epoch)
+        sending = asyncio.create_task(asyncio.to_thread(sender.send, bad, epoch + 1, bucket))
+        with pytest.raises(UpdateFailed, match=f"bucket {bucket} .*checksum mismatch") as failed:
+            await client.receive(receive(bad, epoch, epoch + 1))
+        assert failed.value.torn == torn
+        with pytest.raises(RuntimeError):  # the receiver left, so the sender's next broadcast fails too
+            await sending
+        sender = await connect(client, epoch + 1)
+        await publish(client, sender, good, epoch + 1)
+        assert np.abs(await client.prompt_logprobs(PROBE) - score(good, PROBE)).max() < 1e-4
+
+
+async def test_an_update_left_open_by_a_client_that_died_is_taken_over(server: Server) -> None:
+    policy = new_weights(server.model, 8)
+    async with VllmClient(server.url, TOKEN) as client:
+        await client.pause()
+        await client._call("POST", "/start_weight_update", {}, 10)
+        sender = await connect(client, 80)
+        with pytest.raises(UpdateFailed, match="in no process group"):  # taking over leaves the group
+            await client.receive(receive(policy, 80, 80))
+        sender = await connect(client, 81)
+        await publish(client, sender, policy, 81)
+        assert np.abs(await client.prompt_logprobs(PROBE) - score(policy, PROBE)).max() < 1e-4
+
+
+async def test_requests_the_worker_refuses(server: Server) -> None:
+    policy = new_weights(server.model, 9)
+    async with VllmClient(server.url, TOKEN) as client:
+        sender = Sender(90)
+        with pytest.raises(ServerRefused):  # nobody opens the other side
+            await client.init_group(sender.join(timeout_seconds=1))
+        sender = await connect(client, 91)
+        with pytest.raises(UpdateFailed, match="epoch 91: join the group"):
+            await client.receive(receive(policy, 92, 92))
+    async with VllmClient(server.url, "another token") as stranger:
+        with pytest.raises(ServerRefused, match="401"):
+            await stranger.pause()
+
+
+@pytest.mark.parametrize(("tied", "fp32_head"), [(False, True), (True, True), (True, False)])
+async def test_every_kind_of_bf16_model_takes_weights(tmp_path: Path, tied: bool, fp32_head: bool) -> None:
+    """As close to the float32 forward as a bf16 forward of transformers is, within a factor of two."""
+    servers = start_server(tmp_path, tied=tied, dtype="bfloat16", fp32_head=fp32_head)
+    server = await asyncio.to_thread(next, servers)
+    try:
+        async with VllmClient(server.url, TOKEN) as client:
+            sender = await connect(client, 1)
+            for version in (1, 2):
+                policy = new_weights(server.model, version).to(torch.bfloat16)
+                await publish(client, sender, policy, version)
+                scored = await client.prompt_logprobs(PROBE)
+                in_bf16 = score(policy, PROBE)
+                exact = score(policy.float(), PROBE)
+                rounding = np.abs(in_bf16 - exact)
+                error = np.abs(scored - exact)
+                assert error.mean() < 2 * rounding.mean()
+                assert error.max() < 2 * rounding.max()
+    finally:
+        await asyncio.to_thread(servers.close)  # type: ignore[attr-defined]
