@@ -1,0 +1,81 @@
+"""How token terms become one number: a weight per token.
+
+With w from here, the loss of any set of tokens is ``-(w_n * objective_n).sum()``, and the losses (and
+gradients) of disjoint sets add up to that of their union. So ranks and micro-batches need no further division.
+
+Schemes (ScaleRL, arXiv 2510.13786 [P]), with G_p the completions of prompt p and P prompts:
+
+================== ================================================================= =====================
+``PromptAverage``  (1/P) Σ_p (1/Σ_{i∈G_p}|y_i|) Σ_{i∈G_p} Σ_t                        ScaleRL, DAPO
+``SampleAverage``  (1/P) Σ_p (1/|G_p|) Σ_{i∈G_p} (1/|y_i|) Σ_t                       GRPO
+``TokenAverage``   (1/Σ|y_i|) Σ_i Σ_t over the whole batch
+================== ================================================================= =====================
+
+|y| counts the trainable tokens: forced tokens are not the policy's. Whether the papers count forced tokens in
+the divisor is not known [?]; with all weights of a prompt summing to 1/P it cannot dilute the prompt.
+
+Shapes: see the package's legend.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from scalerl_trainer.algo.advantages import group_indices
+from scalerl_trainer.errors import BadBatchError
+
+Aggregation = Literal["PromptAverage", "SampleAverage", "TokenAverage"]
+
+
+def sequence_weights(
+    lengths_s: torch.Tensor, group_s: torch.Tensor, aggregation: Aggregation = "PromptAverage"
+) -> torch.Tensor:
+    """The weight that each trainable token of each sequence carries, float64 ``[S]``.
+
+    ``lengths_s`` counts trainable tokens and ``group_s`` names the prompt, both for the whole batch over all
+    ranks. A sequence without trainable tokens gets weight 0 and is not counted as a sample; a prompt without
+    any is not counted as a prompt. The weights, each times its sequence's length, sum to 1 (to 0 when there is no
+    trainable token at all).
+
+    Raises ``BadBatchError`` when the shapes differ, a length is negative, or the scheme is unknown.
+
+    >>> sequence_weights(torch.tensor([3, 1, 2]), torch.tensor([0, 0, 1]), "PromptAverage").tolist()
+    [0.125, 0.125, 0.25]
+    >>> sequence_weights(torch.tensor([2, 1, 4]), torch.tensor([0, 0, 1]), "SampleAverage").tolist()
+    [0.125, 0.25, 0.125]
+    >>> sequence_weights(torch.tensor([3, 1, 4]), torch.tensor([0, 0, 1]), "TokenAverage").tolist()
+    [0.125, 0.125, 0.125]
+    """
+    if lengths_s.shape != group_s.shape or lengths_s.dim() != 1:
+        raise BadBatchError(
+            f"lengths {tuple(lengths_s.shape)} and groups {tuple(group_s.shape)} must be one entry per sequence"
+        )
+    if bool((lengths_s < 0).any()):
+        raise BadBatchError("a sequence has a negative number of tokens")
+    length_s = lengths_s.double()
+    present_s = (length_s > 0).double()
+    if aggregation == "TokenAverage":
+        return present_s / length_s.sum().clamp(min=1)
+    index_s, groups = group_indices(group_s)
+    zeros_g = torch.zeros(groups, dtype=torch.float64)
+    tokens_g = zeros_g.index_add(0, index_s, length_s)
+    prompts = (tokens_g > 0).sum().clamp(min=1)
+    if aggregation == "PromptAverage":
+        return present_s / (prompts * tokens_g.clamp(min=1)[index_s])
+    if aggregation == "SampleAverage":
+        samples_g = zeros_g.index_add(0, index_s, present_s)
+        return present_s / (prompts * samples_g.clamp(min=1)[index_s] * length_s.clamp(min=1))
+    raise BadBatchError(
+        f"aggregation {aggregation!r} is unknown: choose PromptAverage, SampleAverage or TokenAverage"
+    )
+
+
+def per_token(values_s: torch.Tensor, lengths_s: torch.Tensor) -> torch.Tensor:
+    """Repeat each sequence's value for each of its trainable tokens, ``[N]``.
+
+    >>> per_token(torch.tensor([1., 5.]), torch.tensor([2, 1])).tolist()
+    [1.0, 1.0, 5.0]
+    """
+    return torch.repeat_interleave(values_s, lengths_s)

@@ -1,0 +1,137 @@
+"""How far apart trainer and generator are, token by token.
+
+With d = log π_train(y) - log π_gen(y) at tokens that π_gen sampled, and ρ = exp(d):
+
+- k1 = -d and k3 = (ρ - 1) - d both estimate KL(π_gen ‖ π_train); k1 is unbiased and may be negative, k3 is
+  unbiased too, never negative and of lower variance (Schulman's estimators [S]).
+- Σρ / N is 1 in expectation when both are the same policy.
+
+At equal weights d measures the two numerical stacks alone; over a step's whole batch it also holds staleness.
+Keep the two apart by calling this on the two sets of tokens.
+
+Statistics are sums, so that those of micro-batches and ranks add up exactly. Shapes: see the package's legend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from scalerl_trainer.errors import ExplodingRatioError, NonFiniteLogprobError
+
+# log ρ is cut here before exp, so that one broken token shows as a huge finite ratio, not as an infinite sum.
+LOG_RATIO_LIMIT = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class RatioStatistics:
+    """Sums over ``tokens`` tokens; the properties are means. Zero tokens give zeros, and ``ratio_mean`` 1.
+
+    >>> both = ratio_statistics(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.0]))
+    >>> both.kl_k3, both.ratio_mean, both.ratio_max
+    (0.0, 1.0, 1.0)
+    """
+
+    tokens: float = 0.0
+    k1_sum: float = 0.0
+    k3_sum: float = 0.0
+    ratio_sum: float = 0.0
+    ratio_square_sum: float = 0.0
+    absolute_difference_sum: float = 0.0
+    ratio_max: float = 0.0
+
+    @property
+    def kl_k1(self) -> float:
+        """Mean k1 estimate of KL(generator ‖ trainer), nats per token."""
+        return self.k1_sum / max(self.tokens, 1.0)
+
+    @property
+    def kl_k3(self) -> float:
+        """Mean k3 estimate of KL(generator ‖ trainer), nats per token, never negative."""
+        return self.k3_sum / max(self.tokens, 1.0)
+
+    @property
+    def ratio_mean(self) -> float:
+        """Mean ρ."""
+        return self.ratio_sum / self.tokens if self.tokens else 1.0
+
+    @property
+    def absolute_difference(self) -> float:
+        """Mean |log π_train - log π_gen|, nats per token."""
+        return self.absolute_difference_sum / max(self.tokens, 1.0)
+
+    @property
+    def effective_sample_fraction(self) -> float:
+        """(Σρ)² / (N Σρ²), in (0, 1]: the share of tokens that importance weighting leaves effective."""
+        return self.ratio_sum**2 / (self.tokens * self.ratio_square_sum) if self.tokens else 1.0
+
+    def __add__(self, other: RatioStatistics) -> RatioStatistics:
+        return RatioStatistics(
+            self.tokens + other.tokens,
+            self.k1_sum + other.k1_sum,
+            self.k3_sum + other.k3_sum,
+            self.ratio_sum + other.ratio_sum,
+            self.ratio_square_sum + other.ratio_square_sum,
+            self.absolute_difference_sum + other.absolute_difference_sum,
+            max(self.ratio_max, other.ratio_max),
+        )
+
+
+def ratio_vector(logprobs_n: torch.Tensor, generator_logprobs_n: torch.Tensor) -> torch.Tensor:
+    """The fields of ``RatioStatistics`` in order, as one float64 tensor ``[7]`` on the inputs' device."""
+    difference_n = (logprobs_n.detach() - generator_logprobs_n).double()
+    ratio_n = difference_n.clamp(max=LOG_RATIO_LIMIT).exp()
+    largest = ratio_n.max() if ratio_n.numel() else ratio_n.new_zeros(())
+    return torch.stack(
+        [
+            ratio_n.new_tensor(float(ratio_n.numel())),
+            -difference_n.sum(),
+            (ratio_n - 1 - difference_n).sum(),
+            ratio_n.sum(),
+            ratio_n.square().sum(),
+            difference_n.abs().sum(),
+            largest,
+        ]
+    )
+
+
+def ratio_statistics(logprobs_n: torch.Tensor, generator_logprobs_n: torch.Tensor) -> RatioStatistics:
+    """Statistics of one set of tokens. Use ``ratio_vector`` where a device-to-host copy per call is too much."""
+    return RatioStatistics(*ratio_vector(logprobs_n, generator_logprobs_n).tolist())
+
+
+def check_generator_logprobs(generator_logprobs_n: torch.Tensor) -> None:
+    """Raise ``NonFiniteLogprobError`` when a trainable token's log-probability is NaN or infinite.
+
+    >>> check_generator_logprobs(torch.tensor([-1.0, float("-inf")]))
+    Traceback (most recent call last):
+    ...
+    scalerl_trainer.errors.NonFiniteLogprobError: 1 of 2 generator log-probabilities are not finite \
+(first at flat token 1): the rollout is damaged, or forced tokens are not masked
+    """
+    bad_n = ~torch.isfinite(generator_logprobs_n)
+    count = int(bad_n.sum())
+    if count:
+        raise NonFiniteLogprobError(count, generator_logprobs_n.numel(), int(bad_n.nonzero()[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class RatioGuard:
+    """Limits beyond which an update must not be applied.
+
+    A healthy run has a mean ratio near 1 and a KL below 0.1 even at a staleness of 8; the defaults are ours, far
+    outside of that, and catch generators that hold other weights than they say.
+    """
+
+    max_mean_ratio: float = 10.0
+    max_kl: float = 5.0
+
+    def check(self, statistics: RatioStatistics, step: int) -> None:
+        """Raise ``ExplodingRatioError`` when a limit is passed (or a statistic is NaN)."""
+        for name, value, limit in (
+            ("mean ratio", statistics.ratio_mean, self.max_mean_ratio),
+            ("KL (k3)", statistics.kl_k3, self.max_kl),
+        ):
+            if not value <= limit:
+                raise ExplodingRatioError(step, name, value, limit)

@@ -1,0 +1,183 @@
+"""DeepSpeed, told what to do. Nothing else in the project imports it.
+
+No compiler is needed. What DeepSpeed would build at its first start, and how each is left out:
+
+- on CPUs a shared-memory helper for inference collectives: an accelerator object (DeepSpeed's own extension point,
+  ``set_accelerator``) that offers no compiled operation at all, which DeepSpeed takes as "not available";
+- fused Adam: we pass ``torch.optim.AdamW``, whose fused kernels are part of torch.
+
+Its gradient bookkeeping is set to the plainest mode: ``managed_gradient_accumulation`` off makes every ``step`` the
+end of an accumulation of however many micro-batches there were. It averages gradients over ranks, so the caller
+multiplies losses by the number of ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scalerl_trainer.engine.settings import EngineSettings
+
+# Without it, importing DeepSpeed on a machine without GPUs warns that it had to guess.
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+_CHECKPOINT_TAG = "state"
+_MAX_BUCKET_ELEMENTS = 50_000_000
+
+
+class CompilerFreeCpu(CPU_Accelerator):  # type: ignore[misc]
+    """DeepSpeed's CPU without operations that would have to be compiled; talks gloo."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._communication_backend_name = "gloo"
+
+    def create_op_builder(self, op_name: str) -> None:
+        """None: DeepSpeed then goes on without the operation."""
+        del op_name
+
+    def device_count(self) -> int:
+        """One: a rank is a process, and threads are torch's business."""
+        return 1
+
+
+class ClippingAdamW(torch.optim.AdamW):
+    """AdamW over whole, reduced gradients (ZeRO 0): measures their norm, refuses what is not finite, clips."""
+
+    max_norm: float = 0.0
+    gradient_norm: float = 0.0
+    refused: bool = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One update, or none and ``refused``."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+        self.gradient_norm = float(norm)
+        self.refused = not math.isfinite(self.gradient_norm)
+        if self.refused:
+            return None
+        if self.max_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm, foreach=True)
+        return super().step(closure)
+
+
+class DeepSpeedEngine:
+    """The few verbs that ``Engine`` needs."""
+
+    def __init__(self, module: torch.nn.Module, settings: EngineSettings, device: torch.device) -> None:
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        if device.type == "cpu" and not isinstance(get_accelerator(), CompilerFreeCpu):
+            set_accelerator(CompilerFreeCpu())
+        self._stage = settings.zero_stage
+        world = torch.distributed.get_world_size()
+        module = module.to(device)
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        kind = ClippingAdamW if self._stage == 0 else torch.optim.AdamW
+        optimizer = kind(
+            parameters,
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            eps=settings.epsilon,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+        if isinstance(optimizer, ClippingAdamW):
+            optimizer.max_norm = settings.max_gradient_norm
+        self._base_optimizer = optimizer
+        self.engine, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=optimizer,
+            config=_config(settings, world, sum(p.numel() for p in parameters)),
+            dist_init_required=False,
+        )
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.engine(*arguments)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of ``loss``; they will be averaged over ranks."""
+        self.engine.backward(loss)
+
+    def step(self, learning_rate: float) -> float:
+        """Apply the update, return the global gradient norm before clipping.
+
+        A norm that is NaN or infinite is returned as it is, and no weight was changed.
+        """
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.engine.step()
+        if isinstance(self._base_optimizer, ClippingAdamW):
+            return self._base_optimizer.gradient_norm
+        if not self.engine.was_step_applied():
+            return math.inf
+        return float(self.engine.get_global_grad_norm())
+
+    def reset_optimizer(self) -> None:
+        """Forget the moments and their step count: as new."""
+        for state in self._base_optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    value.zero_()
+
+    @contextmanager
+    def gathered(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+        """Whole parameters inside, on every rank; a collective under ZeRO-3, nothing otherwise."""
+        with deepspeed.zero.GatheredParameters(list(parameters), enabled=self._stage == 3):
+            yield
+
+    def shape(self, parameter: torch.nn.Parameter) -> tuple[int, ...]:
+        """The whole parameter's shape, also while ZeRO-3 holds a part of it."""
+        return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+    def save(self, directory: Path, client_state: dict[str, Any]) -> None:
+        """Model and optimizer of this rank; all ranks call it."""
+        self.engine.save_checkpoint(
+            str(directory), tag=_CHECKPOINT_TAG, client_state=client_state, save_latest=False
+        )
+
+    def load(self, directory: Path) -> dict[str, Any]:
+        """What ``save`` wrote; returns its ``client_state``. All ranks call it."""
+        _, client_state = self.engine.load_checkpoint(str(directory), tag=_CHECKPOINT_TAG)
+        return dict(client_state or {})
+
+    def close(self) -> None:
+        """Drop hooks and references."""
+        self.engine.destroy()
+
+
+def _config(settings: EngineSettings, world: int, parameters: int) -> dict[str, Any]:
+    bfloat16 = settings.dtype == "bfloat16"
+    # Buckets are allocated whole, so no larger than the model.
+    bucket = max(1, min(_MAX_BUCKET_ELEMENTS, parameters))
+    return {
+        "train_batch_size": world,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        # At stage 0 ClippingAdamW clips.
+        "gradient_clipping": settings.max_gradient_norm if settings.zero_stage else 0.0,
+        "bf16": {"enabled": bfloat16, "check_grad_overflow": bfloat16},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {
+            "stage": settings.zero_stage,
+            "overlap_comm": False,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+            "stage3_prefetch_bucket_size": bucket,
+        },
+        "wall_clock_breakdown": False,
+    }

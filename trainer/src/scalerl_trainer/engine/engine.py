@@ -1,0 +1,375 @@
+"""One engine, every update: pack, forward, loss, backward, optimizer; and whole parameters for who asks.
+
+How the gradient stays exact. The weights of ``algo.aggregation`` already hold the normalisation of the whole batch, so
+the batch's loss is the plain sum of the losses of all micro-batches on all ranks. DeepSpeed averages gradients over
+ranks; multiplying each loss by the number of ranks makes that the sum. Ranks may have different numbers of
+micro-batches: those with fewer run empty ones of weight zero, because under ZeRO-2 and 3 every forward and backward is
+a collective.
+
+What may go wrong is agreed on by all ranks before anything is applied, so that all raise the same error.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from scalerl_trainer.algo.losses import Loss, TokenBatch
+from scalerl_trainer.algo.mismatch import RatioStatistics, check_generator_logprobs, ratio_vector
+from scalerl_trainer.engine.deepspeed_engine import DeepSpeedEngine
+from scalerl_trainer.engine.distributed import gather_vectors
+from scalerl_trainer.engine.settings import EngineSettings
+from scalerl_trainer.engine.stats import FlatLogprobs, ParameterBucket, StepStats, TrainBatch
+from scalerl_trainer.errors import (
+    BadBatchError,
+    EngineError,
+    NonFiniteGradientError,
+    NonFiniteLossError,
+)
+from scalerl_trainer.models.policy import PREFIX, Policy
+from scalerl_trainer.packing import MicroBatch, PackedBatch, Sequence, pack
+
+_RATIO_FIELDS = 7
+
+
+class Engine:
+    """Trains a transformers causal language model. Every method is a collective: all ranks call it, in step.
+
+    ``join`` must have opened the process group. ``causal_lm`` is the same on all ranks (rank 0's is broadcast) and
+    belongs to the engine from now on.
+    """
+
+    def __init__(self, causal_lm: Any, settings: EngineSettings, device: torch.device) -> None:
+        if not dist.is_initialized():
+            raise EngineError("no process group: call join first")
+        self.settings = settings
+        self.device = device
+        self.steps_done = 0
+        self._failed: str | None = None
+        if settings.activation_checkpointing:
+            causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.config = causal_lm.config
+        policy = Policy(
+            causal_lm.to(getattr(torch, settings.dtype)),
+            fp32_head=settings.fp32_head,
+            chunk_bytes=settings.logit_chunk_bytes,
+        )
+        self._policy = policy
+        self._deepspeed = DeepSpeedEngine(policy, settings, device)
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+
+    # --- reading ------------------------------------------------------------------------------------------
+
+    def logprobs(self, sequences: Items[Sequence]) -> FlatLogprobs:
+        """Log-probabilities of the trainable tokens of this rank's sequences under the present weights.
+
+        Each rank gives its own (or no) sequences. Raises ``SequenceTooLongError`` on every rank.
+        """
+        packed, counts = self._pack(sequences, None)
+        logprobs_n = torch.empty(packed.trainable)
+        entropies_n = torch.empty(packed.trainable)
+        self._policy.eval()
+        with torch.no_grad():
+            for micro, real in self._micro_batches(packed, int(counts[:, 0].max())):
+                logprobs_m, entropies_m = self._forward(micro)
+                if real:
+                    logprobs_n[micro.flat_m] = logprobs_m.cpu()
+                    entropies_n[micro.flat_m] = entropies_m.cpu()
+        return FlatLogprobs(logprobs_n, entropies_n, packed.trainable_s)
+
+    def gather_parameters(
+        self, bucket_bytes: int, dtype: torch.dtype | None = None
+    ) -> Iterator[ParameterBucket]:
+        """Whole parameters in buckets of about ``bucket_bytes`` (a larger parameter is a bucket of its own).
+
+        Names are those of the transformers model, tied parameters once. ``dtype`` None keeps the model's. Under
+        ZeRO-3 each gather is finished before its bucket is yielded, so the caller may take its time. All ranks
+        must exhaust the iterator together.
+        """
+        dtype = dtype or getattr(torch, self.settings.dtype)
+        for names, parameters in self._buckets(bucket_bytes, dtype):
+            shapes = tuple(self._deepspeed.shape(parameter) for parameter in parameters)
+            tensors: tuple[torch.Tensor, ...] = ()
+            with self._deepspeed.gathered(parameters):
+                if self._rank == 0:
+                    # Under ZeRO-3 the gathered storage is gone after the block, so it is copied.
+                    copy = self.settings.zero_stage == 3
+                    tensors = tuple(p.detach().to(dtype, copy=copy) for p in parameters)
+            yield ParameterBucket(names, shapes, dtype, tensors)
+
+    # --- training -----------------------------------------------------------------------------------------
+
+    def step(self, batch: TrainBatch, loss: Loss, *, learning_rate: float | None = None) -> StepStats:
+        """One update from this rank's share of a batch. ``learning_rate`` overrides the settings' schedule.
+
+        A batch without any trainable token on any rank changes nothing and says ``applied=False``.
+
+        Raises, on all ranks and before anything is applied: ``BadBatchError`` (and ``NonFiniteLogprobError``,
+        ``SequenceTooLongError``), ``NonFiniteLossError``, ``NonFiniteGradientError``, ``ExplodingRatioError``.
+        After one of the last three gradients are half way: the engine refuses to go on until ``load``.
+        """
+        self._require_usable()
+        begin = time.perf_counter()
+        packed, counts = self._pack(batch.sequences, batch)
+        micro_batches, trainable, tokens, padding, sequences = (int(c) for c in counts.sum(0)[:5])
+        rate = self.settings.learning_rate_at(self.steps_done) if learning_rate is None else learning_rate
+        if trainable == 0:
+            seconds = {"total": time.perf_counter() - begin}
+            return StepStats(
+                self.steps_done, False, 0.0, 0.0, rate, 0.0, 0, 0, 0, sequences, 0, None, None, {}, seconds
+            )
+        packed_at = time.perf_counter()
+        sums, names = self._accumulate(packed, batch, loss, int(counts[:, 0].max()))
+        rows = gather_vectors(sums)
+        computed_at = time.perf_counter()
+        total = rows.sum(0)
+        ratios, fresh = (self._ratios(rows, 2 + k * _RATIO_FIELDS) for k in range(2))
+        known = bool(counts[:, 6].any())
+        try:
+            self._check(float(total[0]), ratios)
+            gradient_norm = self._deepspeed.step(rate)
+            if not math.isfinite(gradient_norm):
+                raise NonFiniteGradientError(self.steps_done, gradient_norm)
+        except Exception as error:
+            self._failed = str(error)
+            raise
+        end = time.perf_counter()
+        self.steps_done += 1
+        return StepStats(
+            step=self.steps_done - 1,
+            applied=True,
+            loss=float(total[0]),
+            gradient_norm=gradient_norm,
+            learning_rate=rate,
+            entropy=float(total[1]) / trainable,
+            trainable_tokens=trainable,
+            tokens=tokens,
+            padding=padding,
+            sequences=sequences,
+            micro_batches=micro_batches,
+            ratios=ratios if batch.generator_logprobs_n is not None else None,
+            fresh_ratios=fresh if known else None,
+            loss_means={
+                name: float(value) / trainable
+                for name, value in zip(names, total[2 + 2 * _RATIO_FIELDS :], strict=True)
+            },
+            seconds={
+                "pack": packed_at - begin,
+                "compute": computed_at - packed_at,
+                "update": end - computed_at,
+                "total": end - begin,
+            },
+        )
+
+    def reset_optimizer(self) -> None:
+        """Fresh moments and a step count of 0 with the present weights: what follows a warm start."""
+        self._deepspeed.reset_optimizer()
+        self.steps_done = 0
+
+    # --- state --------------------------------------------------------------------------------------------
+
+    def save(self, directory: Path) -> None:
+        """Everything that a later ``load`` needs, into an existing, empty ``directory``; not atomic by itself."""
+        self._require_usable()
+        self._deepspeed.save(directory, {"steps_done": self.steps_done, **self._shape()})
+
+    def load(self, directory: Path) -> None:
+        """Continue from what ``save`` wrote. Raises ``EngineError`` when it was of another shape or is missing."""
+        if not directory.is_dir():
+            raise EngineError(f"{directory} is not a folder: there is no engine state to load")
+        state = self._deepspeed.load(directory)
+        found = {key: state.get(key) for key in self._shape()}
+        if found != self._shape():
+            raise EngineError(
+                f"{directory} was saved with {found}, this run has {self._shape()}: resume with the same number of "
+                "ranks, zeroStage and dtype"
+            )
+        self.steps_done = int(state["steps_done"])
+        self._failed = None
+
+    def close(self) -> None:
+        """Let go of DeepSpeed's hooks; the process group stays (see ``leave``)."""
+        self._deepspeed.close()
+
+    # --- inside -------------------------------------------------------------------------------------------
+
+    def _shape(self) -> dict[str, object]:
+        return {"world": self._world, "zero_stage": self.settings.zero_stage, "dtype": self.settings.dtype}
+
+    def _require_usable(self) -> None:
+        if self._failed is not None:
+            raise EngineError(f"the last step failed ({self._failed}): load a checkpoint first")
+
+    def _pack(self, sequences: Items[Sequence], batch: TrainBatch | None) -> tuple[PackedBatch, torch.Tensor]:
+        """Pack this rank's share; agree with all ranks on its size and on whether anyone's is bad.
+
+        Returns per rank ``[world, 7]``: micro-batches, trainable tokens, tokens, padding, sequences, bad, fresh known.
+        """
+        error: BadBatchError | None = None
+        packed = PackedBatch((), torch.zeros(0, dtype=torch.long), 0, 0)
+        try:
+            packed = pack(sequences, self.settings.row_tokens, self.settings.rows_per_micro_batch)
+            if batch is not None:
+                _check_batch(batch, packed)
+        except BadBatchError as caught:
+            error = caught
+        counts = gather_vectors(
+            torch.tensor(
+                [
+                    len(packed.micro_batches),
+                    packed.trainable,
+                    packed.tokens,
+                    packed.padding,
+                    len(sequences),
+                    error is not None,
+                    batch is not None and batch.fresh_n is not None,
+                ],
+                dtype=torch.long,
+                device=self.device,
+            )
+        )
+        if error is not None:
+            raise error
+        if bool(counts[:, 5].any()):
+            ranks = counts[:, 5].nonzero().flatten().tolist()
+            raise BadBatchError(f"the share of rank {ranks[0]} cannot be trained on; see its log")
+        return packed, counts
+
+    def _micro_batches(self, packed: PackedBatch, count: int) -> Iterator[tuple[MicroBatch, bool]]:
+        """``count`` micro-batches: the real ones, then empty ones that keep the ranks' collectives in step."""
+        for micro in packed.micro_batches:
+            yield micro, True
+        for _ in range(count - len(packed.micro_batches)):
+            zero = torch.zeros(1, dtype=torch.long)
+            yield MicroBatch(zero[None], zero[None], zero, zero, zero, zero), False
+
+    def _forward(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = (micro.input_ids_bt, micro.position_ids_bt, micro.predict_at_m, micro.target_m)
+        moved = (tensor.to(self.device, non_blocking=True) for tensor in inputs)
+        result: tuple[torch.Tensor, torch.Tensor] = self._deepspeed(*moved, self.settings.temperature, True)
+        return result
+
+    def _accumulate(
+        self, packed: PackedBatch, batch: TrainBatch, loss: Loss, count: int
+    ) -> tuple[torch.Tensor, list[str]]:
+        """Forward and backward of every micro-batch.
+
+        Returns sums ``[2 + 2 * 7 + L]`` float64 on the device: loss, entropy, ratios, fresh ratios, the loss's own;
+        and the names of the latter.
+        """
+        self._policy.train()
+        sums: torch.Tensor | None = None
+        names: list[str] = []
+        for micro, real in self._micro_batches(packed, count):
+            logprobs_m, entropies_m = self._forward(micro)
+            tokens = self._token_batch(micro, real, batch, logprobs_m)
+            output = loss(tokens)
+            self._deepspeed.backward(output.loss * self._world)
+            names = sorted(output.sums)
+            fresh_m = (
+                batch.fresh_n[micro.flat_m].to(self.device) if real and batch.fresh_n is not None else None
+            )
+            generator_m = tokens.generator_logprobs_n
+            parts = [
+                torch.stack([output.loss.detach().double(), entropies_m.double().sum()]),
+                ratio_vector(logprobs_m, generator_m),
+                ratio_vector(logprobs_m[fresh_m], generator_m[fresh_m])
+                if fresh_m is not None
+                else sums_zero(_RATIO_FIELDS, self.device),
+                *(output.sums[name].double().reshape(1) for name in names),
+            ]
+            part = torch.cat(parts)
+            if not real:
+                part = torch.zeros_like(part)
+            sums = part if sums is None else _add_sums(sums, part)
+        if sums is None:
+            raise EngineError("a batch with trainable tokens gave no micro-batch")
+        return sums, names
+
+    def _token_batch(
+        self, micro: MicroBatch, real: bool, batch: TrainBatch, logprobs_m: torch.Tensor
+    ) -> TokenBatch:
+        own_m = logprobs_m.detach()
+        if not real:
+            zeros_m = torch.zeros_like(own_m)
+            return TokenBatch(logprobs_m, own_m, zeros_m, zeros_m, micro.sequence_m.to(self.device))
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(self.device, torch.float32, non_blocking=True)
+
+        generator = batch.generator_logprobs_n
+        _, sequence_m = torch.unique(micro.sequence_m, return_inverse=True)
+        return TokenBatch(
+            logprobs_m,
+            own_m if generator is None else move(generator[micro.flat_m]),
+            move(batch.advantages_s[micro.sequence_m]),
+            move(batch.weights_s[micro.sequence_m]),
+            sequence_m.to(self.device),
+        )
+
+    def _ratios(self, rows: torch.Tensor, start: int) -> RatioStatistics:
+        total = RatioStatistics()
+        for row in rows[:, start : start + _RATIO_FIELDS].tolist():
+            total = total + RatioStatistics(*row)
+        return total
+
+    def _check(self, loss: float, ratios: RatioStatistics) -> None:
+        if not math.isfinite(loss):
+            raise NonFiniteLossError(self.steps_done, "loss", loss)
+        if self.settings.ratio_guard is not None:
+            self.settings.ratio_guard.check(ratios, self.steps_done)
+
+    def _buckets(
+        self, bucket_bytes: int, dtype: torch.dtype
+    ) -> Iterator[tuple[tuple[str, ...], list[torch.nn.Parameter]]]:
+        names: list[str] = []
+        parameters: list[torch.nn.Parameter] = []
+        filled = 0
+        for name, parameter in self._policy.named_parameters():
+            # The head shares the output embedding's parameter; named_parameters gives each parameter once.
+            size = math.prod(self._deepspeed.shape(parameter)) * dtype.itemsize
+            if parameters and filled + size > bucket_bytes:
+                yield tuple(names), parameters
+                names, parameters, filled = [], [], 0
+            names.append(name.removeprefix(PREFIX))
+            parameters.append(parameter)
+            filled += size
+        if parameters:
+            yield tuple(names), parameters
+
+
+def sums_zero(count: int, device: torch.device) -> torch.Tensor:
+    """``count`` float64 zeros."""
+    return torch.zeros(count, dtype=torch.float64, device=device)
+
+
+def _add_sums(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Add two vectors of ``_accumulate``: all are sums but the two largest ratios."""
+    total = left + right
+    for start in (2, 2 + _RATIO_FIELDS):
+        last = start + _RATIO_FIELDS - 1
+        total[last] = torch.maximum(left[last], right[last])
+    return total
+
+
+def _check_batch(batch: TrainBatch, packed: PackedBatch) -> None:
+    sequences, trainable = len(batch.sequences), packed.trainable
+    for name, tensor, expected in (
+        ("weights_s", batch.weights_s, sequences),
+        ("advantages_s", batch.advantages_s, sequences),
+        ("generator_logprobs_n", batch.generator_logprobs_n, trainable),
+        ("fresh_n", batch.fresh_n, trainable),
+    ):
+        if tensor is not None and tuple(tensor.shape) != (expected,):
+            raise BadBatchError(f"{name} has shape {tuple(tensor.shape)}, expected ({expected},)")
+    if not bool(torch.isfinite(batch.weights_s).all() & torch.isfinite(batch.advantages_s).all()):
+        raise BadBatchError("weights or advantages are not finite")
+    if batch.generator_logprobs_n is not None:
+        check_generator_logprobs(batch.generator_logprobs_n)

@@ -1,0 +1,61 @@
+"""What an engine is told once, at its start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from scalerl_trainer.algo.mismatch import RatioGuard
+from scalerl_trainer.errors import EngineError
+from scalerl_trainer.models.head import DEFAULT_CHUNK_BYTES
+
+Dtype = Literal["bfloat16", "float32"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Defaults of the optimizer are ScaleRL's (arXiv 2510.13786 [P]): AdamW, constant 5e-7 after a linear warm-up
+    of 100 steps, ε 1e-15, weight decay 0.01. Betas are AdamW's own; the paper's are not known [?].
+
+    ``row_tokens``            longest prompt plus completion, and length of a packed row
+    ``rows_per_micro_batch``  rows of one forward pass
+    ``temperature``           the generator's: log-probabilities are of logits / temperature
+    ``max_gradient_norm``     of the global gradient; 0 does not clip
+    ``ratio_guard``           None never refuses an update for its ratios
+    """
+
+    zero_stage: int = 1
+    dtype: Dtype = "bfloat16"
+    learning_rate: float = 5e-7
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-15
+    weight_decay: float = 0.01
+    warmup_steps: int = 100
+    max_gradient_norm: float = 1.0
+    row_tokens: int = 16384
+    rows_per_micro_batch: int = 1
+    temperature: float = 1.0
+    activation_checkpointing: bool = False
+    fp32_head: bool = True
+    logit_chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    ratio_guard: RatioGuard | None = field(default_factory=RatioGuard)
+
+    def __post_init__(self) -> None:
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise EngineError(f"ZeRO stage {self.zero_stage} does not exist: choose 0, 1, 2 or 3")
+        if self.zero_stage == 0 and self.dtype == "bfloat16":
+            raise EngineError("bfloat16 with ZeRO stage 0 keeps no float32 master weights: choose stage 1")
+        for name in ("row_tokens", "rows_per_micro_batch", "temperature", "logit_chunk_bytes"):
+            if not getattr(self, name) > 0:
+                raise EngineError(f"{name} must be positive, not {getattr(self, name)}")
+        for name in ("learning_rate", "weight_decay", "warmup_steps", "max_gradient_norm"):
+            if not getattr(self, name) >= 0:
+                raise EngineError(f"{name} must not be negative, not {getattr(self, name)}")
+
+    def learning_rate_at(self, step: int) -> float:
+        """Linear warm-up to ``learning_rate``, constant after. Steps count from 0; the first is not zero.
+
+        >>> [round(EngineSettings(learning_rate=4.0, warmup_steps=4).learning_rate_at(s), 2) for s in (0, 3, 9)]
+        [1.0, 4.0, 4.0]
+        """
+        return self.learning_rate * min(1.0, (step + 1) / max(1, self.warmup_steps))

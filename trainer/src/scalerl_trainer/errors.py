@@ -1,0 +1,106 @@
+"""What this package raises on purpose.
+
+::
+
+    TrainerError
+    ├── BadBatchError              a batch that cannot be trained on, whatever the weights are
+    │   ├── SequenceTooLongError   one sequence does not fit into a row
+    │   └── NonFiniteLogprobError  the generator's log-probabilities hold NaN or infinity
+    ├── DivergedError              training left the road; the update was not applied
+    │   ├── NonFiniteLossError
+    │   ├── NonFiniteGradientError
+    │   └── ExplodingRatioError    trainer and generator disagree beyond the guard's limit
+    ├── ModelError                 the model or tokenizer cannot be used
+    │   ├── ModelNotFoundError
+    │   ├── TokenizerError         a needed token is missing
+    │   └── ModelTooLargeError     it would not fit into memory
+    └── EngineError                the engine cannot do what was asked in its present state or settings
+"""
+
+from __future__ import annotations
+
+
+class TrainerError(Exception):
+    """Base of all errors that the trainer raises on purpose."""
+
+
+class BadBatchError(TrainerError):
+    """A batch that cannot be trained on, whatever the weights are."""
+
+
+class SequenceTooLongError(BadBatchError):
+    """A sequence has more tokens than a row may hold."""
+
+    def __init__(self, index: int, tokens: int, row_tokens: int) -> None:
+        self.index, self.tokens, self.row_tokens = index, tokens, row_tokens
+        super().__init__(
+            f"sequence {index} has {tokens} tokens, a row holds {row_tokens}: raise the row length or lower "
+            "the longest prompt plus completion"
+        )
+
+
+class NonFiniteLogprobError(BadBatchError):
+    """Log-probabilities from the generator hold NaN or an infinity at trainable tokens."""
+
+    def __init__(self, count: int, total: int, first: int) -> None:
+        self.count, self.total, self.first = count, total, first
+        super().__init__(
+            f"{count} of {total} generator log-probabilities are not finite (first at flat token {first}): "
+            "the rollout is damaged, or forced tokens are not masked"
+        )
+
+
+class DivergedError(TrainerError):
+    """Training left the road at ``step``; the update was not applied."""
+
+    def __init__(self, step: int, statistic: str, value: float, advice: str) -> None:
+        self.step, self.statistic, self.value = step, statistic, value
+        super().__init__(f"step {step}: {statistic} is {value:g}, the update was not applied; {advice}")
+
+
+class NonFiniteLossError(DivergedError):
+    """The loss, or a statistic it is made of, is NaN or infinite."""
+
+    def __init__(self, step: int, statistic: str, value: float) -> None:
+        super().__init__(step, statistic, value, "go back to the last checkpoint")
+
+
+class NonFiniteGradientError(DivergedError):
+    """The global gradient norm is NaN or infinite."""
+
+    def __init__(self, step: int, value: float) -> None:
+        super().__init__(step, "gradient norm", value, "go back to the last checkpoint")
+
+
+class ExplodingRatioError(DivergedError):
+    """The ratio of trainer to generator probabilities is beyond the guard's limit."""
+
+    def __init__(self, step: int, statistic: str, value: float, limit: float) -> None:
+        self.limit = limit
+        super().__init__(
+            step,
+            statistic,
+            value,
+            f"the limit is {limit:g}: check that the generators hold the published weights and sample at the "
+            "recipe's temperature",
+        )
+
+
+class ModelError(TrainerError):
+    """The model or its tokenizer cannot be used."""
+
+
+class ModelNotFoundError(ModelError):
+    """No model at the given folder or hub name and revision."""
+
+
+class TokenizerError(ModelError):
+    """The tokenizer lacks a token that training or generation needs."""
+
+
+class ModelTooLargeError(ModelError):
+    """The model's training state would not fit into memory."""
+
+
+class EngineError(TrainerError):
+    """The engine cannot do what was asked in its present state or with its settings."""

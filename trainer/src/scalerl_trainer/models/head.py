@@ -1,0 +1,115 @@
+"""From hidden states to log-probabilities of given tokens, without ever holding all logits.
+
+With a vocabulary of V and M trainable tokens, the logits and what softmax keeps for its gradient would be several
+tensors of M × V floats: 10 GB for 16,384 tokens and 150,000 words. Here positions are processed in chunks, the
+forward keeps the log-normaliser of each token only, and the backward computes a chunk's logits again: one product
+more, memory bounded by ``chunk_bytes``.
+
+``fp32``: hidden states and weight are cast to float32 before the product. ScaleRL (arXiv 2510.13786) finds its
+asymptote at .61 with float32 logits on both sides and at .52 without [P]. Off: the product runs in the model's
+dtype and its result is cast, as inference servers do.
+
+Log-probabilities are of ``logits / temperature``: those of the distribution that the generator sampled from.
+
+Shapes: ``m`` trainable tokens, ``d`` hidden size, ``v`` vocabulary, ``c`` a chunk of positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+DEFAULT_CHUNK_BYTES = 64 * 2**20
+
+
+class LogprobHead(nn.Module):
+    """Shares the output embedding's parameter; it owns none of its own.
+
+    It is a module, called as one, so that ZeRO-3 gathers the weight around it, forward and backward.
+    """
+
+    weight: nn.Parameter
+    fp32: bool
+    chunk_bytes: int
+
+    def __init__(self, output: nn.Linear, *, fp32: bool, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> None:
+        super().__init__()
+        if output.bias is not None:
+            raise ValueError("an output embedding with a bias is not supported")
+        self.weight = output.weight
+        self.fp32 = fp32
+        self.chunk_bytes = chunk_bytes
+
+    def forward(
+        self, hidden_md: torch.Tensor, target_m: torch.Tensor, temperature: float, entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and entropies (nats, without gradient; empty unless asked for), float32 ``[M]``."""
+        vocabulary = self.weight.shape[0]
+        chunk = max(1, self.chunk_bytes // (4 * vocabulary))
+        result: tuple[torch.Tensor, torch.Tensor] = _ChunkedLogprob.apply(  # type: ignore[no-untyped-call]
+            hidden_md, self.weight, target_m, temperature, self.fp32, chunk, entropy
+        )
+        return result
+
+
+class _ChunkedLogprob(torch.autograd.Function):
+    """d log p(target) / d logits = (onehot(target) - softmax) / temperature, recomputed chunk by chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_md: torch.Tensor,
+        weight_vd: torch.Tensor,
+        target_m: torch.Tensor,
+        temperature: float,
+        fp32: bool,
+        chunk: int,
+        entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        count = hidden_md.shape[0]
+        logprob_m = torch.empty(count, dtype=torch.float32, device=hidden_md.device)
+        normalizer_m = torch.empty_like(logprob_m)
+        entropy_m = torch.empty_like(logprob_m) if entropy else logprob_m.new_empty(0)
+        matrix_vd = weight_vd.float() if fp32 else weight_vd
+        for start in range(0, count, chunk):
+            part = slice(start, start + chunk)
+            logits_cv = _logits(hidden_md[part], matrix_vd, temperature)
+            normalizer_c = torch.logsumexp(logits_cv, dim=-1)
+            normalizer_m[part] = normalizer_c
+            logprob_m[part] = logits_cv.gather(1, target_m[part, None]).squeeze(1) - normalizer_c
+            if entropy:
+                # H = log Z - Σ p·logit, in place: the chunk is not needed again.
+                probability_cv = torch.exp(logits_cv - normalizer_c[:, None])
+                entropy_m[part] = normalizer_c - (probability_cv.mul_(logits_cv)).sum(-1)
+        # The parameter itself is saved, not its float32 copy: under ZeRO-3 its storage comes and goes.
+        ctx.save_for_backward(hidden_md, weight_vd, target_m, normalizer_m)
+        ctx.temperature, ctx.fp32, ctx.chunk = temperature, fp32, chunk
+        ctx.mark_non_differentiable(entropy_m)
+        return logprob_m, entropy_m
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden_md, weight_vd, target_m, normalizer_m = ctx.saved_tensors
+        upstream_m = gradients[0]
+        matrix_vd = weight_vd.float() if ctx.fp32 else weight_vd
+        grad_hidden_md = torch.empty_like(hidden_md)
+        # Summed over chunks, so kept in float32 whatever the model's dtype is.
+        grad_weight_vd = torch.zeros_like(weight_vd, dtype=torch.float32)
+        for start in range(0, hidden_md.shape[0], ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            states_cd = hidden_md[part]
+            logits_cv = _logits(states_cd, matrix_vd, ctx.temperature)
+            scale_c = (upstream_m[part] / ctx.temperature)[:, None]
+            delta_cv = logits_cv.sub_(normalizer_m[part, None]).exp_().mul_(-scale_c)
+            delta_cv.scatter_add_(1, target_m[part, None], scale_c)
+            delta_cv = delta_cv.to(matrix_vd.dtype)
+            grad_hidden_md[part] = (delta_cv @ matrix_vd).to(hidden_md.dtype)
+            grad_weight_vd += delta_cv.t() @ states_cd.to(matrix_vd.dtype)
+        return grad_hidden_md, grad_weight_vd.to(weight_vd.dtype), None, None, None, None, None
+
+
+def _logits(states_cd: torch.Tensor, matrix_vd: torch.Tensor, temperature: float) -> torch.Tensor:
+    logits_cv = (states_cd.to(matrix_vd.dtype) @ matrix_vd.t()).float()
+    return logits_cv if temperature == 1.0 else logits_cv.div_(temperature)

@@ -1,0 +1,97 @@
+"""A model and its tokenizer from a folder or from the hub.
+
+``HF_HUB_OFFLINE=1`` is honoured by the hub client itself: then only its cache is read, and what is not there is a
+``ModelNotFoundError`` that says so.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from scalerl_trainer.errors import ModelNotFoundError, TokenizerError
+from scalerl_trainer.models.memory import Dtype
+
+
+def load_model(
+    name_or_path: str, *, revision: str | None = None, dtype: Dtype = "bfloat16", attention: str = "sdpa"
+) -> Any:
+    """The causal language model, in ``dtype``, on the CPU, in training mode.
+
+    ``name_or_path`` is a folder when one of that name exists, else a hub name. Raises ``ModelNotFoundError``.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    _check_source(name_or_path)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            name_or_path,
+            revision=revision or "main",
+            dtype=getattr(torch, dtype),
+            attn_implementation=attention,
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelNotFoundError(_advice("model", name_or_path, revision, error)) from error
+    model.config.use_cache = False
+    return model.train()
+
+
+def load_config(name_or_path: str, *, revision: str | None = None) -> Any:
+    """The configuration alone, for checks before anything large is read. Raises ``ModelNotFoundError``."""
+    from transformers import AutoConfig
+
+    _check_source(name_or_path)
+    try:
+        return AutoConfig.from_pretrained(name_or_path, revision=revision or "main")
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(_advice("model configuration", name_or_path, revision, error)) from error
+
+
+def load_tokenizer(name_or_path: str, *, revision: str | None = None, chat: bool = False) -> Any:
+    """The tokenizer, checked by ``check_tokenizer``. Raises ``ModelNotFoundError`` or ``TokenizerError``."""
+    from transformers import AutoTokenizer
+
+    _check_source(name_or_path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision or "main")
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(_advice("tokenizer", name_or_path, revision, error)) from error
+    check_tokenizer(tokenizer, name_or_path, chat=chat)
+    return tokenizer
+
+
+def check_tokenizer(tokenizer: Any, name: str, *, chat: bool = False) -> None:
+    """Raise ``TokenizerError`` unless there is an end token (completions must be able to end) and, for ``chat``,
+    a chat template. A padding token is not needed: packing pads with what nobody reads."""
+    if tokenizer.eos_token_id is None:
+        raise TokenizerError(
+            f"the tokenizer of {name} has no end-of-sequence token, so no completion could end: set eos_token in "
+            "its tokenizer_config.json"
+        )
+    if chat and not tokenizer.chat_template:
+        raise TokenizerError(
+            f"the tokenizer of {name} has no chat template: use prompt format Raw, or add chat_template.jinja"
+        )
+
+
+def _check_source(name_or_path: str) -> None:
+    path = Path(name_or_path)
+    looks_like_path = path.is_absolute() or name_or_path.startswith((".", "~")) or name_or_path.count("/") > 1
+    if looks_like_path and not path.is_dir():
+        raise ModelNotFoundError(f"{name_or_path} is not a folder")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ModelNotFoundError(f"{name_or_path} holds no config.json: is it a model folder?")
+
+
+def _advice(what: str, name: str, revision: str | None, error: Exception) -> str:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    place = name if Path(name).is_dir() else f"{name} at revision {revision or 'main'}"
+    if Path(name).is_dir():
+        hint = "check the folder's files"
+    elif os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
+        hint = "HF_HUB_OFFLINE is set and it is not in the cache: download it first, or unset the variable"
+    else:
+        hint = "check name, revision, network and access token"
+    return f"cannot load the {what} of {place}: {reason}; {hint}"

@@ -1,0 +1,66 @@
+"""The module that the engine trains: a causal language model that answers with log-probabilities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from scalerl_trainer.errors import ModelError
+from scalerl_trainer.models.head import DEFAULT_CHUNK_BYTES, LogprobHead
+
+# Settings of configurations whose logits are more than hidden states times the output embedding.
+_LOGIT_TRANSFORMS = {
+    "final_logit_softcapping": None,
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+    "lm_head_multiplier": 1.0,
+}
+PREFIX = "causal_lm."
+
+
+class Policy(nn.Module):
+    """A transformers causal language model with ``LogprobHead`` in place of its own logits.
+
+    Raises ``ModelError`` for architectures whose logits are scaled, capped or biased: their log-probabilities
+    would silently differ from the generator's.
+    """
+
+    causal_lm: Any
+    head: LogprobHead
+
+    def __init__(self, causal_lm: Any, *, fp32_head: bool, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> None:
+        super().__init__()
+        config = causal_lm.config
+        for name, neutral in _LOGIT_TRANSFORMS.items():
+            value = getattr(config, name, neutral)
+            if value not in (None, neutral):
+                raise ModelError(f"{config.model_type}: logits with {name} = {value} are not supported")
+        output = causal_lm.get_output_embeddings()
+        if not isinstance(output, nn.Linear) or output.bias is not None:
+            raise ModelError(
+                f"{config.model_type}: the output embedding must be a linear layer without a bias, not {output!r}"
+            )
+        self.causal_lm = causal_lm
+        self.head = LogprobHead(output, fp32=fp32_head, chunk_bytes=chunk_bytes)
+
+    def forward(
+        self,
+        input_ids_bt: torch.Tensor,
+        position_ids_bt: torch.Tensor,
+        predict_at_m: torch.Tensor,
+        target_m: torch.Tensor,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities of ``target_m`` (with gradient) and entropies, float32 ``[M]``.
+
+        Arguments as in ``packing.MicroBatch``. No attention mask: packing speaks through the positions.
+        """
+        hidden_btd = self.causal_lm.base_model(
+            input_ids=input_ids_bt, position_ids=position_ids_bt, use_cache=False
+        ).last_hidden_state
+        hidden_md = hidden_btd.flatten(0, 1).index_select(0, predict_at_m)
+        result: tuple[torch.Tensor, torch.Tensor] = self.head(hidden_md, target_m, temperature, entropy)
+        return result

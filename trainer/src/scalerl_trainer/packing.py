@@ -1,0 +1,214 @@
+"""Sequences to rows, rows to micro-batches, and everything back to one flat order of tokens.
+
+A row holds several sequences one behind the other; positions start again at 0 with each, which is how
+transformers tells them apart when no attention mask is given (block-diagonal masks with ``sdpa``, for any number
+of rows; variable-length kernels with ``flash_attention_2``, for one row at a time). So the packed log-probabilities
+are those of each sequence alone.
+
+Which row length is fast depends on the kernel. Variable-length kernels cost nothing for foreign tokens: one long
+row per micro-batch. With ``sdpa`` a row of T tokens pays T² whatever is in it, so short rows, several to a
+micro-batch, are better: rows of 256 tokens beat rows of 2,048 by 2.7 times on one CPU core with a 0.9 M-parameter
+model, and a micro-batch whose rows hold one sequence each needs no mask at all.
+
+Shapes: ``b`` row of a micro-batch, ``t`` place in the row, ``n`` trainable token in flat order (sequence after
+sequence, left to right), ``s`` sequence, ``m`` trainable token of one micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from scalerl_trainer.errors import BadBatchError, SequenceTooLongError
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """A prompt and one completion, as token ids.
+
+    ``trainable`` says for each completion token whether the policy chose it (None: it chose all).
+    """
+
+    prompt: Items[int]
+    completion: Items[int]
+    trainable: Items[bool] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise BadBatchError(
+                "a sequence needs at least one prompt token: the first completion token is predicted from it"
+            )
+        if self.trainable is not None and len(self.trainable) != len(self.completion):
+            raise BadBatchError(
+                f"a completion of {len(self.completion)} tokens has a mask of {len(self.trainable)}"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and completion together."""
+        return len(self.prompt) + len(self.completion)
+
+    def trainable_places(self) -> list[int]:
+        """Places of the trainable tokens in the completion."""
+        if self.trainable is None:
+            return list(range(len(self.completion)))
+        return [place for place, keep in enumerate(self.trainable) if keep]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What one forward pass reads.
+
+    ``input_ids_bt``, ``position_ids_bt``  int64 ``[B, T]``
+    ``predict_at_m``  int64, index into the flattened ``[B * T]`` hidden states that predict each trainable token
+    ``target_m``      int64, the trainable token's id
+    ``flat_m``        int64, its place in the batch's flat order
+    ``sequence_m``    int64, its sequence in the batch
+    """
+
+    input_ids_bt: torch.Tensor
+    position_ids_bt: torch.Tensor
+    predict_at_m: torch.Tensor
+    target_m: torch.Tensor
+    flat_m: torch.Tensor
+    sequence_m: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """``trainable_s``: int64, trainable tokens of each sequence; ``tokens``: all of prompts and completions that
+    are computed; ``padding``: places computed for nothing."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    trainable_s: torch.Tensor
+    tokens: int
+    padding: int
+
+    @property
+    def trainable(self) -> int:
+        """Trainable tokens of the batch, N."""
+        return int(self.trainable_s.sum())
+
+
+def pack(sequences: Items[Sequence], row_tokens: int, rows_per_micro_batch: int = 1) -> PackedBatch:
+    """Pack by first-fit-decreasing into rows of at most ``row_tokens``; a sequence is never split.
+
+    Full rows come first, and a micro-batch takes rows as long as they, padded to the longest of them, stay within
+    ``rows_per_micro_batch * row_tokens`` places. Only what predicts something is computed: the last token of a
+    sequence is left out, and so is a sequence without trainable tokens. The result depends on the arguments alone.
+
+    Raises ``SequenceTooLongError``; ``ValueError`` when a limit is not positive.
+
+    >>> batch = pack([Sequence([1, 2], [3, 4]), Sequence([5], [6])], row_tokens=8)
+    >>> batch.micro_batches[0].input_ids_bt.tolist(), batch.micro_batches[0].position_ids_bt.tolist()
+    ([[1, 2, 3, 5]], [[0, 1, 2, 0]])
+    >>> batch.micro_batches[0].predict_at_m.tolist(), batch.micro_batches[0].target_m.tolist()
+    ([1, 2, 3], [3, 4, 6])
+    """
+    if row_tokens < 1 or rows_per_micro_batch < 1:
+        raise ValueError(
+            f"row_tokens {row_tokens} and rows_per_micro_batch {rows_per_micro_batch} must be positive"
+        )
+    places = [sequence.trainable_places() for sequence in sequences]
+    for index, sequence in enumerate(sequences):
+        if sequence.tokens > row_tokens:
+            raise SequenceTooLongError(index, sequence.tokens, row_tokens)
+    # What comes after the last trainable token predicts nothing.
+    lengths = [len(s.prompt) + p[-1] if p else 0 for s, p in zip(sequences, places, strict=True)]
+    rows = _first_fit_decreasing(lengths, row_tokens)
+    offsets = [0]
+    for place in places:
+        offsets.append(offsets[-1] + len(place))
+    micro_batches = []
+    computed = 0
+    for group in _group_rows(rows, lengths, row_tokens * rows_per_micro_batch):
+        micro = _micro_batch(group, sequences, places, lengths, offsets)
+        computed += micro.input_ids_bt.numel()
+        micro_batches.append(micro)
+    trainable_s = torch.tensor([end - start for start, end in pairwise(offsets)], dtype=torch.long)
+    return PackedBatch(tuple(micro_batches), trainable_s, sum(lengths), computed - sum(lengths))
+
+
+def _first_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Rows of sequence indices, fullest rows first. Length 0 is left out."""
+    rows: list[list[int]] = []
+    room: list[int] = []
+    shortest = min((length for length in lengths if length), default=0)
+    first_open = 0
+    for index in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        while first_open < len(rows) and room[first_open] < shortest:
+            first_open += 1
+        for row in range(first_open, len(rows)):
+            if room[row] >= length:
+                rows[row].append(index)
+                room[row] -= length
+                break
+        else:
+            rows.append([index])
+            room.append(capacity - length)
+    return [rows[row] for row in sorted(range(len(rows)), key=lambda r: (room[r], r))]
+
+
+def _group_rows(rows: list[list[int]], lengths: list[int], budget: int) -> list[list[list[int]]]:
+    groups: list[list[list[int]]] = []
+    longest = 0
+    for row in rows:
+        fill = sum(lengths[index] for index in row)
+        longest = max(longest, fill)
+        if groups and (len(groups[-1]) + 1) * longest <= budget:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+            longest = fill
+    return groups
+
+
+def _micro_batch(
+    rows: list[list[int]],
+    sequences: Items[Sequence],
+    places: list[list[int]],
+    lengths: list[int],
+    offsets: list[int],
+) -> MicroBatch:
+    width = max(sum(lengths[index] for index in row) for row in rows)
+    one_each = all(len(row) == 1 for row in rows)
+    ids: list[list[int]] = []
+    positions: list[list[int]] = []
+    predict_at: list[int] = []
+    target: list[int] = []
+    flat: list[int] = []
+    owner: list[int] = []
+    for number, row in enumerate(rows):
+        row_ids: list[int] = []
+        row_positions: list[int] = []
+        for index in row:
+            sequence, length = sequences[index], lengths[index]
+            start = number * width + len(row_ids)
+            row_ids.extend([*sequence.prompt, *sequence.completion][:length])
+            row_positions.extend(range(length))
+            first = start + len(sequence.prompt) - 1
+            predict_at.extend(first + place for place in places[index])
+            target.extend(sequence.completion[place] for place in places[index])
+            flat.extend(range(offsets[index], offsets[index + 1]))
+            owner.extend([index] * len(places[index]))
+        # Padding behind the row's end is seen by nobody: it is causal. Where every row holds one sequence it
+        # goes on counting, so that no packing is seen and the kernel needs no mask; else it is a sequence of
+        # its own.
+        padding = width - len(row_ids)
+        begin = len(row_ids) if one_each else 0
+        row_ids.extend([0] * padding)
+        row_positions.extend(range(begin, begin + padding))
+        ids.append(row_ids)
+        positions.append(row_positions)
+    return MicroBatch(
+        torch.tensor(ids, dtype=torch.long),
+        torch.tensor(positions, dtype=torch.long),
+        torch.tensor(predict_at, dtype=torch.long),
+        torch.tensor(target, dtype=torch.long),
+        torch.tensor(flat, dtype=torch.long),
+        torch.tensor(owner, dtype=torch.long),
+    )
