@@ -1,0 +1,251 @@
+"""``python -m scalerl_generator.actor``: one generator's hands.
+
+It waits for its vLLM server, registers with the coordinator, takes weights from the trainer
+(:mod:`.control`), and then, until it is told to stop::
+
+    lease ──▶ generate ──▶ grade ──▶ push
+    leasing   rollouts     rollouts  delivery
+
+What dies, and what happens here:
+
+=====================  ====================================================================================
+the vLLM server        leases go back, the member is unhealthy; once the server answers again: a new
+                       registration, new weights, new leases (:mod:`.join`)
+the coordinator        every call is tried again with back-off; finished groups wait; a coordinator that
+                       does not know the member gets a new registration, and work in hand goes on
+the trainer            inside an update: its timeout ends it. Old weights that are whole go on being used;
+                       a mixture stays paused, at version -1, until the next update
+this process           its leases end by missed heartbeats; the server stays up and takes new weights
+=====================  ====================================================================================
+
+Exit codes: 0 told to stop (SIGTERM, or the run is over), 2 bad input that a restart does not mend,
+1 anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+from aiohttp import web
+
+from scalerl_api.load import SpecError, load_run
+from scalerl_api.process import EnvironmentProblem, ProcessEnvironment
+from scalerl_api.spec import RunSpec
+from scalerl_api.wire import Split
+from scalerl_generator.control import WeightControl, control_app
+from scalerl_generator.coordinator_client import CoordinatorClient, Refused
+from scalerl_generator.delivery import Delivery
+from scalerl_generator.join import Membership, ServerNeverUp, ServerWatch
+from scalerl_generator.leasing import Leasing
+from scalerl_generator.metrics import ActorMetrics
+from scalerl_generator.prompts import PromptCodec, PromptTooLong, TokenizerProblem
+from scalerl_generator.rollouts import RolloutMaker, WrongPrompt
+from scalerl_generator.state import BusyClock, ServerState
+from scalerl_generator.vllm_client import VllmClient, VllmError
+from scalerl_tasks.errors import GradingError, TaskError
+from scalerl_tasks.prompts import PromptSource
+from scalerl_tasks.sources import Task, open_grading_pool, open_task
+
+logger = logging.getLogger("scalerl.actor")
+
+Result = TypeVar("Result")
+
+_OVER_GRACE_SECONDS = 5.0
+_FLUSH_SECONDS = 10.0
+_LEAVE_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The command line."""
+
+    server: str
+    listen_host: str
+    listen_port: int
+    advertise: str
+
+
+def parse(argv: Sequence[str]) -> Arguments:
+    """Exits with 2 and a message on a bad command line."""
+    p = argparse.ArgumentParser(prog="python -m scalerl_generator.actor", description=__doc__.split("\n")[0])
+    p.add_argument(
+        "--server", required=True, metavar="URL", help="the vLLM server, such as http://127.0.0.1:8000"
+    )
+    p.add_argument(
+        "--listen", required=True, metavar="HOST:PORT", help="where to serve weight control and metrics"
+    )
+    p.add_argument("--advertise", required=True, metavar="URL", help="where the trainer reaches --listen")
+    given = p.parse_args(argv)
+    for option in ("server", "advertise"):
+        url = urlsplit(getattr(given, option))
+        if url.scheme != "http" or not url.hostname:
+            p.error(f"--{option} {getattr(given, option)!r}: expected a URL like http://127.0.0.1:8000")
+    host, _, port = given.listen.rpartition(":")
+    if not host or not port.isdigit() or not 0 <= int(port) < 65536:
+        p.error(f"--listen {given.listen!r}: expected HOST:PORT, such as 127.0.0.1:9000")
+    return Arguments(given.server.rstrip("/"), host.strip("[]"), int(port), given.advertise.rstrip("/"))
+
+
+async def run_actor(
+    arguments: Arguments, environment: ProcessEnvironment, spec: RunSpec, stop: asyncio.Event
+) -> None:
+    """One actor from start to orderly end; returns when ``stop`` is set or the run is over.
+
+    Raises:
+        TokenizerProblem, TaskError, PromptTooLong, WrongPrompt: bad input.
+        Refused, ServerNeverUp, GradingError, VllmError: it cannot go on.
+    """
+    state, busy = ServerState(), BusyClock()
+    metrics = ActorMetrics(state, busy)
+    async with contextlib.AsyncExitStack() as stack:
+        server = await stack.enter_async_context(VllmClient(arguments.server, environment.token))
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        coordinator = CoordinatorClient(session, environment.coordinator_url, environment.token)
+        membership = Membership(
+            coordinator, state, busy, metrics, name=environment.name, control_url=arguments.advertise
+        )
+        control = WeightControl(server, state, busy, metrics)
+        await _serve(stack, control_app(control, metrics, environment.token, membership.not_ready), arguments)
+        watch = ServerWatch(server, state, metrics)
+        watching = _owned(stack, watch.run())
+
+        opening = _owned(stack, _open(environment, spec))
+        await _until(stop, watching, opening)
+        if not opening.done():
+            _raise_failure(watching)
+            return
+        task, codec = opening.result()
+        grader = await stack.enter_async_context(open_grading_pool(spec.task))
+
+        capacity, per_group = spec.generator.max_concurrent_sequences, spec.recipe.completions_per_prompt
+        sources: dict[Split, PromptSource] = {Split.TRAIN: task.train, Split.HELD_OUT: task.held_out}
+        maker = RolloutMaker(
+            server, watch, state, busy, codec, grader, metrics, sources, max_sequences=capacity
+        )
+        delivery = Delivery(coordinator, membership, metrics)
+        leasing = Leasing(
+            coordinator, membership, state, maker, delivery, metrics, capacity=capacity, per_group=per_group
+        )
+        gc.collect()
+        gc.freeze()  # what was imported stays; collections need not look at it again
+        heart = _owned(stack, membership.run(task.train.digest))
+        pushing = _owned(stack, delivery.run())
+        leases = _owned(stack, leasing.run())
+        await _until(stop, watching, heart, pushing, leases)
+
+        over = leases.done() and leases.exception() is None
+        reason = "the run is over" if over else "told to stop" if stop.is_set() else "cannot go on"
+        logger.info("leaving: %s", reason)
+        await leasing.close(_OVER_GRACE_SECONDS if over else 0.0, reason)
+        if not await delivery.flush(0.0 if pushing.done() else _FLUSH_SECONDS):
+            logger.warning("%d finished groups could not be pushed before leaving", len(delivery))
+        heart.cancel()
+        await membership.leave(_LEAVE_SECONDS)
+        _raise_failure(watching, heart, pushing, leases)
+
+
+async def _open(environment: ProcessEnvironment, spec: RunSpec) -> tuple[Task, PromptCodec]:
+    """Prompts and tokenizer, in threads: reading them takes seconds, and the server starts meanwhile."""
+    started = time.monotonic()
+    task, codec = await asyncio.gather(
+        asyncio.to_thread(open_task, spec.task, environment.paths.root),
+        asyncio.to_thread(
+            PromptCodec, environment.paths.base_model, spec.task.prompt, spec.model.context_tokens
+        ),
+    )
+    logger.info(
+        "%d training and %d held-out prompts, end tokens %s; opened in %.1f s",
+        len(task.train),
+        len(task.held_out),
+        codec.stop_token_ids,
+        time.monotonic() - started,
+    )
+    return task, codec
+
+
+async def _serve(stack: contextlib.AsyncExitStack, app: web.Application, arguments: Arguments) -> None:
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    await web.TCPSite(runner, arguments.listen_host, arguments.listen_port).start()
+
+
+def _owned(stack: contextlib.AsyncExitStack, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+    """A task that does not outlive the stack."""
+    task = asyncio.create_task(work)
+
+    async def end() -> None:
+        task.cancel()
+        await asyncio.wait([task])
+
+    stack.push_async_callback(end)
+    return task
+
+
+async def _until(stop: asyncio.Event, *tasks: asyncio.Task[Any]) -> None:
+    """Return when ``stop`` is set or one of the tasks is done."""
+    waiting = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+
+
+def _raise_failure(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+            raise error
+
+
+async def _until_signal(arguments: Arguments, environment: ProcessEnvironment, spec: RunSpec) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await run_actor(arguments, environment, spec, stop)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    arguments = parse(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    # One prompt or one group at a time: a pool of threads would cost more than it gives.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        environment = ProcessEnvironment.read()
+        run = load_run(environment.paths.run_file)
+        asyncio.run(_until_signal(arguments, environment, run.spec))
+    except Exception as error:
+        if isinstance(error, _EXPECTED):
+            logger.error("%s: %s", type(error).__name__, error)
+        else:
+            logger.exception("a bug of the actor")
+        return exit_code(error)
+    return 0
+
+
+_BAD_INPUT = (EnvironmentProblem, SpecError, TokenizerProblem, TaskError, PromptTooLong, WrongPrompt)
+_EXPECTED = (*_BAD_INPUT, Refused, VllmError, ServerNeverUp, OSError)
+
+
+def exit_code(error: Exception) -> int:
+    """2 for what a restart with the same input meets again, else 1."""
+    if isinstance(error, Refused):
+        return 2 if error.for_good else 1
+    return 2 if isinstance(error, _BAD_INPUT) and not isinstance(error, GradingError) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

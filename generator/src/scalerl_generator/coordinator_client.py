@@ -1,0 +1,163 @@
+"""The actor's side of the coordinator's HTTP API: one call a message, errors that say what to do next.
+
+::
+
+    CoordinatorError
+    ├── CoordinatorDown    no usable answer (connection, timeout, 5xx): try again later
+    ├── UnknownMember      the coordinator does not know this member id (any more): register again
+    └── Refused            it will not have this request, now or later (token, wire version, bad data)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+
+from scalerl_api import endpoints
+from scalerl_api.wire import (
+    CONTENT_TYPE,
+    WIRE_HEADER,
+    WIRE_VERSION,
+    Ack,
+    Group,
+    Heartbeat,
+    LeaseRequest,
+    Leases,
+    Problem,
+    Push,
+    PushReply,
+    Register,
+    Registered,
+    Release,
+    Struct,
+)
+
+_CALL_SECONDS = 15.0
+_POLL_MARGIN_SECONDS = 15.0
+_PUSH_SECONDS = 60.0
+
+Reply = TypeVar("Reply", bound=Struct)
+
+
+class CoordinatorError(Exception):
+    """Base of all errors of this module."""
+
+
+class CoordinatorDown(CoordinatorError):
+    """No usable answer: it is restarting, unreachable, or overloaded. The request may have been carried out."""
+
+
+class UnknownMember(CoordinatorError):
+    """The member id of the call is not (or no longer) known."""
+
+
+class Refused(CoordinatorError):
+    """The request was understood and refused; asking again does not help."""
+
+    def __init__(self, path: str, status: int, error: str, message: str) -> None:
+        super().__init__(f"the coordinator refused {path} ({status} {error}): {message}")
+        self.error = error
+        self.for_good = path == endpoints.MEMBERS or status in (401, 403, 426)
+        """The same program with the same run file would be refused again."""
+
+
+class Backoff:
+    """Delays between attempts: doubling from ``first_seconds`` to ``last_seconds``, each shortened by up to half.
+
+    The random part keeps many actors from asking a restarted coordinator all at once.
+    """
+
+    def __init__(self, first_seconds: float = 0.1, last_seconds: float = 5.0) -> None:
+        self._first, self._last = first_seconds, last_seconds
+        self._next = first_seconds
+
+    @property
+    def fresh(self) -> bool:
+        """Nothing has failed since the last success."""
+        return self._next == self._first
+
+    def reset(self) -> None:
+        self._next = self._first
+
+    async def wait(self) -> None:
+        delay, self._next = self._next, min(2 * self._next, self._last)
+        await asyncio.sleep(delay * random.uniform(0.5, 1.0))
+
+
+class CoordinatorClient:
+    """Calls of one actor. The session is the caller's: it opens and closes it.
+
+    Every method raises one of :class:`CoordinatorError`'s three kinds.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, token: str) -> None:
+        self._session = session
+        self._url = url
+        self._headers = {
+            "Authorization": f"Bearer {token}",
+            WIRE_HEADER: str(WIRE_VERSION),
+            "Content-Type": CONTENT_TYPE,
+        }
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoders: dict[type[Struct], msgspec.msgpack.Decoder[Any]] = {}
+
+    async def register(self, registration: Register) -> Registered:
+        return await self._call(endpoints.MEMBERS, registration, Registered, _CALL_SECONDS)
+
+    async def heartbeat(self, heartbeat: Heartbeat) -> None:
+        await self._call(endpoints.HEARTBEAT, heartbeat, Ack, _CALL_SECONDS)
+
+    async def lease(self, request: LeaseRequest) -> Leases:
+        return await self._call(endpoints.LEASE, request, Leases, request.wait_seconds + _POLL_MARGIN_SECONDS)
+
+    async def push(self, member_id: str, groups: list[Group]) -> PushReply:
+        return await self._call(
+            endpoints.GROUPS, Push(member_id=member_id, groups=groups), PushReply, _PUSH_SECONDS
+        )
+
+    async def release(self, member_id: str, lease_ids: list[str], reason: str) -> None:
+        message = Release(member_id=member_id, lease_ids=lease_ids, reason=reason)
+        await self._call(endpoints.RELEASE, message, Ack, _CALL_SECONDS)
+
+    async def _call(self, path: str, message: Struct, reply: type[Reply], timeout_seconds: float) -> Reply:
+        try:
+            async with self._session.post(
+                self._url + path,
+                data=self._encoder.encode(message),
+                headers=self._headers,
+                timeout=aiohttp.ClientTimeout(total=timeout_seconds),
+            ) as response:
+                status, body = response.status, await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            reason = str(error) or type(error).__name__
+            raise CoordinatorDown(f"{self._url}{path}: {reason}") from error
+        if status == 200:
+            return self._decode(path, body, reply)
+        raise self._failure(path, status, body)
+
+    def _decode(self, path: str, body: bytes, reply: type[Reply]) -> Reply:
+        decoder = self._decoders.get(reply)
+        if decoder is None:
+            decoder = self._decoders[reply] = msgspec.msgpack.Decoder(reply)
+        try:
+            decoded: Reply = decoder.decode(body)
+        except msgspec.DecodeError as error:
+            raise Refused(
+                path, 200, "undecodable", f"its answer is not a {reply.__name__}: {error}"
+            ) from error
+        return decoded
+
+    def _failure(self, path: str, status: int, body: bytes) -> CoordinatorError:
+        try:
+            problem = msgspec.msgpack.decode(body, type=Problem)
+        except msgspec.DecodeError:
+            problem = Problem(error="no-problem-body", message=body[:200].decode(errors="replace"))
+        if status == 404 and problem.error == "unknown-member":
+            return UnknownMember(problem.message)
+        if status >= 500 or status in (408, 429):
+            return CoordinatorDown(f"{self._url}{path}: {status} {problem.error}: {problem.message}")
+        return Refused(path, status, problem.error, problem.message)

@@ -1,0 +1,108 @@
+"""The actor's Prometheus metrics: every name registered here, once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
+
+from scalerl_generator.state import BusyClock, ServerState
+
+_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 180, 600, 1800)
+_UPDATE_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 120)
+_VERSIONS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
+
+
+class ActorMetrics:
+    """Counters of one actor, in a registry of its own (so that tests can have several in a process)."""
+
+    def __init__(self, state: ServerState, busy: BusyClock) -> None:
+        self.registry = CollectorRegistry()
+        r = self.registry
+        self.rollouts = Counter(
+            "scalerl_actor_rollouts", "Completions sampled and graded", ["split"], registry=r
+        )
+        self.tokens = Counter("scalerl_actor_tokens", "Completion tokens sampled", ["split"], registry=r)
+        self.truncated = Counter(
+            "scalerl_actor_truncated_rollouts", "Completions cut at max_tokens", registry=r
+        )
+        self.grading_errors = Counter(
+            "scalerl_actor_grading_errors",
+            "Completions the verifier gave no verdict on (scored 0)",
+            registry=r,
+        )
+        self.groups = Counter(
+            "scalerl_actor_groups",
+            "Groups by what the coordinator said, or `expired`",
+            ["result"],
+            registry=r,
+        )
+        self.leases = Counter("scalerl_actor_leases", "Leases taken", ["split"], registry=r)
+        self.released = Counter("scalerl_actor_released_leases", "Leases given back unserved", registry=r)
+        self.resubmitted = Counter(
+            "scalerl_actor_resubmitted_requests", "Requests sent again to a server that is well", registry=r
+        )
+        self.server_losses = Counter(
+            "scalerl_actor_server_losses", "Times the server was found dead", registry=r
+        )
+        self.coordinator_losses = Counter(
+            "scalerl_actor_coordinator_losses", "Times the coordinator stopped answering", registry=r
+        )
+        self.registrations = Counter(
+            "scalerl_actor_registrations", "Registrations with the coordinator", registry=r
+        )
+        self.staleness = Histogram(
+            "scalerl_actor_lease_staleness_versions",
+            "Weight versions between a group's oldest token and the weights held when it was done",
+            buckets=_VERSIONS,
+            registry=r,
+        )
+        self.generation_seconds = Histogram(
+            "scalerl_actor_generation_seconds",
+            "From request to last token of a group",
+            buckets=_SECONDS,
+            registry=r,
+        )
+        self.grading_seconds = Histogram(
+            "scalerl_actor_grading_seconds", "Scoring of a group", buckets=_SECONDS, registry=r
+        )
+        self.update_seconds = Histogram(
+            "scalerl_actor_update_seconds",
+            "Phases of weight updates",
+            ["phase"],
+            buckets=_UPDATE_SECONDS,
+            registry=r,
+        )
+        self.update_failures = Counter(
+            "scalerl_actor_update_failures", "Weight updates that failed", registry=r
+        )
+        self.occupancy = Gauge(
+            "scalerl_actor_group_occupancy", "Mean share of a group's sequences still growing", registry=r
+        )
+        self._gauge("in_flight_groups", "Requests in flight at the server", lambda: busy.in_flight)
+        self._gauge(
+            "weight_version", "Weight version the server holds; -1 before the first", lambda: state.version
+        )
+        self._gauge("server_up", "1 while the vLLM server answers", lambda: float(state.up))
+        r.register(_BusySeconds(busy))
+
+    def text(self) -> bytes:
+        """The exposition that ``/metrics`` serves."""
+        return generate_latest(self.registry)
+
+    def _gauge(self, name: str, documentation: str, value: object) -> None:
+        Gauge(f"scalerl_actor_{name}", documentation, registry=self.registry).set_function(value)  # type: ignore[arg-type]
+
+
+class _BusySeconds(Collector):
+    def __init__(self, busy: BusyClock) -> None:
+        self._busy = busy
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        yield CounterMetricFamily(
+            "scalerl_actor_busy_seconds",
+            "Seconds with a request in flight, updates not counted",
+            value=self._busy.seconds,
+        )

@@ -1,0 +1,176 @@
+"""Text to tokens and back, with the run's own tokenizer and without importing transformers.
+
+The ``tokenizers`` library reads ``tokenizer.json`` directly, in milliseconds. Only a chat template, or
+a model that comes without that file, brings transformers in (and torch with it).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from scalerl_api.spec import PromptSpec
+from scalerl_tasks.prompts import Prompt, RenderedPrompt, check_template, render_prompt
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from tokenizers import Tokenizer
+
+_CACHED_PROMPTS = 8192
+
+
+class TokenizerProblem(Exception):
+    """The model's tokenizer cannot serve this run; the message says what is missing and where."""
+
+
+class PromptTooLong(Exception):
+    """A prompt leaves no room for its completion within ``model.contextTokens``."""
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """Token ids of a rendered prompt, as the server takes them and as the wire carries them."""
+
+    token_ids: list[int]
+    wire: bytes
+    """The same ids as little-endian int32."""
+
+
+class PromptCodec:
+    """The tokenizer of one run: prompts in, completion text out.
+
+    Args:
+        model: the directory with ``tokenizer.json``, ``tokenizer_config.json``, ``config.json`` and
+            ``generation_config.json`` (each of the latter three may be absent).
+        spec: the run's template and format.
+        context_tokens: longest prompt + completion.
+
+    Raises:
+        TokenizerProblem: no tokenizer, no end token, or no chat template where one is asked for.
+        TemplateError: a bad ``task.prompt.template``.
+    """
+
+    def __init__(self, model: Path, spec: PromptSpec, context_tokens: int) -> None:
+        self._spec = spec
+        self._context_tokens = context_tokens
+        check_template(spec.template)
+        self._tokenizer = _load_tokenizer(model)
+        self.stop_token_ids = _stop_token_ids(model, self._tokenizer)
+        """End-of-sequence ids, sorted: the tokenizer's, the model's and the generation config's."""
+        self._stop = frozenset(self.stop_token_ids)
+        self._chat = _chat_template(model) if spec.format == "Chat" else None
+        self._encode = lru_cache(_CACHED_PROMPTS)(self._encode_text)
+
+    def encode(self, prompt: Prompt, max_tokens: int) -> EncodedPrompt:
+        """Tokens of a prompt in the run's template.
+
+        ``Raw`` adds the special tokens that the tokenizer itself puts around a text (a BOS, where the model
+        has one); ``Chat`` adds none beyond the template's own, as transformers does.
+
+        Raises:
+            PromptTooLong: prompt and ``max_tokens`` do not fit in the context.
+        """
+        rendered = render_prompt(prompt, self._spec.template, self._spec.system)
+        encoded = self._encode(rendered)
+        if len(encoded.token_ids) + max_tokens > self._context_tokens:
+            raise PromptTooLong(
+                f"prompt {prompt.id!r} has {len(encoded.token_ids)} tokens; with {max_tokens} for the completion it "
+                f"exceeds model.contextTokens ({self._context_tokens}): raise contextTokens to at least "
+                f"{len(encoded.token_ids) + max_tokens}, lower recipe.maxCompletionTokens, or drop the prompt"
+            )
+        return encoded
+
+    def texts(self, completions: Sequence[NDArray[np.int32]]) -> list[str]:
+        """What the verifier reads: each completion's text without its end token; other specials stay visible."""
+        stripped = [ids[:-1] if len(ids) and int(ids[-1]) in self._stop else ids for ids in completions]
+        texts: list[str] = self._tokenizer.decode_batch(
+            [ids.tolist() for ids in stripped], skip_special_tokens=False
+        )
+        return texts
+
+    def _encode_text(self, rendered: RenderedPrompt) -> EncodedPrompt:
+        if self._chat is None:
+            ids = self._tokenizer.encode(rendered.user, add_special_tokens=True).ids
+        else:
+            ids = self._tokenizer.encode(self._chat(rendered.messages), add_special_tokens=False).ids
+        return EncodedPrompt(ids, np.asarray(ids, dtype="<i4").tobytes())
+
+
+def _load_tokenizer(model: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    file = model / "tokenizer.json"
+    if file.is_file():
+        try:
+            tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise TokenizerProblem(f"{file}: not a tokenizer: {error}") from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
+    try:
+        converted: Tokenizer = _transformers_tokenizer(model).backend_tokenizer
+    except (OSError, ValueError, AttributeError) as error:
+        raise TokenizerProblem(
+            f"{model}: no tokenizer.json, and transformers cannot make one: {error}"
+        ) from error
+    return converted
+
+
+def _chat_template(model: Path) -> Callable[[list[dict[str, str]]], str]:
+    try:
+        tokenizer = _transformers_tokenizer(model)
+    except (OSError, ValueError) as error:
+        raise TokenizerProblem(f"{model}: its tokenizer cannot be read: {error}") from error
+    if not tokenizer.chat_template:
+        raise TokenizerProblem(f"{model}: the tokenizer has no chat template; use task.prompt.format: Raw")
+
+    def render(messages: list[dict[str, str]]) -> str:
+        text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return text
+
+    return render
+
+
+def _transformers_tokenizer(model: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model, local_files_only=True)
+
+
+def _stop_token_ids(model: Path, tokenizer: Tokenizer) -> list[int]:
+    ids: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        value = _json(model / name).get("eos_token_id")
+        ids.update(_integers(value))
+    token = _json(model / "tokenizer_config.json").get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    if isinstance(text, str) and (token_id := tokenizer.token_to_id(text)) is not None:
+        ids.add(token_id)
+    if not ids:
+        raise TokenizerProblem(
+            f"{model}: no end-of-sequence token: give eos_token in tokenizer_config.json or eos_token_id in "
+            "generation_config.json"
+        )
+    return sorted(ids)
+
+
+def _integers(value: object) -> Iterable[int]:
+    values = value if isinstance(value, list) else [value]
+    return (v for v in values if isinstance(v, int))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerProblem(f"{path}: not JSON: {error}") from error
+    return loaded if isinstance(loaded, dict) else {}

@@ -1,0 +1,224 @@
+"""From a lease to a graded group.
+
+How the completions of a prompt are sampled is one function, a *strategy*; :func:`sample_plain` is the
+only one today. Everything around it (encoding, waiting for weights, grading, packing) does not depend
+on it. A strategy that interrupts long thoughts by force would stand beside it: two requests, the phrase's
+tokens between them, and a mask of the forced ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from scalerl_api.wire import Completion, Group, Lease, Split, VersionSpan
+from scalerl_generator.join import ServerWatch
+from scalerl_generator.metrics import ActorMetrics
+from scalerl_generator.prompts import EncodedPrompt, PromptCodec
+from scalerl_generator.state import BusyClock, ServerState
+from scalerl_generator.vllm_client import GenerationFailed, Sampled, ServerDown, ServerRefused, VllmClient
+from scalerl_tasks.grading.pool import GradingPool
+from scalerl_tasks.prompts import Prompt, PromptSource
+
+logger = logging.getLogger("scalerl.actor.rollouts")
+
+_ATTEMPTS = 3
+
+
+class ServerLost(Exception):
+    """The server died with this group in flight, or turned out to hold weights nobody published to it."""
+
+
+class WrongPrompt(Exception):
+    """The lease names a prompt that this actor's source does not have at that index."""
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """What a strategy is asked for: ``lease.completions`` completions of ``prompt``."""
+
+    lease: Lease
+    prompt: EncodedPrompt
+    stop_token_ids: Sequence[int]
+    cache_salt: str
+    """Names the weight version: KV computed under another one is not reused for this request."""
+    max_sequences: int
+    """The server takes no more completions than this in one request."""
+
+
+Strategy = Callable[[VllmClient, SampleRequest], Awaitable[list[Sampled]]]
+
+
+async def sample_plain(server: VllmClient, request: SampleRequest) -> list[Sampled]:
+    """Independent completions, each until an end token or ``max_tokens``.
+
+    Evaluation is seeded, so that a point measured twice at one version is the same point. Training is
+    not: what is sampled depends on when updates arrive anyway, and a seed a request makes vLLM draw
+    from a random generator a sequence, one after another.
+    """
+    lease = request.lease
+    seeded = lease.split is Split.HELD_OUT
+    parts = [
+        server.generate(
+            request.prompt.token_ids,
+            n=min(request.max_sequences, lease.completions - start),
+            max_tokens=lease.max_tokens,
+            temperature=lease.temperature,
+            stop_token_ids=request.stop_token_ids,
+            seed=lease.seed + start if seeded else None,
+            cache_salt=request.cache_salt,
+            timeout_seconds=lease.remaining_seconds,
+        )
+        for start in range(0, lease.completions, request.max_sequences)
+    ]
+    return [completion for part in await asyncio.gather(*parts) for completion in part]
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A sampled group that is not graded yet."""
+
+    lease: Lease
+    prompt: Prompt
+    encoded: EncodedPrompt
+    completions: list[Sampled]
+    seconds: float
+
+
+class RolloutMaker:
+    """Turns leases into groups, with the run's prompts, server and verifier.
+
+    Args:
+        sources: the prompts of each split; leases index into them.
+        max_sequences: most completions in one request (the server's own limit).
+    """
+
+    def __init__(
+        self,
+        server: VllmClient,
+        watch: ServerWatch,
+        state: ServerState,
+        busy: BusyClock,
+        codec: PromptCodec,
+        grader: GradingPool,
+        metrics: ActorMetrics,
+        sources: Mapping[Split, PromptSource],
+        *,
+        max_sequences: int,
+        strategy: Strategy = sample_plain,
+    ) -> None:
+        self._server, self._watch, self._state, self._busy = server, watch, state, busy
+        self._codec, self._grader, self._metrics = codec, grader, metrics
+        self._sources = sources
+        self._max_sequences = max_sequences
+        self._strategy = strategy
+
+    async def generate(self, lease: Lease) -> Generated:
+        """Sample the completions of a lease; waits while the server holds no weights or takes new ones.
+
+        Raises:
+            ServerLost: the lease cannot be served by this server any more.
+            ServerRefused, GenerationFailed: the server is well, and yet there is nothing to train on.
+            PromptTooLong, WrongPrompt, SourceError: the run's configuration or data are at fault.
+        """
+        prompt = self._prompt(lease)
+        encoded = self._codec.encode(prompt, lease.max_tokens)
+        for attempt in range(1, _ATTEMPTS + 1):
+            version = await self._state.serving()
+            request = SampleRequest(
+                lease, encoded, self._codec.stop_token_ids, str(version), self._max_sequences
+            )
+            started = time.monotonic()
+            self._busy.enter()
+            try:
+                completions = await self._strategy(self._server, request)
+            except (ServerDown, ServerRefused, GenerationFailed) as error:
+                if not await self._watch.alive():
+                    raise ServerLost(str(error)) from error
+                refused = isinstance(error, ServerRefused) and error.status < 500
+                if refused or attempt == _ATTEMPTS:
+                    raise
+                logger.warning("attempt %d at lease %s: %s", attempt, lease.lease_id, error)
+                self._metrics.resubmitted.inc()
+                continue
+            finally:
+                self._busy.leave()
+            self._check_versions(completions)
+            seconds = time.monotonic() - started
+            self._record(lease, completions, seconds)
+            return Generated(lease, prompt, encoded, completions, seconds)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def grade(self, generated: Generated) -> Group:
+        """Score the completions and pack the group.
+
+        A completion on which the verifier fails or runs out of its limits gets 0 and says why.
+
+        Raises:
+            GradingError: the verifier's processes cannot be kept running; nothing was scored.
+        """
+        lease = generated.lease
+        started = time.monotonic()
+        texts = self._codec.texts([c.token_ids for c in generated.completions])
+        scores = await self._grader.score_group(generated.prompt, texts)
+        self._metrics.grading_seconds.observe(time.monotonic() - started)
+        if errors := sum(score.error is not None for score in scores):
+            self._metrics.grading_errors.inc(errors)
+        completions = [
+            Completion(
+                token_ids=c.token_ids.tobytes(),
+                logprobs=c.logprobs.tobytes(),
+                versions=[VersionSpan(span.version, span.start) for span in c.weight_versions],
+                finish_reason=c.finish_reason,
+                score=score.score,
+                grading_error=score.error,
+            )
+            for c, score in zip(generated.completions, scores, strict=True)
+        ]
+        return Group(
+            lease_id=lease.lease_id,
+            split=lease.split,
+            slot=lease.slot,
+            prompt_index=lease.prompt_index,
+            prompt_id=lease.prompt_id,
+            prompt_token_ids=generated.encoded.wire,
+            completions=completions,
+            generation_seconds=generated.seconds,
+        )
+
+    def _prompt(self, lease: Lease) -> Prompt:
+        source = self._sources[lease.split]
+        where = f"{lease.split.value} prompt {lease.prompt_index}"
+        if not 0 <= lease.prompt_index < len(source):
+            raise WrongPrompt(
+                f"lease {lease.lease_id}: {where} is outside the {len(source)} of this actor's source"
+            )
+        prompt = source[lease.prompt_index]
+        if prompt.id != lease.prompt_id:
+            raise WrongPrompt(
+                f"lease {lease.lease_id}: {where} is {prompt.id!r} here, the coordinator means {lease.prompt_id!r}: "
+                "coordinator and actor must read the same data with the same versions of the task libraries"
+            )
+        return prompt
+
+    def _check_versions(self, completions: Sequence[Sampled]) -> None:
+        sampled = {span.version for c in completions for span in c.weight_versions}
+        if any(len(c.token_ids) and not c.weight_versions for c in completions):
+            raise GenerationFailed("the server does not say which weights sampled the tokens")
+        if foreign := sorted(v for v in sampled if not self._state.has_held(v)):
+            reason = f"it sampled with weight versions {foreign}, which it was not given since it came up"
+            self._watch.lost(reason)
+            raise ServerLost(reason)
+
+    def _record(self, lease: Lease, completions: Sequence[Sampled], seconds: float) -> None:
+        metrics = self._metrics
+        metrics.generation_seconds.observe(seconds)
+        metrics.rollouts.labels(lease.split.value).inc(len(completions))
+        metrics.tokens.labels(lease.split.value).inc(sum(len(c.token_ids) for c in completions))
+        metrics.truncated.inc(sum(c.finish_reason == "length" for c in completions))
+        oldest = min((c.weight_versions[0].version for c in completions if c.weight_versions), default=None)
+        if oldest is not None:
+            metrics.staleness.observe(max(0, self._state.version - oldest))

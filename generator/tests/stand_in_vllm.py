@@ -1,0 +1,164 @@
+"""A process that speaks the part of vLLM's HTTP API that the actor's client uses, and starts in no time.
+
+Run as ``python stand_in_vllm.py PORT TOKEN [SECONDS_PER_TOKEN]``. It is not a model: even completions echo
+the prompt, odd ones say its first token three times, each ends with token 1. It does pause, resume, count
+versions token by token, and can be killed. ``POST /stand-in`` sets how the next update fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from typing import Any
+
+from aiohttp import web
+
+END = 1
+
+
+class Server:
+    def __init__(self, token: str, seconds_per_token: float) -> None:
+        self.authorization = f"Bearer {token}"
+        self.seconds_per_token = seconds_per_token
+        self.running = asyncio.Event()
+        self.running.set()
+        self.version = "default"
+        self.failure: dict[str, Any] = {}
+        self.salts: list[str] = []
+        self.seeds: list[int | None] = []
+        self.report: dict[str, Any] = {"state": "whole"}
+        self.group: dict[str, Any] | None = None
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        params = body["sampling_params"]
+        self.salts.append(body.get("cache_salt"))
+        prompt = body["token_ids"]
+        if params.get("prompt_logprobs") is not None:
+            rows = [None] + [{str(t): {"logprob": -0.5 * i}} for i, t in enumerate(prompt[1:], start=1)]
+            choice = {"index": 0, "token_ids": [END], "finish_reason": "length"}
+            return web.json_response({"choices": [choice], "prompt_logprobs": rows})
+        self.seeds.append(params.get("seed"))
+        texts = [[*prompt, END] if i % 2 == 0 else [*prompt[:1] * 3, END] for i in range(params["n"])]
+        versions = await self.decode(max(len(t) for t in texts))
+        choices = []
+        for index, ids in enumerate(texts):
+            cut = ids[: params["max_tokens"]]
+            spans: list[dict[str, Any]] = []
+            for i, version in enumerate(versions[: len(cut)]):
+                if not spans or spans[-1]["version"] != version:
+                    spans.append({"version": version, "start": i, "end": i + 1})
+                spans[-1]["end"] = i + 1
+            choices.append(
+                {
+                    "index": index,
+                    "token_ids": cut,
+                    "finish_reason": "stop" if cut[-1] == END else "length",
+                    "logprobs": {"content": [{"logprob": -0.25, "token_id": t} for t in cut]},
+                    "weight_versions": spans,
+                }
+            )
+        return web.json_response({"choices": choices})
+
+    async def decode(self, tokens: int) -> list[str]:
+        versions: list[str] = []
+        for _ in range(tokens):
+            await self.running.wait()
+            versions.append(self.version)
+            if self.seconds_per_token:
+                await asyncio.sleep(self.seconds_per_token)
+        return versions
+
+    async def pause(self, request: web.Request) -> web.Response:
+        assert request.query["mode"] == "keep"
+        self.running.clear()
+        return web.json_response({})
+
+    async def resume(self, _: web.Request) -> web.Response:
+        self.running.set()
+        return web.json_response({})
+
+    async def init(self, request: web.Request) -> web.Response:
+        self.group = (await request.json())["init_info"]
+        if self.failure.pop("join", None):
+            return refusal("the group did not form")
+        return web.json_response({})
+
+    async def update(self, _: web.Request) -> web.Response:
+        assert not self.running.is_set(), "an update of a server that is not paused"
+        if self.group is None:
+            return refusal("in no process group")
+        await asyncio.sleep(self.failure.pop("seconds", 0.0))
+        if how := self.failure.pop("update", None):
+            self.report["state"] = how
+            return refusal("the broadcast timed out")
+        self.report["state"] = "whole"
+        return web.json_response({})
+
+    async def finish(self, request: web.Request) -> web.Response:
+        self.version = (await request.json())["weight_version"]
+        return web.json_response({})
+
+    async def collective_rpc(self, _: web.Request) -> web.Response:
+        zeros = dict.fromkeys(("transfer_seconds", "verify_seconds", "load_seconds", "finish_seconds"), 0.0)
+        report = {"version": None, "tensors": 1, "buckets": 1, "bytes": 8, **zeros, **self.report}
+        return web.json_response({"results": [report]})
+
+    async def fail(self, request: web.Request) -> web.Response:
+        self.failure = await request.json()
+        return web.json_response({})
+
+    async def look(self, _: web.Request) -> web.Response:
+        seen = {
+            "salts": self.salts,
+            "seeds": self.seeds,
+            "running": self.running.is_set(),
+            "version": self.version,
+        }
+        return web.json_response(seen)
+
+
+async def ok(_: web.Request) -> web.Response:
+    return web.json_response({})
+
+
+def refusal(message: str) -> web.Response:
+    return web.json_response({"error": {"message": message}}, status=500)
+
+
+async def serve(port: int, token: str, seconds_per_token: float) -> web.AppRunner:
+    server = Server(token, seconds_per_token)
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
+        if request.path not in ("/health", "/stand-in"):
+            assert request.headers.get("Authorization") == server.authorization
+        return await handler(request)
+
+    app = web.Application(middlewares=[guard])
+    app.router.add_get("/health", ok)
+    app.router.add_post("/inference/v1/generate", server.generate)
+    app.router.add_post("/pause", server.pause)
+    app.router.add_post("/resume", server.resume)
+    app.router.add_post("/init_weight_transfer_engine", server.init)
+    app.router.add_post("/start_weight_update", ok)
+    app.router.add_post("/update_weights", server.update)
+    app.router.add_post("/finish_weight_update", server.finish)
+    app.router.add_post("/collective_rpc", server.collective_rpc)
+    app.router.add_post("/stand-in", server.fail)
+    app.router.add_get("/stand-in", server.look)
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.01)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    return runner
+
+
+async def forever(port: int, token: str, seconds_per_token: float) -> None:
+    await serve(port, token, seconds_per_token)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(forever(int(sys.argv[1]), sys.argv[2], float(sys.argv[3]) if len(sys.argv) > 3 else 0.0))

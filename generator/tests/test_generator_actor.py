@@ -1,0 +1,343 @@
+"""The actor as a process, between a coordinator, a trainer and a server that can all be taken away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+from actor_stand_ins import (
+    END,
+    CoordinatorStandIn,
+    Generator,
+    GeneratorProcesses,
+    TrainerSide,
+    until,
+    write_run,
+)
+
+from scalerl_api import endpoints
+from scalerl_api.load import load_run
+from scalerl_api.wire import Ack, Problem, PushReply, Split, WeightReceived
+from scalerl_tasks.sources import open_task
+
+pytestmark = pytest.mark.timeout(60)
+
+PROMPTS = [f"say {i}" for i in range(12)]
+
+
+@dataclass
+class Scene:
+    coordinator: CoordinatorStandIn
+    generator: Generator
+    trainer: TrainerSide
+    session: aiohttp.ClientSession
+    train: list[str]
+    """Ids of the training prompts, by index."""
+    held_out: list[str]
+
+    async def get(self, path: str) -> tuple[int, str]:
+        async with self.session.get(self.generator.control_url + path) as response:
+            return response.status, await response.text()
+
+    async def server(self, **failure: Any) -> dict[str, Any]:
+        """Set how the stand-in server fails next, or look at it."""
+        url = self.generator.server_url + "/stand-in"
+        async with self.session.request("POST" if failure else "GET", url, json=failure or None) as response:
+            return dict(await response.json())
+
+    async def member(self, known: int = 0) -> None:
+        """Wait until the actor has registered more than ``known`` times and is ready."""
+        await until(lambda: self.coordinator._registered > known and self.coordinator.members)
+
+
+@pytest.fixture
+async def scene(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Scene]:
+    options: dict[str, Any] = dict(getattr(request, "param", {}))
+    seconds_per_token = options.pop("seconds_per_token", 0.0)
+    prompts = options.pop("prompts", PROMPTS)
+    kind = GeneratorProcesses if options.pop("processes", False) else Generator
+    coordinator = CoordinatorStandIn()
+    write_run(tmp_path, prompts, **options)
+    task = open_task(load_run(tmp_path / "run.yaml").spec.task)
+    await coordinator.start()
+    generator = kind(tmp_path, coordinator.url, seconds_per_token)
+    await generator.start_server()
+    await generator.start_actor()
+    train = [task.train[i].id for i in range(len(task.train))]
+    held_out = [task.held_out[i].id for i in range(len(task.held_out))]
+    try:
+        async with aiohttp.ClientSession() as session:
+            trainer = TrainerSide(session, generator.control_url)
+            yield Scene(coordinator, generator, trainer, session, train, held_out)
+    finally:
+        await generator.end()
+        await coordinator.kill()
+
+
+def decoded(data: bytes, dtype: str = "<i4") -> list[Any]:
+    return np.frombuffer(data, dtype=dtype).tolist()
+
+
+async def test_lease_to_push(scene: Scene) -> None:
+    await scene.member()
+    assert (await scene.get(endpoints.READY))[0] == 200  # ready for weights
+    scene.coordinator.offer(20, scene.train)
+    await asyncio.sleep(0.3)
+    assert not scene.coordinator.requests, "leased without weights"
+
+    await scene.trainer.publish(0)
+    await until(lambda: len(scene.coordinator.groups) == 20)
+
+    group = scene.coordinator.groups["train-0"]
+    assert (group.slot, group.prompt_index, group.prompt_id) == (0, 0, scene.train[0])
+    prompt = decoded(group.prompt_token_ids)
+    even, odd, *_ = group.completions
+    assert decoded(even.token_ids) == [*prompt, END]
+    assert decoded(odd.token_ids) == [*prompt[:1] * 3, END]
+    assert decoded(even.logprobs, "<f4") == [-0.25] * len(decoded(even.token_ids))
+    assert [c.score for c in group.completions] == [
+        1.0,
+        0.0,
+        1.0,
+        0.0,
+    ]  # graded on text without the end token
+    assert [c.finish_reason for c in group.completions] == ["stop"] * 4
+    assert [(span.version, span.start) for span in even.versions] == [(0, 0)]
+    assert set((await scene.server())["salts"]) == {"0"}
+    assert len(scene.coordinator.pushes) < 20, "groups that are done together go together"
+
+    _, text = await scene.get(endpoints.METRICS)
+    assert 'scalerl_actor_rollouts_total{split="train"} 80.0' in text
+    assert 'scalerl_actor_groups_total{result="accepted"} 20.0' in text
+    tokens = sum(c.tokens for g in scene.coordinator.groups.values() for c in g.completions)
+    await until(lambda: scene.coordinator.beats[-1].generated_tokens == tokens)
+    assert scene.coordinator.beats[-1].busy_seconds > 0
+
+    scene.generator.terminate()
+    assert await scene.generator.exit_code() == 0
+    assert not scene.coordinator.beats[-1].healthy, "a member that leaves says so"
+
+
+@pytest.mark.parametrize("scene", [{"seconds_per_token": 0.05}], indirect=True)
+async def test_update_in_flight(scene: Scene) -> None:
+    await scene.member()
+    await scene.trainer.publish(0)
+    scene.coordinator.offer(4, scene.train)
+    await until(lambda: len(scene.coordinator.leased) == 4)
+    await asyncio.sleep(0.1)
+    await scene.trainer.publish(1)
+    scene.coordinator.offer(1, scene.train, lease_id="later")
+    await until(lambda: len(scene.coordinator.groups) == 5)
+
+    first = scene.coordinator.groups.pop("later")
+    assert {span.version for c in first.completions for span in c.versions} == {1}
+    for group in scene.coordinator.groups.values():
+        longest = max(group.completions, key=lambda c: c.tokens)
+        assert [span.version for span in longest.versions] == [0, 1]
+        assert longest.versions[0].start == 0
+        assert 0 < longest.versions[1].start < longest.tokens
+    assert (await scene.server())["salts"] == ["0"] * 4 + ["1"]
+    assert {r.weight_version for r in scene.coordinator.requests} == {0, 1}
+
+
+async def test_evaluation_goes_first_and_is_seeded(scene: Scene) -> None:
+    await scene.member()
+    scene.coordinator.offer(2, scene.train)
+    scene.coordinator.offer(2, scene.held_out, Split.HELD_OUT)
+    await scene.trainer.publish(0)
+    await until(lambda: len(scene.coordinator.groups) == 4)
+    assert (await scene.server())["seeds"] == [0, 1, None, None]
+    assert sorted(g.split for g in scene.coordinator.groups.values()) == ["held_out"] * 2 + ["train"] * 2
+
+
+@pytest.mark.parametrize("scene", [{"seconds_per_token": 0.2, "processes": True}], indirect=True)
+async def test_server_killed_in_mid_generation(scene: Scene) -> None:
+    await scene.member()
+    await scene.trainer.publish(0)
+    scene.coordinator.offer(4, scene.train)
+    await until(lambda: len(scene.coordinator.leased) == 4)
+    await asyncio.sleep(0.2)
+    await scene.generator.kill_server()
+
+    await until(lambda: not scene.coordinator.leased)  # released, not waited out
+    assert not scene.coordinator.groups
+    await until(lambda: not scene.coordinator.beats[-1].healthy)
+    assert scene.coordinator.beats[-1].weight_version == -1
+    assert (await scene.get(endpoints.READY))[0] == 503
+    problem = await scene.trainer.join(1)
+    assert isinstance(problem, Problem)
+    assert problem.error == "not-ready"
+
+    scene.generator.seconds_per_token = 0.0
+    await scene.generator.start_server()
+    await scene.member(known=1)
+    await asyncio.sleep(0.3)
+    assert not scene.coordinator.groups, "generated with weights nobody published"
+    await scene.trainer.publish(0)
+    await until(lambda: len(scene.coordinator.groups) == 4)
+
+
+async def test_coordinator_restarts_and_loses_an_answer(scene: Scene) -> None:
+    await scene.member()
+    await scene.trainer.publish(0)
+    scene.coordinator.offer(2, scene.train)
+    await until(lambda: len(scene.coordinator.groups) == 2)
+    await scene.coordinator.kill()
+    await asyncio.sleep(0.5)
+    assert scene.generator.running
+
+    scene.coordinator.lose_push_answers = 1
+    await scene.coordinator.start()
+    await scene.member(known=1)
+    scene.coordinator.offer(6, scene.train)
+    await until(lambda: len(scene.coordinator.groups) == 8)
+    await until(lambda: _duplicates(scene) > 0)
+    assert scene.coordinator.beats[-1].weight_version == 0, "weights survive a coordinator"
+
+
+def _duplicates(scene: Scene) -> int:
+    pushed = [group.lease_id for push in scene.coordinator.pushes for group in push.groups]
+    return len(pushed) - len(set(pushed))
+
+
+@pytest.mark.parametrize("scene", [{"seconds_per_token": 0.05}], indirect=True)
+async def test_finished_groups_outlive_the_coordinator(scene: Scene) -> None:
+    await scene.member()
+    await scene.trainer.publish(0)
+    scene.coordinator.offer(4, scene.train)
+    await until(lambda: len(scene.coordinator.leased) == 4)
+    await scene.coordinator.kill()
+    await asyncio.sleep(1.0)  # generated, graded, and nobody to give it to
+    await scene.coordinator.start()
+    await until(lambda: len(scene.coordinator.groups) == 4)
+
+
+@pytest.mark.parametrize("scene", [{"seconds_per_token": 0.1}], indirect=True)
+@pytest.mark.parametrize("how", ["torn", "whole"])
+async def test_failed_update(scene: Scene, how: str) -> None:
+    await scene.member()
+    await scene.trainer.publish(0)
+    scene.coordinator.offer(2, scene.train)
+    await until(lambda: len(scene.coordinator.leased) == 2)
+    await scene.server(update=how)
+    assert await scene.trainer.join(7) == Ack()
+    problem = await scene.trainer.receive(7, 1)
+    assert isinstance(problem, Problem)
+    assert problem.error == "update-failed"
+    await until(lambda: scene.coordinator.beats[-1].weight_version == (-1 if how == "torn" else 0))
+    assert scene.coordinator.beats[-1].healthy, "an unhealthy member would not get weights again"
+    assert (await scene.server())["running"] is (how == "whole")
+    again = await scene.trainer.receive(7, 1)
+    assert isinstance(again, Problem)
+    assert again.error == "wrong-epoch", "the group was left"
+
+    await scene.trainer.publish(1)  # the same version once more, over a new group
+    await until(lambda: len(scene.coordinator.groups) == 2)
+    versions = {
+        s.version for g in scene.coordinator.groups.values() for c in g.completions for s in c.versions
+    }
+    assert versions == {0, 1}
+
+
+@pytest.mark.parametrize("scene", [{"seconds_per_token": 0.5}], indirect=True)
+async def test_failed_update_of_a_member_written_off(scene: Scene) -> None:
+    await scene.member()
+    await scene.trainer.publish(0)
+    scene.coordinator.offer(2, scene.train)
+    await until(lambda: len(scene.coordinator.leased) == 2)
+    await scene.server(update="torn")
+    await scene.trainer.join(7)
+    await scene.trainer.receive(7, 1)
+    scene.coordinator.members.clear()
+    scene.coordinator.leased.clear()
+    await scene.member(known=1)
+    await until(lambda: scene.coordinator.releases)
+    assert len(scene.coordinator.releases[0].lease_ids) == 2, (
+        "frozen work of a member that is gone is dropped"
+    )
+
+
+async def test_one_update_at_a_time(scene: Scene) -> None:
+    await scene.member()
+    assert await scene.trainer.join(1) == Ack()
+    await scene.server(seconds=1.0)
+    slow = asyncio.create_task(scene.trainer.receive(1, 0))
+    await asyncio.sleep(0.2)
+    refused = await scene.trainer.receive(1, 1, timeout_seconds=0.2)
+    assert isinstance(refused, Problem)
+    assert refused.error == "busy"
+    waited = await scene.trainer.receive(1, 1, timeout_seconds=5.0)
+    assert isinstance(await slow, WeightReceived)
+    assert waited.version == 1
+
+
+async def test_control_refuses_strangers(scene: Scene) -> None:
+    await scene.member()
+    stranger = TrainerSide(scene.session, scene.generator.control_url, token="wrong")
+    assert (await stranger.join(1)).error == "unauthorized"
+    scene.trainer.headers["x-scalerl-wire"] = "99"
+    problem = await scene.trainer.join(1)
+    assert (problem.error, "99" in problem.message) == ("wire-version", True)
+    scene.trainer.headers["x-scalerl-wire"] = "1"
+    wrong = await scene.trainer.post(endpoints.WEIGHTS_JOIN, PushReply(results=[], reasons=[]), Ack)
+    assert wrong.error == "malformed"
+    assert (await scene.get(endpoints.HEALTH))[0] == 200
+
+
+@pytest.mark.parametrize("scene", [{"seconds_per_token": 0.5, "processes": True}], indirect=True)
+async def test_sigterm_gives_leases_back(scene: Scene) -> None:
+    await scene.member()
+    await scene.trainer.publish(0)
+    scene.coordinator.offer(3, scene.train)
+    await until(lambda: len(scene.coordinator.leased) == 3)
+    scene.generator.terminate()
+    assert await scene.generator.exit_code() == 0
+    assert len(scene.coordinator.todo) == 3
+    assert isinstance(scene.generator, GeneratorProcesses)
+    assert "Traceback" not in scene.generator.log
+
+
+async def test_stop_drains_and_leaves(scene: Scene) -> None:
+    await scene.member()
+    await scene.trainer.publish(0)
+    scene.coordinator.offer(3, scene.train)
+    scene.coordinator.stop = True
+    assert await scene.generator.exit_code() == 0
+    assert len(scene.coordinator.groups) == 3
+    assert not scene.coordinator.leased
+
+
+@pytest.mark.parametrize("scene", [{"prompts": [*PROMPTS[:5], "x" * 40]}], indirect=True)
+async def test_prompt_too_long(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    await scene.member()
+    await scene.trainer.publish(0)
+    both = [*scene.train, *scene.held_out]
+    scene.coordinator.offer(len(scene.train), scene.train)
+    scene.coordinator.offer(len(scene.held_out), scene.held_out, Split.HELD_OUT)
+    assert len(both) == 6
+    assert await scene.generator.exit_code() == 2
+    assert "has 40 tokens; with 32 for the completion it exceeds model.contextTokens (64)" in caplog.text
+    assert not scene.coordinator.leased, "released before leaving"
+
+
+async def test_wrong_prompt(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    await scene.member()
+    await scene.trainer.publish(0)
+    scene.coordinator.offer(1, ["of another source"])
+    assert await scene.generator.exit_code() == 2
+    assert "the coordinator means 'of another source'" in caplog.text
+
+
+async def test_bad_token_file(tmp_path: Path) -> None:
+    write_run(tmp_path, PROMPTS)
+    (tmp_path / "token").unlink()
+    generator = GeneratorProcesses(tmp_path, "http://127.0.0.1:1")
+    await generator.start_actor()
+    assert await generator.exit_code() == 2
+    assert "SCALERL_TOKEN_FILE" in generator.log

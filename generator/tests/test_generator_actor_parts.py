@@ -1,0 +1,172 @@
+"""The actor's parts on their own: how much work is asked for, tokens and text, time, state."""
+
+from __future__ import annotations
+
+import asyncio
+import doctest
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from actor_stand_ins import CHARACTERS, END, write_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scalerl_api.spec import PromptSpec
+from scalerl_generator import leasing, state
+from scalerl_generator.leasing import Occupancy, groups_wanted
+from scalerl_generator.prompts import PromptCodec, PromptTooLong, TokenizerProblem
+from scalerl_generator.state import NO_WEIGHTS, ServerState
+from scalerl_tasks.prompts import Prompt
+
+
+def test_docstrings() -> None:
+    for module in (state, leasing):
+        assert doctest.testmod(module).failed == 0
+
+
+# --- how much work ----------------------------------------------------------------------------
+
+
+@given(
+    capacity=st.integers(1, 2048),
+    per_group=st.integers(1, 64),
+    share=st.floats(0.2, 1.0),
+    groups=st.integers(0, 300),
+)
+def test_full_but_no_hoard(capacity: int, per_group: int, share: float, groups: int) -> None:
+    wanted = groups_wanted(capacity, per_group, share, at_server=groups * per_group, in_hand=groups)
+    total = groups + wanted
+    running = total * per_group * share  # sequences expected to be growing
+    assert wanted >= 0
+    assert running >= capacity - 1e-6 or (wanted == 0 and groups >= 1), (
+        "the server has room and work is not asked for"
+    )
+    if wanted:
+        assert running <= max(capacity * 1.125, capacity + per_group * share) + 1e-6, "a hoard"
+
+
+@given(capacity=st.integers(1, 2048), per_group=st.integers(1, 64), share=st.floats(0.2, 1.0))
+def test_nothing_is_asked_for_while_finished_work_piles_up(
+    capacity: int, per_group: int, share: float
+) -> None:
+    first = groups_wanted(capacity, per_group, share, at_server=0, in_hand=0)
+    assert first >= 1
+    assert groups_wanted(capacity, per_group, share, at_server=0, in_hand=2 * first + 1) == 0
+
+
+@given(st.lists(st.lists(st.integers(0, 1000), min_size=1, max_size=32), max_size=50))
+def test_occupancy_stays_a_share(groups: list[list[int]]) -> None:
+    occupancy = Occupancy()
+    for lengths in groups:
+        occupancy.learn(lengths)
+        assert 0.2 <= occupancy.share <= 1.0
+
+
+# --- tokens and text --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    write_tokenizer(tmp_path)
+    return tmp_path
+
+
+def ids(text: str) -> list[int]:
+    return [CHARACTERS.index(c) + 2 for c in text]
+
+
+def test_codec_round_trip(model: Path) -> None:
+    codec = PromptCodec(model, PromptSpec(template="{prompt}="), context_tokens=16)
+    encoded = codec.encode(Prompt(id="p", text="1+2", answer="3"), max_tokens=8)
+    assert encoded.token_ids == ids("1+2=")
+    assert np.frombuffer(encoded.wire, "<i4").tolist() == encoded.token_ids
+    completions = [[*ids("3"), END], ids("34"), [END], []]
+    assert codec.texts([np.array(c, dtype=np.int32) for c in completions]) == ["3", "34", "", ""]
+
+
+def test_only_the_last_end_token_is_hidden_from_the_verifier(model: Path) -> None:
+    codec = PromptCodec(model, PromptSpec(), context_tokens=16)
+    hidden = [*ids("1"), END, 0, *ids("2"), END]
+    assert codec.texts([np.array(hidden, dtype=np.int32)]) == ["1<eos><pad>2"]
+
+
+def test_same_tokens_as_transformers(model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    codec = PromptCodec(model, PromptSpec(), context_tokens=64)
+    text = "what is 12*(3+4)?"
+    expected = AutoTokenizer.from_pretrained(model)(text)["input_ids"]
+    assert codec.encode(Prompt(id="p", text=text, answer=""), 8).token_ids == expected
+
+
+def test_chat_template(model: Path) -> None:
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config["chat_template"] = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    spec = PromptSpec(format="Chat", system="be short", template="solve {prompt}")
+    codec = PromptCodec(model, spec, context_tokens=64)
+    encoded = codec.encode(Prompt(id="p", text="1+2", answer="3"), 8)
+    assert encoded.token_ids == ids("<system>be short<user>solve 1+2<assistant>")
+
+
+def test_chat_without_a_template(model: Path) -> None:
+    with pytest.raises(TokenizerProblem, match="no chat template"):
+        PromptCodec(model, PromptSpec(format="Chat"), context_tokens=64)
+
+
+def test_end_tokens_of_all_files(model: Path) -> None:
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5]}))
+    (model / "config.json").write_text(json.dumps({"eos_token_id": 9}))
+    assert PromptCodec(model, PromptSpec(), 16).stop_token_ids == [END, 5, 7, 9]
+
+
+def test_no_end_token(model: Path) -> None:
+    (model / "generation_config.json").unlink()
+    (model / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(TokenizerProblem, match="eos_token"):
+        PromptCodec(model, PromptSpec(), 16)
+
+
+def test_damaged_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").write_text("{}")
+    with pytest.raises(TokenizerProblem, match=r"tokenizer\.json"):
+        PromptCodec(model, PromptSpec(), 16)
+
+
+def test_no_room_for_a_completion(model: Path) -> None:
+    codec = PromptCodec(model, PromptSpec(), context_tokens=16)
+    codec.encode(Prompt(id="p", text="12345678", answer=""), 8)
+    with pytest.raises(PromptTooLong, match=r"'long' has 9 tokens.*at least 17"):
+        codec.encode(Prompt(id="long", text="123456789", answer=""), 8)
+
+
+# --- state ------------------------------------------------------------------------------------
+
+
+async def test_serving_waits_for_whole_weights() -> None:
+    server = ServerState()
+    waiting = asyncio.create_task(server.serving())
+    server.came_up()
+    server.update_began()
+    server.updated(4)
+    server.update_began()
+    await asyncio.sleep(0)
+    assert not waiting.done(), "an update has begun again before anybody looked"
+    server.update_broke(weights_whole=True)
+    assert await waiting == 4
+    server.update_began()
+    server.update_broke(weights_whole=False)
+    assert (server.version, server.is_serving) == (NO_WEIGHTS, False)
+    server.updated(5)
+    assert await server.serving() == 5
+    assert server.has_held(4)
+    server.went_down()
+    server.updated(6)
+    assert server.version == NO_WEIGHTS, "an update that ends after its server is not one"
+    server.came_up()
+    assert not server.has_held(5), "a new life, other weights"
