@@ -1,0 +1,62 @@
+r"""Finding the answer in a completion: the part that counts, and nothing else.
+
+Model output is hostile: every function here takes time linear in the text, and none uses a regular
+expression that could backtrack over it.
+"""
+
+from __future__ import annotations
+
+_BOXED = "\\boxed{"
+
+
+def extract_answer(completion: str) -> str:
+    r"""The part of a completion that is graded, stripped.
+
+    1. What is thought does not count: only what follows the last ``</think>`` does. A ``<think>`` without its
+       ``</think>`` is a thought cut short, and nothing counts.
+    2. Of that, the last ``<answer>…</answer>``, when there is one.
+    3. Of that, the last ``\boxed{…}`` with its braces balanced, when there is one.
+    4. Otherwise all of it.
+
+    >>> extract_answer("<think>2?</think> It is <answer> \\boxed{\\frac{1}{2}} </answer>.")
+    '\\frac{1}{2}'
+    >>> extract_answer("just 4")
+    'just 4'
+    >>> extract_answer("<think>5, or")
+    ''
+    """
+    _, closed, text = completion.rpartition("</think>")
+    if not closed and "<think>" in text:
+        return ""
+    inside = _last_tagged(text)
+    if inside is not None:
+        text = inside
+    inside = _last_boxed(text)
+    if inside is not None:
+        text = inside
+    return text.strip()
+
+
+def _last_tagged(text: str) -> str | None:
+    end = text.rfind("</answer>")
+    if end < 0:
+        return None
+    start = text.rfind("<answer>", 0, end)
+    return None if start < 0 else text[start + len("<answer>") : end]
+
+
+def _last_boxed(text: str) -> str | None:
+    start = text.rfind(_BOXED)
+    if start < 0:
+        return None
+    start += len(_BOXED)
+    depth, at = 1, start
+    while True:
+        # From brace to brace with str.find: a megabyte without braces costs one step.
+        closing = text.find("}", at)
+        if closing < 0:
+            return None
+        depth += text.count("{", at, closing) - 1
+        if depth == 0:
+            return text[start:closing]
+        at = closing + 1

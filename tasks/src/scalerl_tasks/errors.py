@@ -1,0 +1,111 @@
+"""What can go wrong here, as one tree.
+
+::
+
+    TaskError
+    ├── SourceError            a prompt source cannot be opened or read
+    │   ├── UnknownTaskError   no reasoning-gym task of that name
+    │   ├── ParameterError     a parameter of a task is unknown, of a wrong type, or out of range
+    │   ├── JsonlError         a line of a JSONL file is bad (file, line, column, field)
+    │   └── SplitError         the held-out set cannot be cut from this source
+    ├── TemplateError          a prompt template has an unknown placeholder, or lacks {prompt}
+    ├── VerifierError          an unknown verifier, or one that cannot grade this task
+    └── GradingError           the grading processes cannot be kept running (never a completion's fault)
+
+Every message says what is wrong, where, and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+
+
+class TaskError(Exception):
+    """Base of all errors raised by this package."""
+
+
+class SourceError(TaskError):
+    """A prompt source cannot be opened or read."""
+
+
+class UnknownTaskError(SourceError):
+    """No reasoning-gym task has this name."""
+
+
+class ParameterError(SourceError):
+    """A task's parameter is unknown, of a wrong type, or out of range.
+
+    Attributes:
+        parameter: the parameter at fault, or None where the task does not say which.
+    """
+
+    def __init__(self, message: str, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+class JsonlError(SourceError):
+    """A JSONL file, or one of its lines, is bad.
+
+    Attributes:
+        path: the file.
+        line: 1-based line number, None when the whole file is meant.
+        column: 1-based column in characters (in bytes when the line is not UTF-8), where known.
+        field: the JSON field at fault, where known.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        problem: str,
+        *,
+        line: int | None = None,
+        column: int | None = None,
+        field: str | None = None,
+    ) -> None:
+        where = str(path)
+        if line is not None:
+            where += f", line {line}"
+        if column is not None:
+            where += f", column {column}"
+        if field is not None:
+            where += f", field {field!r}"
+        super().__init__(f"{where}: {problem}")
+        self.path = path
+        self.line = line
+        self.column = column
+        self.field = field
+
+
+class SplitError(SourceError):
+    """The held-out set asked for cannot be cut from this source."""
+
+
+class TemplateError(TaskError):
+    """A prompt template has an unknown placeholder, or lacks ``{prompt}``."""
+
+
+class VerifierError(TaskError):
+    """An unknown verifier, or one that cannot grade this task."""
+
+
+class GradingError(TaskError):
+    """The grading processes cannot be started or kept running.
+
+    Never raised for what a completion says: that is a score of 0 with an error. Whoever sees this one must
+    not invent scores; the group was not graded.
+    """
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'a' or 'b'?"``, or an empty string where nothing is close.
+
+    >>> did_you_mean("chain_sums", ["chain_sum", "gcd"])
+    "; did you mean 'chain_sum'?"
+    >>> did_you_mean("zzz", ["chain_sum", "gcd"])
+    ''
+    """
+    close = difflib.get_close_matches(word, list(known), n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""

@@ -1,0 +1,240 @@
+"""The pool's end of the two kinds of sockets: to the fork server, and to one grader."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+
+from scalerl_tasks.errors import GradingError, VerifierError
+from scalerl_tasks.grading import protocol
+from scalerl_tasks.grading.protocol import CONTROL, LENGTH, MAX_PACKET_BYTES, RECORD, Request, Setup
+
+_REPLY_SECONDS = 10.0
+_EXIT_SECONDS = 2.0
+_EXIT_POLL_SECONDS = 0.01
+# What a grading process gets to see of the environment: how to start, and nothing secret.
+_ENVIRONMENT = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "VIRTUAL_ENV")
+# One grader is one core; a library's thread pool would only take what others need, and threads make forks
+# unsafe.
+_SINGLE_THREADED = dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"
+)
+
+
+class Grader(asyncio.Protocol):
+    """A connection to one grader: requests go out, records come back in order."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.results: list[tuple[float, str | None]] = []
+        self.ended = False
+        """No more records will come: the grader retired or died."""
+        self.retired = False
+        self._buffer = bytearray()
+        self._changed = asyncio.Event()
+        self._transport: asyncio.Transport | None = None
+
+    def send(self, request: Request) -> None:
+        assert self._transport is not None
+        self.results = []
+        body = pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
+        self._transport.write(LENGTH.pack(len(body)))
+        self._transport.write(body)
+
+    async def changed(self, timeout_seconds: float) -> bool:
+        """Wait until more is known than at the last call; False when that took too long."""
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self._changed.wait()
+        except TimeoutError:
+            # The loop itself may have been late: a record that is here came in time.
+            if not self._changed.is_set():
+                return False
+        self._changed.clear()
+        return True
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        buffer = self._buffer
+        buffer += data
+        at = 0
+        while at + RECORD.size <= len(buffer):
+            kind, score, length = RECORD.unpack_from(buffer, at)
+            end = at + RECORD.size + length
+            if end > len(buffer):
+                break
+            if kind == protocol.RETIRED:
+                self.retired = self.ended = True
+            else:
+                text = buffer[at + RECORD.size : end].decode("utf-8", "replace")
+                self.results.append((score, text if kind == protocol.FAILED else None))
+            at = end
+        if at:
+            del buffer[:at]
+            self._changed.set()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.ended = True
+        self._changed.set()
+
+
+class ForkServer:
+    """The fork server's process, as its parent sees it. All calls from one event loop."""
+
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
+        self._process = process
+        self._control = control
+        self._tokens = itertools.count(1)
+        self._replies: dict[int, asyncio.Future[int]] = {}
+        self._reader: asyncio.Task[None] | None = None
+        self.dead = False
+
+    @classmethod
+    async def start(cls, setup: Setup, timeout_seconds: float) -> ForkServer:
+        """Start the process and wait until its verifier is open.
+
+        Raises:
+            VerifierError: the verifier cannot be opened there.
+            GradingError: the process did not start, or not in time.
+        """
+        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        control.setblocking(False)
+        # -P: the working directory is no place to import from. A session of its own: Ctrl-C is the caller's
+        # to handle.
+        command = [sys.executable, "-P", "-m", "scalerl_tasks.grading.fork_server"]
+        try:
+            with theirs:
+                process = subprocess.Popen(  # noqa: ASYNC220 - spawning takes a millisecond
+                    [*command, str(theirs.fileno()), str(os.getpid())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,
+                    env=_environment(),
+                )
+        except OSError as error:
+            control.close()
+            raise GradingError(f"the grading process cannot be started: {error}") from error
+        server = cls(process, control)
+        try:
+            await server._greet(setup, timeout_seconds)
+        except BaseException:
+            await server.close()
+            raise
+        server._reader = asyncio.create_task(server._read_replies(), name="grading-fork-server-replies")
+        return server
+
+    async def fork(self) -> Grader:
+        """A new grader, ready for requests.
+
+        Raises:
+            GradingError: it could not be forked.
+        """
+        loop = asyncio.get_running_loop()
+        token = next(self._tokens)
+        ours, theirs = socket.socketpair()
+        reply: asyncio.Future[int] = loop.create_future()
+        self._replies[token] = reply
+        try:
+            with theirs:
+                socket.send_fds(self._control, [CONTROL.pack(protocol.FORK, token)], [theirs.fileno()])
+            async with asyncio.timeout(_REPLY_SECONDS):
+                pid = await reply
+            ours.setblocking(False)
+            _, grader = await loop.create_unix_connection(lambda: Grader(pid), sock=ours)
+        except BaseException as error:
+            ours.close()
+            if isinstance(error, TimeoutError | OSError):
+                self.dead = True  # or as good as dead: to be replaced
+                raise GradingError(
+                    f"the grading fork server does not answer: {error or 'timeout'}"
+                ) from error
+            raise
+        finally:
+            del self._replies[token]
+        return grader
+
+    def kill(self, grader: Grader) -> None:
+        """Have a grader killed; it need not be alive."""
+        grader.close()
+        try:
+            self._control.send(CONTROL.pack(protocol.KILL, grader.pid))
+        except OSError:
+            # Either it is dead, and its graders with it; or it reads no more, and whoever replaces it kills
+            # them.
+            self.dead = True
+
+    async def close(self) -> None:
+        """End the process and all its graders; returns when they are gone."""
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+        self._control.close()
+        waited = 0.0
+        while self._process.poll() is None and waited < _EXIT_SECONDS:
+            await asyncio.sleep(_EXIT_POLL_SECONDS)
+            waited += _EXIT_POLL_SECONDS
+        if self._process.returncode is None:
+            # Not reaped yet, so the group is still its: the fork server and every grader.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    async def _greet(self, setup: Setup, timeout_seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await loop.sock_sendall(self._control, pickle.dumps(setup))
+                packet = await loop.sock_recv(self._control, MAX_PACKET_BYTES)
+        except TimeoutError:
+            raise GradingError(
+                f"the grading process did not open its verifier within {timeout_seconds:g} s; is the machine overloaded?"
+            ) from None
+        except OSError as error:
+            raise GradingError(f"the grading process broke off while starting: {error}") from error
+        if not packet:
+            raise GradingError("the grading process died while starting; its stderr says why")
+        kind, _ = CONTROL.unpack_from(packet)
+        if kind != protocol.READY:
+            raise VerifierError(packet[CONTROL.size :].decode("utf-8", "replace"))
+
+    async def _read_replies(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while packet := await loop.sock_recv(self._control, MAX_PACKET_BYTES):
+                kind, token = CONTROL.unpack_from(packet)
+                reply = self._replies.get(token)
+                if reply is None or reply.done():
+                    continue
+                rest = packet[CONTROL.size :]
+                if kind == protocol.FORKED:
+                    reply.set_result(LENGTH.unpack(rest)[0])
+                else:
+                    reply.set_exception(GradingError(f"a grader could not be forked: {rest.decode()}"))
+        except OSError:
+            pass  # reset: as good as the end of the stream
+        self.dead = True
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(GradingError("the grading fork server died"))
+
+
+def _environment() -> dict[str, str]:
+    kept = {
+        name: value for name, value in os.environ.items() if name in _ENVIRONMENT or name.startswith("PYTHON")
+    }
+    return kept | _SINGLE_THREADED

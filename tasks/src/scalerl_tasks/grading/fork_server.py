@@ -1,0 +1,148 @@
+"""The process that forks graders: ``python -m scalerl_tasks.grading.fork_server CONTROL_DESCRIPTOR``.
+
+A single thread, which is what makes its forks safe. It imports the verifier before the first fork, so that a
+grader is born warm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import traceback
+
+from scalerl_tasks.errors import TaskError, VerifierError
+from scalerl_tasks.grading import guard, protocol, worker
+from scalerl_tasks.grading.protocol import CONTROL, LENGTH, MAX_PACKET_BYTES, Setup
+from scalerl_tasks.verifiers import Verifier, open_verifier
+
+_PARENT_CHECK_SECONDS = 1.0
+
+
+def main(descriptor: int, parent: int) -> int:
+    with socket.socket(fileno=descriptor) as control:
+        packet = control.recv(MAX_PACKET_BYTES)
+        if not packet:
+            return 0
+        setup: Setup = pickle.loads(packet)  # noqa: S301 - from the pool, our parent
+        try:
+            verifier = _open(setup)
+        except BaseException as error:
+            text = str(error) if isinstance(error, TaskError) else f"{type(error).__name__}: {error}"
+            control.send(CONTROL.pack(protocol.BROKEN, 0) + text.encode("utf-8", "backslashreplace")[:4096])
+            return 1
+        gc.collect()
+        gc.freeze()  # what is here stays shared with the graders
+        control.send(CONTROL.pack(protocol.READY, 0))
+        return _ForkServer(control, verifier, setup, parent).run()
+
+
+def _open(setup: Setup) -> Verifier:
+    """Open the verifier and try it, which also does its late imports before the first fork."""
+    verifier = open_verifier(setup.verifier)
+    guard.install()
+    task = setup.verifier.task
+    name = f"the verifier {setup.verifier.name!r}" + (f" of task {task.name!r}" if task else "")
+    for prompt, completion in verifier.samples():
+        try:
+            with guard.guarded(prompt):
+                verifier.score(prompt, completion)
+        except guard.RefusedError as error:
+            raise VerifierError(
+                f"{name} evaluates answers as Python code, which is not done with a model's text ({error}); "
+                f"use another verifier"
+            ) from error
+        except Exception as error:
+            raise VerifierError(
+                f"{name} fails on an answer of its own: {type(error).__name__}: {error}; use another verifier"
+            ) from error
+    return verifier
+
+
+class _ForkServer:
+    def __init__(self, control: socket.socket, verifier: Verifier, setup: Setup, parent: int) -> None:
+        self._control = control
+        self._verifier = verifier
+        self._setup = setup
+        self._parent = parent
+        self._graders: set[int] = set()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        for end in (self._wake_reader, self._wake_writer):
+            end.setblocking(False)
+
+    def run(self) -> int:
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        poll.register(self._wake_reader, select.POLLIN)
+        try:
+            while os.getppid() == self._parent:
+                ready = dict(poll.poll(_PARENT_CHECK_SECONDS * 1000))
+                if self._wake_reader.fileno() in ready:
+                    with contextlib.suppress(BlockingIOError):
+                        self._wake_reader.recv(4096)
+                self._reap()
+                if self._control.fileno() in ready and not self._serve_one():
+                    break
+        finally:
+            for pid in self._graders:
+                os.kill(pid, signal.SIGKILL)
+        return 0
+
+    def _serve_one(self) -> bool:
+        packet, descriptors, _, _ = socket.recv_fds(self._control, MAX_PACKET_BYTES, 1)
+        if not packet:
+            return False
+        kind, number = CONTROL.unpack_from(packet)
+        if kind == protocol.KILL:
+            if number in self._graders:  # not reaped yet, so the pid is still that process
+                os.kill(number, signal.SIGKILL)
+        elif kind == protocol.FORK:
+            self._control.send(self._fork(number, socket.socket(fileno=descriptors[0])))
+        return True
+
+    def _fork(self, token: int, connection: socket.socket) -> bytes:
+        with connection:
+            server = os.getpid()
+            try:
+                pid = os.fork()
+            except OSError as error:
+                return CONTROL.pack(protocol.FORK_FAILED, token) + (error.strerror or str(error)).encode()
+            if pid == 0:
+                self._be_grader(connection, server)
+            self._graders.add(pid)
+            return CONTROL.pack(protocol.FORKED, token) + LENGTH.pack(pid)
+
+    def _be_grader(self, connection: socket.socket, server: int) -> None:
+        """Runs in the child, and never returns."""
+        status = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for held in (self._control, self._wake_reader, self._wake_writer):
+                held.close()
+            worker.run(connection, self._verifier, self._setup.limits, server)
+            status = 0
+        except (ConnectionError, SystemExit):
+            status = 0  # the pool has gone on without this grader, or the fork server is dead
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+
+    def _reap(self) -> None:
+        while self._graders:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            self._graders.discard(pid)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

@@ -1,0 +1,145 @@
+"""The grader: a forked process that scores completions until it is told to stop, retires, or is killed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import resource
+import signal
+import socket
+from typing import Any
+
+from scalerl_tasks.grading import guard, protocol
+from scalerl_tasks.grading.protocol import FAILED, LENGTH, RETIRED, SCORED, Limits, Request
+from scalerl_tasks.prompts import Prompt
+from scalerl_tasks.verifiers import Verifier
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NO_NEW_PRIVS = 38
+_PAGE_BYTES = resource.getpagesize()
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def run(connection: socket.socket, verifier: Verifier, limits: Limits, parent: int) -> None:
+    """Serve one pool over ``connection``; returns when the grader should exit."""
+    _confine(limits, parent)
+    _silence()
+    retire_above = _address_space_bytes() + limits.memory_bytes // 2
+    while True:
+        try:
+            request = _receive(connection)
+        except MemoryError:
+            # Only a completion that is alone in its request can be so large.
+            connection.sendall(_out_of_memory(limits) + protocol.record(RETIRED))
+            return
+        if request is None:
+            return
+        _limit_cpu_seconds(len(request.completions) * limits.timeout_seconds)
+        for completion in request.completions:
+            answer, fit_for_more = _grade(verifier, request.prompt, completion, limits)
+            connection.sendall(answer)
+            if not fit_for_more:
+                connection.sendall(protocol.record(RETIRED))
+                return
+        if _address_space_bytes() > retire_above:
+            # Caches have grown; the next completion must not be blamed for them.
+            connection.sendall(protocol.record(RETIRED))
+            return
+
+
+def _grade(verifier: Verifier, prompt: Prompt, completion: str, limits: Limits) -> tuple[bytes, bool]:
+    """The record for one completion, and whether this process can be trusted with another."""
+    try:
+        with guard.guarded(prompt):
+            score = verifier.score(prompt, completion)
+    except MemoryError:
+        return _out_of_memory(limits), False
+    except guard.RefusedError as error:
+        return _failed(str(error)), True
+    except BaseException as error:  # SystemExit included: no text makes a grader leave
+        return _failed(f"the verifier failed: {type(error).__name__}: {_text(error)}"), True
+    if not 0.0 <= score <= 1.0:
+        return _failed(f"the verifier gave {score}, which is not in [0, 1]"), True
+    return protocol.record(SCORED, score), True
+
+
+def _failed(error: str) -> bytes:
+    return protocol.record(FAILED, error=error)
+
+
+def _out_of_memory(limits: Limits) -> bytes:
+    return _failed(f"grading needed more than {limits.memory_bytes:,} bytes of memory")
+
+
+def _confine(limits: Limits, parent: int) -> None:
+    """Die with the parent; no memory beyond the limit, no files written, no core dumps, no children."""
+    for option, value in ((_PR_SET_PDEATHSIG, signal.SIGKILL), (_PR_SET_NO_NEW_PRIVS, 1)):
+        if _libc.prctl(option, value, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
+    if os.getppid() != parent:
+        raise SystemExit("the fork server died before its grader was born")
+    space = _address_space_bytes() + limits.memory_bytes
+    for kind, limit in (
+        (resource.RLIMIT_AS, space),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_NPROC, 0),
+    ):
+        _, hard = resource.getrlimit(kind)
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (limit, limit))
+
+
+def _silence() -> None:
+    """Hostile text must not write the log, by way of some library's warnings."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(null, descriptor)
+    os.close(null)
+
+
+def _limit_cpu_seconds(seconds: float) -> None:
+    """A backstop: the pool's clock kills first, unless the pool itself is stopped."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    limit = int(usage.ru_utime + usage.ru_stime + seconds) + 2
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(
+        resource.RLIMIT_CPU, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard)
+    )
+
+
+def _address_space_bytes() -> int:
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[0]) * _PAGE_BYTES
+
+
+def _receive(connection: socket.socket) -> Request | None:
+    head = _exactly(connection, LENGTH.size)
+    if head is None:
+        return None
+    body = _exactly(connection, LENGTH.unpack(head)[0])
+    if body is None:
+        return None
+    request: Any = pickle.loads(body)  # noqa: S301 - made by the pool; hostile text is a str in it
+    assert isinstance(request, Request)
+    return request
+
+
+def _exactly(connection: socket.socket, size: int) -> bytearray | None:
+    """``size`` bytes, or None at the end of the stream."""
+    buffer = bytearray(size)
+    view = memoryview(buffer)
+    while view:
+        count = connection.recv_into(view)
+        if count == 0:
+            return None
+        view = view[count:]
+    return buffer
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)[: protocol.MAX_ERROR_BYTES]
+    except BaseException:  # an error whose text cannot be made, such as a number of too many digits
+        return "(no text)"

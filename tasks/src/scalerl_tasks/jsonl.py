@@ -1,0 +1,285 @@
+"""Prompts from a JSONL file: every line checked at the start, none of them kept in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import weakref
+from array import array
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from scalerl_tasks.errors import JsonlError, SourceError, did_you_mean
+from scalerl_tasks.prompts import Prompt, check_index
+
+MAX_LINE_BYTES = 1 << 20
+"""Longest line accepted: 1 MiB. Longer ones are nearly always a file that is not JSONL."""
+
+_FIELDS = ("prompt", "answer", "id", "difficulty", "solution", "metadata")
+_ALLOWED = ", ".join(_FIELDS)
+_HASH_BUCKETS = 256
+
+
+class _Row(msgspec.Struct, forbid_unknown_fields=True):
+    prompt: str
+    answer: str
+    id: str | None = None
+    difficulty: float | None = None
+    solution: str | None = None
+    metadata: dict[str, Any] = {}
+
+
+_decoder = msgspec.json.Decoder(_Row)
+
+
+class JsonlSource:
+    """A :class:`~scalerl_tasks.PromptSource` over a file.
+
+    Held in memory: 24 bytes a line. The file stays open and must not change while it is in use; that it has is
+    noticed at the next read. ``digest`` is the SHA-256 of the file's bytes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            if not path.is_file() and path.exists():
+                raise SourceError(f"{path}: is not a regular file; task.jsonl.path must name one")
+            with path.open("rb") as file:
+                scan = _Scan(path)
+                scan.run(file)
+                self._descriptor = os.dup(file.fileno())
+        except OSError as error:
+            raise SourceError(
+                f"{path}: cannot be read: {error.strerror or error}; check task.jsonl.path"
+            ) from error
+        self._offsets = scan.offsets
+        self._lines = scan.lines
+        self._digest = scan.hash.hexdigest()
+        self._finalizer = weakref.finalize(self, os.close, self._descriptor)
+        self._state = _state(self._descriptor)
+
+    @property
+    def digest(self) -> str:
+        return self._digest
+
+    def close(self) -> None:
+        """Close the file; the source cannot be read afterwards. Done by itself when the source is dropped."""
+        self._finalizer()
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, index: int, /) -> Prompt:
+        check_index(index, len(self._lines))
+        if not self._finalizer.alive:
+            raise SourceError(f"{self.path}: the source was closed")
+        start, end = self._offsets[2 * index], self._offsets[2 * index + 1]
+        raw = os.pread(self._descriptor, end - start, start)
+        if _state(self._descriptor) != self._state:
+            raise SourceError(
+                f"{self.path}: changed since it was opened; start again, and give a changed set a new file"
+            )
+        return _prompt(_parse(self.path, self._lines[index], raw))
+
+
+def open_jsonl(path: str | os.PathLike[str]) -> JsonlSource:
+    """Open and check a JSONL file: one object a line with the strings ``prompt`` and ``answer``, and
+    optionally ``id`` (string), ``difficulty`` (number), ``solution`` (string) and ``metadata`` (object,
+    carried along).
+
+    The check streams, so the size of the file is no matter. Blank lines are skipped. A prompt without an
+    ``id`` gets a hash of its prompt and answer.
+
+    Raises:
+        JsonlError: the first bad line: not UTF-8, bad JSON, a missing, unknown or ill-typed field, an empty
+            prompt or answer, a line over 1 MiB, an ``id`` given twice; or the file has no prompts at all.
+        SourceError: the file cannot be read.
+    """
+    return JsonlSource(Path(path))
+
+
+class _Scan:
+    """One pass over the file: check each line, remember where it is, look for ids given twice."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.hash = hashlib.sha256()
+        self.offsets = array("Q")  # start, end; start, end; …
+        self.lines = array("Q")
+        # Ids as 64-bit hashes, dealt into buckets: looking for repeats needs a table of one bucket at a time.
+        self._id_hashes = [array("Q") for _ in range(_HASH_BUCKETS)]
+        self._id_rows = [array("Q") for _ in range(_HASH_BUCKETS)]
+
+    def run(self, file: IO[bytes]) -> None:
+        line, offset = 0, 0
+        while raw := file.readline(MAX_LINE_BYTES + 1):
+            line += 1
+            self.hash.update(raw)
+            if len(raw) > MAX_LINE_BYTES:
+                raise JsonlError(
+                    self.path,
+                    f"the line is longer than {MAX_LINE_BYTES:,} bytes; one JSON object a line is wanted "
+                    f"(is this a JSON array, or a file without line breaks?)",
+                    line=line,
+                )
+            if line == 1 and raw.startswith(b"\xef\xbb\xbf"):
+                raise JsonlError(
+                    self.path, "starts with a byte order mark; save as UTF-8 without one", line=1, column=1
+                )
+            if raw.strip():
+                row = _parse(self.path, line, raw)
+                number = len(self.lines)
+                self.offsets.extend((offset, offset + len(raw)))
+                self.lines.append(line)
+                key = int.from_bytes(hashlib.blake2b(_row_id(row).encode(), digest_size=8).digest())
+                self._id_hashes[key % _HASH_BUCKETS].append(key)
+                self._id_rows[key % _HASH_BUCKETS].append(number)
+            offset += len(raw)
+        if not self.lines:
+            raise JsonlError(self.path, 'has no prompts; add lines like {"prompt": "2 + 2 =", "answer": "4"}')
+        self._refuse_repeated_ids(file)
+
+    def _refuse_repeated_ids(self, file: IO[bytes]) -> None:
+        repeats: list[tuple[int, int]] = []
+        for hashes, rows in zip(self._id_hashes, self._id_rows, strict=True):
+            first: dict[int, int] = {}
+            for key, row in zip(hashes, rows, strict=True):
+                earlier = first.setdefault(key, row)
+                if earlier != row:
+                    repeats.append((row, earlier))
+        for row, earlier in sorted(repeats):
+            later_row, earlier_row = self._read(file, row), self._read(file, earlier)
+            if _row_id(later_row) != _row_id(earlier_row):
+                continue  # two ids with one hash
+            at = self.lines[earlier]
+            if later_row.id is None:
+                raise JsonlError(
+                    self.path,
+                    f"prompt and answer are the same as on line {at}; remove one, or give each its own id",
+                    line=self.lines[row],
+                )
+            raise JsonlError(
+                self.path,
+                f"{later_row.id!r} is already the id of line {at}; ids must be unique",
+                line=self.lines[row],
+                field="id",
+            )
+
+    def _read(self, file: IO[bytes], row: int) -> _Row:
+        start, end = self.offsets[2 * row], self.offsets[2 * row + 1]
+        return _parse(self.path, self.lines[row], os.pread(file.fileno(), end - start, start))
+
+
+def _parse(path: Path, line: int, raw: bytes) -> _Row:
+    try:
+        row = _decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        raise _bad_field(path, line, raw, str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _bad_json(path, line, raw, error) from None
+    for field in ("prompt", "answer"):
+        if not getattr(row, field).strip():
+            raise JsonlError(path, "is empty; every line needs text here", line=line, field=field)
+    if row.id is not None and not row.id:
+        raise JsonlError(
+            path, "is empty; leave it out to have one made from the content", line=line, field="id"
+        )
+    return row
+
+
+def _bad_json(path: Path, line: int, raw: bytes, error: Exception) -> JsonlError:
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as broken:
+        return JsonlError(
+            path,
+            f"byte 0x{raw[broken.start]:02x} is not UTF-8; convert the file, e.g. iconv -f LATIN1 -t UTF-8",
+            line=line,
+            column=broken.start + 1,
+        )
+    # The standard library's parser tells the place best, but lets more through: NaN, half surrogates, deep nesting.
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as precise:
+        problem, column = precise.msg.lower(), precise.colno
+    except RecursionError:
+        problem, column = "nested too deeply", 1
+    else:
+        problem, _, position = str(error).removeprefix("JSON is malformed: ").partition(" (byte ")
+        digits = position.rstrip(")")
+        column = len(raw[: int(digits)].decode("utf-8", "ignore")) + 1 if digits.isdigit() else 1
+    return JsonlError(
+        path, f"bad JSON: {problem}; each line must be one JSON object", line=line, column=column
+    )
+
+
+def _bad_field(path: Path, line: int, raw: bytes, message: str) -> JsonlError:
+    """msgspec says which field and what is wrong; here it learns what to do about it."""
+    try:
+        found = msgspec.json.decode(raw)
+    except (
+        msgspec.DecodeError,
+        UnicodeDecodeError,
+        RecursionError,
+    ) as error:  # a bad field, and bad JSON after it
+        return _bad_json(path, line, raw, error)
+    if not isinstance(found, dict):
+        return JsonlError(path, f"is a JSON {_json_type(found)}, not an object with {_ALLOWED}", line=line)
+    for name in ("prompt", "answer"):
+        if name not in found:
+            near = did_you_mean(name, [key for key in found if key not in _FIELDS])
+            return JsonlError(path, f"is missing{near}", line=line, field=name)
+    for name in found:
+        if name not in _FIELDS:
+            return JsonlError(
+                path,
+                f'is not known{did_you_mean(name, _FIELDS)} (known: {_ALLOWED}; others belong inside "metadata")',
+                line=line,
+                field=name,
+            )
+    wanted = {"difficulty": "a number", "metadata": "an object"}
+    for name, value in found.items():
+        try:
+            msgspec.convert({"prompt": "", "answer": "", name: value}, _Row)
+        except msgspec.ValidationError:
+            hint = '; put it in quotes: "42"' if isinstance(value, int | float) else ""
+            problem = f"must be {wanted.get(name, 'a string')}, is {_json_type(value)}{hint}"
+            return JsonlError(path, problem, line=line, field=name)
+    return JsonlError(path, message, line=line)
+
+
+def _json_type(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    for kind, name in ((str, "string"), (dict, "object"), (list, "array")):
+        if isinstance(value, kind):
+            return name
+    return "number"
+
+
+def _row_id(row: _Row) -> str:
+    if row.id is not None:
+        return row.id
+    content = msgspec.json.encode((row.prompt, row.answer))
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _prompt(row: _Row) -> Prompt:
+    return Prompt(
+        id=_row_id(row),
+        text=row.prompt,
+        answer=row.answer,
+        solution=row.solution,
+        difficulty=row.difficulty,
+        metadata=row.metadata,
+    )
+
+
+def _state(descriptor: int) -> tuple[int, int]:
+    stat = os.fstat(descriptor)
+    return stat.st_size, stat.st_mtime_ns

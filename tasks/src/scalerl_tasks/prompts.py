@@ -1,0 +1,132 @@
+"""The prompt, the source of prompts, and how a prompt's text is dressed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from scalerl_tasks.errors import TemplateError
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One thing to ask, and what is needed to grade the reply.
+
+    Attributes:
+        id: stable and unique within its source: the same source gives the same id for the same prompt,
+            always.
+        text: what the user says, without any chat template.
+        answer: the reference answer; empty where a task has none (its own scorer then judges by
+            ``metadata``).
+        solution: a worked solution for a supervised warm start, where the source has one.
+        difficulty: higher is harder, on the source's own scale (operations for arithmetic), where known.
+        metadata: what the task's own scorer needs; picklable, not necessarily JSON.
+    """
+
+    id: str
+    text: str
+    answer: str
+    solution: str | None = None
+    difficulty: float | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def worked_solution(self) -> str:
+        """The target of a supervised warm start: the solution, or the bare answer where there is none.
+
+        Raises:
+            ValueError: the prompt has neither.
+        """
+        target = self.solution if self.solution is not None else self.answer
+        if not target:
+            raise ValueError(
+                f"prompt {self.id} has no solution and no answer: it cannot be a supervised example"
+            )
+        return target
+
+
+class PromptSource(Protocol):
+    """A fixed, finite sequence of prompts, read by index; safe to read from several threads."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) over all that defines the sequence: equal digests, equal prompts, equal order."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Prompt:
+        """The prompt at ``index`` (0 ≤ index < len).
+
+        Raises:
+            IndexError: index out of range; negative ones are.
+            SourceError: what the prompt is read from has changed or broken.
+        """
+        ...
+
+
+def check_index(index: int, size: int) -> None:
+    """Raise IndexError unless 0 ≤ index < size."""
+    if not 0 <= index < size:
+        raise IndexError(f"prompt index {index} is outside 0..{size - 1}")
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """A prompt in its template, ready for a chat template or, without one, for the tokenizer."""
+
+    user: str
+    system: str | None = None
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The form chat templates take."""
+        head = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*head, {"role": "user", "content": self.user}]
+
+
+# Doubled braces are literal ones; a brace pair around a name is a placeholder; every other brace stands for
+# itself, so that "\boxed{}" needs no escape.
+_BRACES = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_.\-]*)\}")
+
+
+def check_template(template: str) -> None:
+    """Check a template once, before any prompt is rendered.
+
+    Raises:
+        TemplateError: a placeholder other than ``{prompt}``, or no ``{prompt}`` at all.
+    """
+    names = [match[1] for match in _BRACES.finditer(template) if match[1] is not None]
+    for name in names:
+        if name != "prompt":
+            raise TemplateError(
+                f"template has the unknown placeholder {{{name}}}: only {{prompt}} is known; "
+                f"write {{{{{name}}}}} for the literal text {{{name}}}"
+            )
+    if not names:
+        raise TemplateError("template has no {prompt}: put {prompt} where the task's text belongs")
+
+
+def render_prompt(prompt: Prompt, template: str | None = None, system: str | None = None) -> RenderedPrompt:
+    r"""Put a prompt's text into a template.
+
+    Only ``{prompt}`` is replaced, the text put in is never looked at again, ``{{`` and ``}}`` give literal
+    braces, and braces that enclose no name stay as they are.
+
+    Raises:
+        TemplateError: see :func:`check_template`.
+
+    >>> ask = Prompt(id="1", text="2 + {x}?", answer="4")
+    >>> render_prompt(ask, "{prompt} Answer in \\boxed{}.").user
+    '2 + {x}? Answer in \\boxed{}.'
+    """
+    if template is None:
+        return RenderedPrompt(prompt.text, system)
+    check_template(template)
+
+    def replace(match: re.Match[str]) -> str:
+        return prompt.text if match[1] is not None else match[0][0]
+
+    return RenderedPrompt(_BRACES.sub(replace, template), system)

@@ -1,0 +1,103 @@
+"""From a run's task section to the objects behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scalerl_tasks.errors import SourceError
+from scalerl_tasks.grading.pool import GradingPool
+from scalerl_tasks.gym import GymTask, ReasoningGymSource
+from scalerl_tasks.jsonl import JsonlSource
+from scalerl_tasks.prompts import Prompt, PromptSource, RenderedPrompt, check_template, render_prompt
+from scalerl_tasks.split import HeldOut, Train, split_held_out
+from scalerl_tasks.verifiers import Verifier, VerifierConfig
+
+if TYPE_CHECKING:
+    from scalerl_api.spec import TaskSpec
+
+
+def open_source(spec: TaskSpec, directory: Path | None = None) -> ReasoningGymSource | JsonlSource:
+    """Open the prompt source of a task section.
+
+    Args:
+        spec: the section.
+        directory: what a relative ``jsonl.path`` is relative to; the working directory by default.
+
+    Raises:
+        SourceError: see :func:`open_reasoning_gym` and :func:`open_jsonl`.
+    """
+    task = _gym_task(spec)
+    if task is not None:
+        return ReasoningGymSource(task)
+    if spec.jsonl is not None:
+        return JsonlSource((directory or Path()) / spec.jsonl.path)
+    raise SourceError("task: give one of reasoningGym and jsonl")
+
+
+def verifier_config(spec: TaskSpec) -> VerifierConfig:
+    """The verifier of a task section, as a grading process opens it."""
+    name = spec.verifier.name
+    return VerifierConfig(name, task=_gym_task(spec) if name == "reasoning-gym" else None)
+
+
+def open_grading_pool(spec: TaskSpec) -> GradingPool:
+    """The grading pool that a task section asks for; not started yet."""
+    from scalerl_api.fields import quantity_bytes  # whoever holds a TaskSpec has it imported already
+
+    return GradingPool(
+        verifier_config(spec),
+        workers=spec.verifier.workers,
+        timeout_seconds=spec.verifier.timeout_seconds,
+        memory_bytes=quantity_bytes(spec.verifier.memory),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A task section, opened: what to train on, what to evaluate on, and in which words.
+
+    ``train.digest`` and ``held_out.digest`` name the sets; equal digests mean equal prompts.
+    """
+
+    train: Train
+    held_out: HeldOut
+    template: str | None = None
+    system: str | None = None
+
+    def render(self, prompt: Prompt) -> RenderedPrompt:
+        """The prompt in the task's template."""
+        return render_prompt(prompt, self.template, self.system)
+
+
+def open_task(spec: TaskSpec, directory: Path | None = None) -> Task:
+    """Open the source, cut the held-out set, check the template.
+
+    Raises:
+        SourceError: the source is bad or too small for the held-out set.
+        TemplateError: the template is bad.
+    """
+    check_template(spec.prompt.template)
+    train, held_out = split_held_out(open_source(spec, directory), spec.held_out.size, spec.held_out.seed)
+    return Task(train, held_out, spec.prompt.template, spec.prompt.system)
+
+
+def check_answers(source: PromptSource, verifier: Verifier, limit: int | None = None) -> None:
+    """Check that the prompts' own answers can be graded: all of them, or ``limit`` spread evenly over the
+    source.
+
+    Raises:
+        VerifierError: the first one that cannot.
+    """
+    total = len(source)
+    count = total if limit is None else min(limit, total)
+    for rank in range(count):
+        verifier.check(source[rank * total // count])
+
+
+def _gym_task(spec: TaskSpec) -> GymTask | None:
+    section = spec.reasoning_gym
+    if section is None:
+        return None
+    return GymTask(section.name, section.parameters, section.seed, section.size)

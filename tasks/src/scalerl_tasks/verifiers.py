@@ -1,0 +1,214 @@
+"""Verifiers: what a completion is worth, in [0, 1].
+
+========================  ===================================================================================
+``exact``                 the answer as text, stripped; case counts
+``number``                the last number, compared exactly as a rational
+``math-verify``           mathematical equality by the math-verify package (LaTeX, sets, intervals, matrices)
+``reasoning-gym``         the task's own scorer, partial credit included
+========================  ===================================================================================
+
+All four look at :func:`~scalerl_tasks.answers.extract_answer` of the completion, not at the whole. They do
+not protect themselves against a completion that takes for ever or eats the memory: grading is for a
+:class:`~scalerl_tasks.GradingPool`, which does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from scalerl_tasks.answers import extract_answer
+from scalerl_tasks.errors import VerifierError, did_you_mean
+from scalerl_tasks.gym import GymTask, ReasoningGymSource
+from scalerl_tasks.number import equal, last_number
+from scalerl_tasks.prompts import Prompt
+
+_SAMPLES = 3
+_MATH_SAMPLES = ((r"\frac{1}{2}", "0.5"), (r"x^2-1", "(x-1)(x+1)"), (r"(1,2]", "(1,2]"), ("2", "x = 2"))
+
+
+class Verifier(Protocol):
+    """Scores completions of one task."""
+
+    @property
+    def name(self) -> str: ...
+
+    def score(self, prompt: Prompt, completion: str, /) -> float:
+        """What the completion is worth, in [0, 1].
+
+        Raises:
+            VerifierError: the prompt's own answer is of no use to this verifier.
+            Exception: whatever a task's scorer throws at strange text.
+        """
+        ...
+
+    def check(self, prompt: Prompt, /) -> None:
+        """Check that a prompt can be graded at all, before it is trained on.
+
+        Raises:
+            VerifierError: its answer is of no use to this verifier.
+        """
+        ...
+
+    def samples(self) -> Sequence[tuple[Prompt, str]]:
+        """Prompts with good completions, to try the verifier on before it is used: this imports and caches what
+        grading needs, and shows whether it can work at all."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierConfig:
+    """A verifier by name, small and picklable, so that a grading process can open it for itself.
+
+    Attributes:
+        name: one of :data:`VERIFIERS`.
+        ignore_case: for ``exact``: compare case-folded.
+        task: for ``reasoning-gym``: whose scorer.
+    """
+
+    name: str
+    ignore_case: bool = False
+    task: GymTask | None = None
+
+
+def open_verifier(config: VerifierConfig) -> Verifier:
+    """Open a verifier.
+
+    Raises:
+        VerifierError: unknown name, or an option that this verifier does not have.
+        SourceError: ``reasoning-gym``: its task cannot be opened.
+    """
+    if config.name not in VERIFIERS:
+        raise VerifierError(
+            f"unknown verifier {config.name!r}{did_you_mean(config.name, VERIFIERS)} (known: {', '.join(VERIFIERS)})"
+        )
+    if config.ignore_case and config.name != "exact":
+        raise VerifierError(f"ignore_case is an option of the verifier 'exact', not of {config.name!r}")
+    if config.task is not None and config.name != "reasoning-gym":
+        raise VerifierError(f"only the verifier 'reasoning-gym' takes a task, not {config.name!r}")
+    return _OPENERS[config.name](config)
+
+
+class ExactVerifier:
+    """1 when the answer is the reference answer, both stripped; 0 otherwise."""
+
+    name = "exact"
+
+    def __init__(self, ignore_case: bool = False) -> None:
+        self._fold: Callable[[str], str] = str.casefold if ignore_case else str
+
+    def score(self, prompt: Prompt, completion: str, /) -> float:
+        self.check(prompt)
+        return float(self._fold(extract_answer(completion)) == self._fold(prompt.answer.strip()))
+
+    def check(self, prompt: Prompt, /) -> None:
+        if not prompt.answer.strip():
+            raise VerifierError(f"prompt {prompt.id} has no answer for the verifier 'exact' to compare with")
+
+    def samples(self) -> Sequence[tuple[Prompt, str]]:
+        return [(Prompt("sample", "", "1"), "1")]
+
+
+class NumberVerifier:
+    """1 when the last number in the answer equals that in the reference answer, exactly; 0 otherwise."""
+
+    name = "number"
+
+    def score(self, prompt: Prompt, completion: str, /) -> float:
+        self.check(prompt)
+        wanted, given = last_number(prompt.answer), last_number(extract_answer(completion))
+        return float(wanted is not None and given is not None and equal(wanted, given))
+
+    def check(self, prompt: Prompt, /) -> None:
+        if last_number(prompt.answer) is None:
+            raise VerifierError(
+                f"prompt {prompt.id}: its answer {prompt.answer[:80]!r} has no number; "
+                f"use the verifier exact or math-verify"
+            )
+
+    def samples(self) -> Sequence[tuple[Prompt, str]]:
+        return [(Prompt("sample", "", "1"), "1")]
+
+
+class ReasoningGymVerifier:
+    """The task's own scorer, with the task's own idea of partial credit.
+
+    Worth knowing: the scorer that most tasks share gives a wrong answer that contains the right one
+    len(right)/len(given), and many give 0.01 for any answer at all. ``exact`` and ``number`` pay for nothing
+    but the answer.
+    """
+
+    name = "reasoning-gym"
+
+    def __init__(self, task: GymTask) -> None:
+        self._task = task
+        self._data = task.create()
+
+    def score(self, prompt: Prompt, completion: str, /) -> float:
+        answer = extract_answer(completion)
+        if not answer:
+            return 0.0
+        score = float(self._data.score_answer(answer, _entry(prompt)))
+        if not math.isfinite(score):
+            raise ValueError(f"the scorer of {self._task.name!r} gave {score}")
+        return min(1.0, max(0.0, score))
+
+    def check(self, prompt: Prompt, /) -> None:
+        """Any prompt of its task can be graded."""
+
+    def samples(self) -> Sequence[tuple[Prompt, str]]:
+        source = ReasoningGymSource(self._task)
+        prompts = [source[index] for index in range(min(_SAMPLES, len(source)))]
+        return [(prompt, prompt.answer) for prompt in prompts if prompt.answer]
+
+
+class MathVerifier:
+    """1 when math-verify finds the answer equal to the reference answer; 0 otherwise."""
+
+    name = "math-verify"
+
+    def __init__(self) -> None:
+        # Late: it takes sympy and antlr with it, which no other verifier needs.
+        from scalerl_tasks import symbolic
+
+        self._symbolic = symbolic
+
+    def score(self, prompt: Prompt, completion: str, /) -> float:
+        return float(self._symbolic.equivalent(self._gold(prompt), extract_answer(completion)))
+
+    def check(self, prompt: Prompt, /) -> None:
+        self._gold(prompt)
+
+    def samples(self) -> Sequence[tuple[Prompt, str]]:
+        return [(Prompt("sample", "", answer), completion) for answer, completion in _MATH_SAMPLES]
+
+    def _gold(self, prompt: Prompt) -> Any:
+        gold = self._symbolic.parse_reference(prompt.answer)
+        if not gold:
+            raise VerifierError(
+                f"prompt {prompt.id}: math-verify cannot read its answer {prompt.answer[:80]!r}; "
+                f"write it as LaTeX, or use the verifier exact"
+            )
+        return gold
+
+
+def _entry(prompt: Prompt) -> dict[str, Any]:
+    return {"question": prompt.text, "answer": prompt.answer or None, "metadata": dict(prompt.metadata)}
+
+
+def _open_reasoning_gym(config: VerifierConfig) -> Verifier:
+    if config.task is None:
+        raise VerifierError("the verifier 'reasoning-gym' needs a reasoning-gym task as its source")
+    return ReasoningGymVerifier(config.task)
+
+
+_OPENERS: dict[str, Callable[[VerifierConfig], Verifier]] = {
+    "exact": lambda config: ExactVerifier(config.ignore_case),
+    "number": lambda config: NumberVerifier(),
+    "math-verify": lambda config: MathVerifier(),
+    "reasoning-gym": _open_reasoning_gym,
+}
+VERIFIERS = tuple(_OPENERS)
+"""The names that :func:`open_verifier` knows."""

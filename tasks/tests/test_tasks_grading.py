@@ -1,0 +1,423 @@
+"""The pool: right scores, whatever the completions do and whoever dies."""
+
+import asyncio
+import contextlib
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from scalerl_tasks import (
+    Graded,
+    GradingError,
+    GradingPool,
+    GymTask,
+    Prompt,
+    VerifierConfig,
+    VerifierError,
+    open_reasoning_gym,
+)
+
+HALF = Prompt("half", "?", r"\frac{1}{2}")
+FOUR = Prompt("four", "2 + 2 =", "4")
+RIGHT, WRONG = Graded(1.0), Graded(0.0)
+TOWER = r"\boxed{9^{9^{9^{9}}}}"
+# A task whose import is quick, and whose scorer multiplies whatever numbers it is given: minutes, holding the lock.
+FACTORS = VerifierConfig("reasoning-gym", task=GymTask("prime_factorization", {}, seed=1, size=5))
+PRIME = Prompt("prime", "Factorize 6", "2 × 3")
+FOREVER = " × ".join(["9" * 4000] * 2000)
+
+
+def children(pid: int | None = None) -> set[int]:
+    """All living descendants of a process."""
+    found: set[int] = set()
+    todo = [pid or os.getpid()]
+    while todo:
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{todo.pop()}/task").iterdir():
+                new = set(map(int, (task / "children").read_text().split()))
+                todo += new
+                found |= new
+    return found
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there and not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_gone(pids: set[int], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while left := {pid for pid in pids if alive(pid)}:
+        assert time.monotonic() < deadline, f"still alive: {left}"
+        time.sleep(0.02)
+
+
+def graders() -> set[int]:
+    """Graders are the children of the fork server, which is our child."""
+    return set().union(*(children(pid) for pid in children()), set())
+
+
+def descriptors() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("name", ["exact", "number", "math-verify"])
+async def test_a_group_comes_back_in_order(name):
+    completions = ["4", "5", "<answer>4</answer>", r"\boxed{4}", "<think>4</think>5"]
+    async with GradingPool(VerifierConfig(name)) as pool:
+        assert await pool.score_group(FOUR, completions) == [RIGHT, WRONG, RIGHT, RIGHT, WRONG]
+        assert await pool.score_group(FOUR, []) == []
+        many = [[str((i + j) % 6) for j in range(i % 20)] for i in range(100)]
+        results = await asyncio.gather(*(pool.score_group(FOUR, group) for group in many))
+    assert results == [[RIGHT if text == "4" else WRONG for text in group] for group in many]
+
+
+async def test_scorers_of_tasks_work_in_confinement():
+    """Among them one that evaluates its own problem text."""
+    for name in ("gsm_symbolic", "bitwise_arithmetic", "calendar_arithmetic"):
+        task = GymTask(name, {}, seed=1, size=5)
+        source = open_reasoning_gym(name, seed=1, size=5)
+        async with GradingPool(VerifierConfig("reasoning-gym", task=task)) as pool:
+            for i in range(5):
+                good, bad = await pool.score_group(source[i], [source[i].answer, "certainly not"])
+                assert good == RIGHT, name
+                assert bad.score < 1, name
+                assert bad.error is None, name
+
+
+HOSTILE_MATH = [
+    TOWER,
+    "9**9**9**9",
+    r"\boxed{99999999!}",
+    r"\boxed{\sum_{k=1}^{10^{12}} k!}",
+    r"\boxed{" + r"\frac{1}{1+" * 300 + "1" + "}" * 301,
+    r"\boxed{" + r"\frac{" * 3000 + "1" + "}{2}" * 3000 + "}",
+    "$" + "(" * 1500 + "1" + ")" * 1500 + "$",
+    r"\boxed{" * 20_000,
+    "$" * 50_000,
+    "answer: $" * 20_000,
+    "x" * 10_000_000,
+    "7" * 10_000_000,
+    "\0" * 100_000,
+    "\ud800",
+    "٣½Ⅷ",
+    r"\boxed{\text{__import__('os').system('touch PWNED')}}",
+    "__import__('os').system('touch PWNED')",
+    r"$__import__('os').system('touch PWNED')$",
+    "nan",
+    r"\boxed{\infty}",
+    r"\boxed{\frac{1}{0}}",
+]
+
+
+@pytest.mark.slow
+async def test_hostile_mathematics(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    # Good ones between the bad ones: each must get its own verdict.
+    completions = [text for bad in HOSTILE_MATH for text in (bad, r"\boxed{0.5}")]
+    async with GradingPool(VerifierConfig("math-verify"), workers=2, timeout_seconds=1.5) as pool:
+        graded = await pool.score_group(HALF, completions)
+        assert pool.counts.graded == len(completions)
+        assert pool.counts.timeouts >= 2
+    assert [g.score for g in graded] == [0.0, 1.0] * len(HOSTILE_MATH)
+    assert all(g.error is None for g in graded[1::2])
+    assert graded[0] == Graded(0.0, "grading took longer than 1.5 s and was killed")
+    assert not list(tmp_path.iterdir())
+
+
+async def test_a_completion_that_explodes_in_memory():
+    """``exact`` folds case in several copies of four bytes a character."""
+    large = "ß" * 15_000_000
+    pool = GradingPool(VerifierConfig("exact", ignore_case=True), memory_bytes=128 << 20)
+    async with pool:
+        graded = await pool.score_group(FOUR, ["4", large, "4", "5"])
+    assert [g.score for g in graded] == [1, 0, 1, 0]
+    assert graded[1].error == "grading needed more than 134,217,728 bytes of memory"
+    assert graded[2].error is None
+
+
+async def test_a_completion_that_does_not_fit_the_grader_at_all():
+    large = "\N{GRINNING FACE}" * 15_000_000
+    async with GradingPool(VerifierConfig("exact"), memory_bytes=64 << 20) as pool:
+        graded = await pool.score_group(FOUR, ["4", large, "4"])
+    assert [g.score for g in graded] == [1, 0, 1]
+    assert graded[1].error == "grading needed more than 67,108,864 bytes of memory"
+
+
+async def test_a_completion_over_the_length_limit():
+    async with GradingPool(VerifierConfig("exact")) as pool:
+        graded = await pool.score_group(FOUR, ["x" * (16 << 20) + "x", "4"])
+    assert graded[0].score == 0.0
+    assert "16,777,217 characters is over the limit of 16,777,216" in str(graded[0].error)
+    assert graded[1] == RIGHT
+
+
+async def test_a_large_group_in_several_messages():
+    async with GradingPool(VerifierConfig("number"), memory_bytes=64 << 20) as pool:
+        graded = await pool.score_group(FOUR, [" " * 3_000_000 + str(i) for i in range(8)])
+    assert [g.score for g in graded] == [float(i == 4) for i in range(8)]
+
+
+async def test_a_scorer_that_evaluates_answers_as_code_is_refused():
+    config = VerifierConfig("reasoning-gym", task=GymTask("simple_integration", {}, seed=1, size=5))
+    before = children()
+    with pytest.raises(VerifierError, match="of task 'simple_integration' evaluates answers as Python code"):
+        await GradingPool(config).start()
+    wait_gone(children() - before)
+
+
+async def test_text_is_not_evaluated_even_where_a_scorer_would_fall_back_to_it(tmp_path):
+    """string_insertion's scorer compares, and evaluates what does not compare equal."""
+    task = GymTask("string_insertion", {}, seed=1, size=5)
+    prompt = open_reasoning_gym("string_insertion", seed=1, size=5)[0]
+    target = tmp_path / "pwned"
+    attack = f"[c for c in __import__('pathlib').Path({str(target)!r}).write_text('x') and 'a']"
+    async with GradingPool(VerifierConfig("reasoning-gym", task=task)) as pool:
+        good, bad, again = await pool.score_group(prompt, [prompt.answer, attack, prompt.answer])
+    assert (good, again) == (RIGHT, RIGHT)
+    assert bad == Graded(0.0, "grading tried to turn text into code, which is refused")
+    assert not target.exists()
+
+
+async def test_a_verifier_error_is_the_completions_error():
+    async with GradingPool(VerifierConfig("number")) as pool:
+        graded = await pool.score_group(Prompt("1", "q", "no number"), ["4"])
+    assert graded[0].score == 0
+    assert "VerifierError: prompt 1: its answer 'no number' has no number" in str(graded[0].error)
+
+
+async def test_a_prompt_that_cannot_be_sent_is_its_callers_error():
+    async with GradingPool(VerifierConfig("exact")) as pool:
+        with pytest.raises((TypeError, AttributeError), match="pickle"):
+            await pool.score_group(Prompt("1", "q", "4", metadata={"f": threading.Lock()}), ["4"])
+        assert await pool.score_group(FOUR, ["4"]) == [RIGHT]
+        assert len(graders()) == 1
+
+
+async def test_a_hanging_group_does_not_hold_up_the_others():
+    async with GradingPool(FACTORS, workers=2, timeout_seconds=60) as pool:
+        stuck = asyncio.create_task(pool.score_group(PRIME, [FOREVER, PRIME.answer]))
+        await asyncio.sleep(0.2)
+        for _ in range(5):
+            assert await pool.score_group(PRIME, [PRIME.answer, "5"]) == [RIGHT, Graded(0.01)]
+        assert not stuck.done()
+    with pytest.raises(GradingError, match="closed"):
+        await stuck
+
+
+async def test_a_late_event_loop_is_not_the_graders_fault():
+    async with GradingPool(VerifierConfig("exact"), timeout_seconds=1) as pool:
+        await pool.score_group(FOUR, ["4"])
+        group = asyncio.create_task(pool.score_group(FOUR, ["4"] * 50))
+        await asyncio.sleep(0.001)  # the request is out
+        time.sleep(1.5)  # noqa: ASYNC251
+        assert await group == [RIGHT] * 50
+        assert pool.counts.timeouts == 0
+
+
+async def test_cancelled_groups_leave_the_pool_working():
+    async with GradingPool(FACTORS, timeout_seconds=0.5) as pool:
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await pool.score_group(PRIME, [FOREVER] * 100)
+        async with asyncio.timeout(5):  # three times 0.5 s, and not three times 50 s
+            assert await pool.score_group(PRIME, [PRIME.answer]) == [RIGHT]
+
+
+@pytest.mark.slow
+async def test_killing_processes_at_random():
+    """Graders and fork servers are killed while 200 groups are graded; verdicts stay right, and nothing leaks."""
+    rng = random.Random(7)
+    before = descriptors()
+    async with GradingPool(VerifierConfig("number"), workers=3) as pool:
+        await pool.score_group(FOUR, ["4"])
+        held = descriptors()
+        stop = asyncio.Event()
+        kills = {"grader": 0, "server": 0}
+
+        async def kill_at_random():
+            while not stop.is_set():
+                await asyncio.sleep(rng.uniform(0.002, 0.03))
+                kind = "server" if rng.random() < 0.02 else "grader"
+                victims = sorted(graders() if kind == "grader" else children() - graders())
+                if victims:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(rng.choice(victims), signal.SIGKILL)
+                    kills[kind] += 1
+
+        killer = asyncio.create_task(kill_at_random())
+        wrong = 0
+        for start in range(0, 200, 10):
+            groups = [[str(rng.randrange(3, 6)) + " " * 20_000 for _ in range(16)] for _ in range(10)]
+            async with asyncio.timeout(60):
+                results = await asyncio.gather(*(pool.score_group(FOUR, group) for group in groups))
+            for group, graded in zip(groups, results, strict=True):
+                assert len(graded) == 16, start
+                for text, one in zip(group, graded, strict=True):
+                    if one.error is None:
+                        assert one.score == float(text.startswith("4"))
+                    else:
+                        assert one == Graded(0.0, "the grader died 2 times on this completion")
+                        wrong += 1
+            await asyncio.sleep(0.05)
+        stop.set()
+        await killer
+        assert kills["grader"] >= 20
+        assert kills["server"] >= 1
+        assert wrong <= kills["grader"] // 2
+        assert await pool.score_group(FOUR, ["4", "5"]) == [RIGHT, WRONG]
+        assert len(graders()) <= 3
+        gone = children()
+        await asyncio.sleep(0.2)
+        assert descriptors() <= held + 4  # a socket each of two more graders
+    wait_gone(gone)
+    assert children() == set()
+    assert descriptors() == before
+
+
+@pytest.mark.slow
+async def test_nothing_leaks_over_groups_that_crash():
+    """200 groups, one in four with a completion that blows the memory, so that its grader is replaced."""
+    before = descriptors()
+    async with GradingPool(VerifierConfig("exact", ignore_case=True), memory_bytes=64 << 20) as pool:
+        await pool.score_group(FOUR, ["4"])
+        held, large = descriptors(), "ß" * 9_000_000
+        for i in range(200):
+            graded = await pool.score_group(FOUR, ["4", large if i % 4 == 0 else "5", "4"])
+            assert [g.score for g in graded] == [1, 0, 1]
+            assert (graded[1].error is not None) == (i % 4 == 0)
+        assert pool.counts.errors == 50
+        assert descriptors() == held
+        assert len(graders()) == 1
+    assert children() == set()
+    assert descriptors() == before
+
+
+async def test_a_stopped_grader_is_killed():
+    async with GradingPool(VerifierConfig("exact"), timeout_seconds=1) as pool:
+        await pool.score_group(FOUR, ["4"])
+        (pid,) = graders()
+        os.kill(pid, signal.SIGSTOP)
+        graded = await pool.score_group(FOUR, ["4", "4"])
+        assert graded[0] == Graded(0.0, "grading took longer than 1 s and was killed")
+        assert graded[1] == RIGHT
+        wait_gone({pid})
+
+
+async def test_closing_ends_what_hangs_and_refuses_what_waits():
+    pool = GradingPool(FACTORS, timeout_seconds=60)
+    await pool.start()
+    groups = [asyncio.create_task(pool.score_group(PRIME, [FOREVER])) for _ in range(3)]
+    await asyncio.sleep(0.3)
+    pids = children()
+    assert len(pids) == 2
+    async with asyncio.timeout(30):
+        await pool.aclose()
+    wait_gone(pids)
+    for group in groups:
+        with pytest.raises(GradingError, match="closed"):
+            await group
+    with pytest.raises(GradingError, match="not running"):
+        await pool.score_group(PRIME, ["1"])
+    await pool.aclose()
+
+
+async def test_a_pool_that_is_not_started_says_so():
+    with pytest.raises(GradingError, match="async with"):
+        await GradingPool(VerifierConfig("exact")).score_group(FOUR, ["4"])
+
+
+async def test_a_fork_server_that_cannot_be_replaced_breaks_the_pool_loudly(monkeypatch):
+    """No scores are invented, and no group waits for ever."""
+    monkeypatch.setattr("scalerl_tasks.grading.pool._FIRST_BACK_OFF_SECONDS", 0.001)
+    async with GradingPool(VerifierConfig("exact")) as pool:
+        assert await pool.score_group(FOUR, ["4"]) == [RIGHT]
+        monkeypatch.setattr("sys.executable", "/nonexistent/python")
+        for pid in children():
+            os.kill(pid, signal.SIGKILL)
+        groups = [asyncio.create_task(pool.score_group(FOUR, ["4"])) for _ in range(5)]
+        for group in groups:
+            async with asyncio.timeout(30):
+                with pytest.raises(GradingError, match=r"no grader after 6 attempts: .* cannot be started"):
+                    await group
+        with pytest.raises(GradingError, match="no grader after 6 attempts"):
+            await pool.score_group(FOUR, ["4"])
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"workers": 0}, {"timeout_seconds": 0}, {"timeout_seconds": float("nan")}, {"memory_bytes": 1 << 20}],
+)
+def test_bad_limits(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        GradingPool(VerifierConfig("exact"), **bad)
+
+
+HANGING_PARENT = """
+import asyncio
+from scalerl_tasks import GradingPool, GymTask, Prompt, VerifierConfig
+factors = VerifierConfig("reasoning-gym", task=GymTask("prime_factorization", {}, seed=1, size=5))
+forever = " × ".join(["9" * 4000] * 2000)
+async def main():
+    async with GradingPool(factors, workers=2, timeout_seconds=600) as pool:
+        groups = [asyncio.create_task(pool.score_group(Prompt("1", "q", "2 × 3"), [forever])) for _ in "ab"]
+        while pool.counts.forks < 2:
+            await asyncio.sleep(0.01)
+        print("hanging", flush=True)
+        await asyncio.gather(*groups)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("victim", ["parent", "fork server"])
+def test_graders_die_with_whoever_is_killed(victim):
+    """Even while they are deep in C code that holds the interpreter's lock."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HANGING_PARENT], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        try:
+            assert parent.stdout is not None
+            assert parent.stdout.readline() == "hanging\n"
+            time.sleep(0.3)
+            (server,) = {pid for pid in children(parent.pid) if children(pid)}
+            hanging = children(server)
+            assert len(hanging) == 2
+            assert all(map(alive, hanging))
+            os.kill(parent.pid if victim == "parent" else server, signal.SIGKILL)
+            wait_gone(hanging)
+            if victim == "parent":
+                wait_gone({server})
+        finally:
+            parent.kill()
+
+
+def test_the_pool_works_beside_threads_and_from_a_loop_in_a_thread():
+    stop = threading.Event()
+    busy = [threading.Thread(target=stop.wait, daemon=True) for _ in range(8)]
+    for thread in busy:
+        thread.start()
+    found = []
+
+    async def grade():
+        async with GradingPool(VerifierConfig("number"), workers=2) as pool:
+            results = await asyncio.gather(*(pool.score_group(FOUR, ["4", "5"]) for _ in range(20)))
+            found.extend(results)
+
+    thread = threading.Thread(target=lambda: asyncio.run(grade()))
+    thread.start()
+    thread.join(30)
+    stop.set()
+    assert found == [[RIGHT, WRONG]] * 20

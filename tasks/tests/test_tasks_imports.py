@@ -1,0 +1,46 @@
+"""Importing the package stays cheap, and never brings torch."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "reasoning_gym", "sympy", "math_verify", "matplotlib", "numpy", "pydantic")
+
+
+def modules_after(code: str) -> set[str]:
+    """The names in sys.modules after running ``code`` in a fresh interpreter."""
+    result = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport json, sys; print(json.dumps(sorted(sys.modules)))"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return set(json.loads(result.stdout.splitlines()[-1]))
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    assert modules_after("import scalerl_tasks").isdisjoint(HEAVY)
+
+
+def test_an_arithmetic_task_does_not_import_the_other_categories():
+    loaded = modules_after("import scalerl_tasks as t; t.open_reasoning_gym('chain_sum')[0]")
+    assert "reasoning_gym.arithmetic.chain_sum" in loaded
+    assert loaded.isdisjoint({"torch", "sympy", "matplotlib", "reasoning_gym.algebra", "reasoning_gym.games"})
+
+
+@pytest.mark.slow
+def test_the_full_library_is_still_there_for_whoever_asks():
+    code = (
+        "import warnings; warnings.simplefilter('ignore')\n"
+        "import scalerl_tasks as t; t.open_reasoning_gym('chain_sum')[0]\n"
+        "import reasoning_gym\n"
+        "assert reasoning_gym.create_dataset('countdown', seed=1, size=1)[0]['question']\n"
+        "from reasoning_gym.factory import DATASETS\n"
+        "from scalerl_tasks.gym_loader import task_categories\n"
+        "assert set(DATASETS) - set(task_categories()) == {'composite'}, set(DATASETS) ^ set(task_categories())\n"
+        "assert set(task_categories()) <= set(DATASETS)"
+    )
+    assert "reasoning_gym.games" in modules_after(code)

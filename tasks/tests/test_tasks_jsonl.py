@@ -1,0 +1,198 @@
+"""JSONL files: what is accepted, and how a bad line is reported."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scalerl_tasks import MAX_LINE_BYTES, JsonlError, SourceError, open_jsonl
+
+GOOD = b'{"prompt": "2 + 2 =", "answer": "4"}\n'
+
+
+def write(path, content):
+    path.write_bytes(content)
+    return path
+
+
+def test_a_full_line_and_a_bare_one(tmp_path):
+    full = {
+        "id": "a-1",
+        "prompt": "p",
+        "answer": "x",
+        "difficulty": 2,
+        "solution": "s",
+        "metadata": {"k": [1, None]},
+    }
+    source = open_jsonl(
+        write(tmp_path / "d.jsonl", json.dumps(full).encode() + b"\r\n\n  \n" + GOOD.rstrip())
+    )
+    assert len(source) == 2
+    first, second = source[0], source[1]
+    assert (first.id, first.text, first.answer, first.solution) == ("a-1", "p", "x", "s")
+    assert (first.difficulty, first.metadata) == (2.0, {"k": [1, None]})
+    assert (second.text, second.solution, second.difficulty, dict(second.metadata)) == (
+        "2 + 2 =",
+        None,
+        None,
+        {},
+    )
+    assert len(second.id) == 16
+
+
+def test_the_digest_is_that_of_the_file(tmp_path):
+    one = open_jsonl(write(tmp_path / "a.jsonl", GOOD))
+    same = open_jsonl(write(tmp_path / "b.jsonl", GOOD))
+    other = open_jsonl(write(tmp_path / "c.jsonl", GOOD + b"\n"))
+    assert one.digest == same.digest != other.digest
+    assert one[0].id == other[0].id
+
+
+BAD = [
+    # content, line, column, field, what the message says
+    (b"", None, None, None, "has no prompts"),
+    (b"\n \n", None, None, None, "has no prompts"),
+    (GOOD + b"{", 2, 2, None, "bad JSON"),
+    (GOOD + b'{"prompt": "a" "answer": "b"}', 2, 16, None, "bad JSON"),
+    ('{"prompt": "äöü", answer: 1}'.encode(), 1, 19, None, "bad JSON"),
+    (b'{"prompt": "a", "answer": "b"} trailing', 1, 32, None, "bad JSON"),
+    (b'{"prompt": "a\\ud800", "answer": "b"}', 1, None, None, "bad JSON"),
+    (b'{"prompt": 1, "answer": }', 1, 25, None, "bad JSON"),
+    (b'{"prompt": "a", "answer": NaN}', 1, 27, None, "bad JSON"),
+    (b"[" * 100_000, 1, None, None, "bad JSON"),
+    (b"[1, 2]", 1, None, None, "is a JSON array, not an object"),
+    (b'"text"', 1, None, None, "is a JSON string"),
+    (b"null", 1, None, None, "is a JSON null"),
+    (GOOD + b'\xff{"prompt": "b", "answer": "c"}', 2, 1, None, "0xff is not UTF-8"),
+    ('{"prompt": "ä", "answer": "c"}'.encode("latin-1"), 1, 13, None, "0xe4 is not UTF-8"),
+    ('{"prompt": "a", "answer": "c"}'.encode("utf-16"), 1, None, None, "not UTF-8"),
+    (b"\xef\xbb\xbf" + GOOD, 1, 1, None, "byte order mark"),
+    (b'{"prompt": "a"}', 1, None, "answer", "is missing"),
+    (b'{"promt": "a", "answer": "b"}', 1, None, "prompt", "is missing; did you mean 'promt'"),
+    (b'{"prompt": "a", "answer": "b", "solutoin": "c"}', 1, None, "solutoin", "did you mean 'solution'"),
+    (b'{"prompt": "a", "answer": "b", "source": "c"}', 1, None, "source", 'inside "metadata"'),
+    (b'{"prompt": "a", "answer": 42}', 1, None, "answer", "must be a string, is number; put it in quotes"),
+    (b'{"prompt": "a", "answer": true}', 1, None, "answer", "must be a string, is boolean"),
+    (b'{"prompt": ["a"], "answer": "b"}', 1, None, "prompt", "must be a string, is array"),
+    (b'{"prompt": null, "answer": "b"}', 1, None, "prompt", "must be a string, is null"),
+    (
+        b'{"prompt": "a", "answer": "b", "difficulty": "hard"}',
+        1,
+        None,
+        "difficulty",
+        "must be a number, is string",
+    ),
+    (b'{"prompt": "a", "answer": "b", "metadata": "m"}', 1, None, "metadata", "must be an object, is string"),
+    (b'{"prompt": "a", "answer": "b", "id": 7}', 1, None, "id", "put it in quotes"),
+    (b'{"prompt": " ", "answer": "b"}', 1, None, "prompt", "is empty"),
+    (b'{"prompt": "a", "answer": ""}', 1, None, "answer", "is empty"),
+    (b'{"prompt": "a", "answer": "b", "id": ""}', 1, None, "id", "is empty"),
+    (
+        GOOD + b'{"prompt": "' + b"x" * MAX_LINE_BYTES + b'", "answer": "b"}',
+        2,
+        None,
+        None,
+        "longer than 1,048,576",
+    ),
+    (
+        b'{"prompt": "a", "answer": "b", "id": "q"}\n\n{"prompt": "c", "answer": "d", "id": "q"}',
+        3,
+        None,
+        "id",
+        "'q' is already the id of line 1",
+    ),
+    (GOOD + b'{"prompt": "x", "answer": "4"}\n' + GOOD, 3, None, None, "the same as on line 1"),
+]
+
+
+@pytest.mark.parametrize(("content", "line", "column", "field", "says"), BAD)
+def test_a_bad_file_is_reported_with_its_place(tmp_path, content, line, column, field, says):
+    path = write(tmp_path / "bad.jsonl", content)
+    with pytest.raises(JsonlError) as caught:
+        open_jsonl(path)
+    error = caught.value
+    assert says in str(error)
+    assert (error.path, error.line, error.field) == (path, line, field)
+    if column is not None:
+        assert error.column == column
+    for part in [str(path), *([f"line {line}"] if line else []), *([f"field {field!r}"] if field else [])]:
+        assert part in str(error)
+
+
+def test_of_many_repeated_ids_the_first_is_reported(tmp_path):
+    rows = [{"prompt": f"p{i}", "answer": "a", "id": f"i{i % 700}"} for i in range(1000)]
+    path = write(tmp_path / "d.jsonl", "\n".join(map(json.dumps, rows)).encode())
+    with pytest.raises(JsonlError, match=r"line 701, field 'id': 'i0' is already the id of line 1"):
+        open_jsonl(path)
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "."])
+def test_a_path_that_is_no_file(tmp_path, name):
+    with pytest.raises(SourceError, match=r"cannot be read: No such file|is not a regular file"):
+        open_jsonl(tmp_path / name)
+
+
+def test_a_pipe_is_refused_and_not_waited_on(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SourceError, match="not a regular file"):
+        open_jsonl(tmp_path / "pipe")
+
+
+def test_a_file_that_changes_underneath_is_noticed(tmp_path):
+    path = write(tmp_path / "d.jsonl", GOOD)
+    source = open_jsonl(path)
+    assert source[0].answer == "4"
+    write(path, GOOD.replace(b"4", b"5") + GOOD)
+    with pytest.raises(SourceError, match="changed since it was opened"):
+        _ = source[0]
+
+
+def test_a_closed_source_says_so(tmp_path):
+    source = open_jsonl(write(tmp_path / "d.jsonl", GOOD))
+    source.close()
+    source.close()
+    with pytest.raises(SourceError, match="closed"):
+        _ = source[0]
+
+
+def test_no_descriptor_is_left_behind(tmp_path):
+    good, bad = write(tmp_path / "g.jsonl", GOOD), write(tmp_path / "b.jsonl", b"{")
+    before = os.listdir("/proc/self/fd")
+    for _ in range(20):
+        open_jsonl(good)
+        with pytest.raises(JsonlError):
+            open_jsonl(bad)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+@given(st.lists(st.tuples(st.text(min_size=1), st.text(min_size=1)), min_size=1, max_size=20, unique=True))
+def test_what_is_written_is_read_back(tmp_path_factory, rows):
+    rows = [(p, a) for p, a in rows if p.strip() and a.strip()] or [("p", "a")]
+    content = "\n".join(json.dumps({"prompt": p, "answer": a}) for p, a in rows).encode()
+    source = open_jsonl(write(tmp_path_factory.mktemp("h") / "d.jsonl", content))
+    assert [(source[i].text, source[i].answer) for i in range(len(source))] == rows
+    assert len({source[i].id for i in range(len(source))}) == len(rows)
+
+
+def test_a_large_file_does_not_fill_the_memory(tmp_path):
+    """64 MiB of lines, within 48 MiB of address space more than an idle interpreter has."""
+    path = tmp_path / "large.jsonl"
+    with path.open("wb") as file:
+        for i in range(64):
+            file.write(
+                b"".join(
+                    b'{"prompt": "%d %s", "answer": "4"}\n' % (i * 16 + j, b"x" * 65_000) for j in range(16)
+                )
+            )
+    code = (
+        "import resource, sys; import scalerl_tasks as t\n"
+        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + (48 << 20),) * 2)\n"
+        "s = t.open_jsonl(sys.argv[1]); print(len(s), s[1023].text[:4])"
+    )
+    result = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=60)
+    assert result.stdout.split() == ["1024", "1023"], result.stderr

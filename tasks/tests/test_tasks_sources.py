@@ -1,0 +1,74 @@
+"""From a run's task section to prompts and grades."""
+
+import json
+
+import pytest
+
+from scalerl_api.spec import TaskSpec
+from scalerl_tasks import (
+    SourceError,
+    TemplateError,
+    VerifierConfig,
+    VerifierError,
+    check_answers,
+    open_grading_pool,
+    open_jsonl,
+    open_source,
+    open_task,
+    open_verifier,
+    verifier_config,
+)
+
+
+def section(**changes):
+    base = {
+        "reasoningGym": {"name": "chain_sum", "parameters": {"min_digits": 2}, "seed": 3, "size": 200},
+        "verifier": {"name": "reasoning-gym", "memory": "256Mi", "timeoutSeconds": 2},
+        "heldOut": {"size": 20, "seed": 1},
+        "prompt": {"template": "{prompt}\nAnswer:"},
+    }
+    return TaskSpec.model_validate({k: v for k, v in (base | changes).items() if v is not None})
+
+
+async def test_a_generated_task_from_its_section():
+    spec = section()
+    task = open_task(spec)
+    assert (len(task.train), len(task.held_out)) == (180, 20)
+    prompt = task.train[0]
+    assert task.render(prompt).user == f"{prompt.text}\nAnswer:"
+    assert open_task(spec).train.digest == task.train.digest
+    async with open_grading_pool(spec) as pool:
+        graded = await pool.score_group(prompt, [prompt.answer, "no"])
+    assert [g.score for g in graded] == [1.0, 0.0]
+
+
+def test_a_file_is_found_beside_the_run(tmp_path):
+    lines = [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(5)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    changes = {"reasoningGym": None, "verifier": {"name": "number"}, "heldOut": {"size": 2}}
+    spec = section(jsonl={"path": "data.jsonl"}, **changes)
+    assert len(open_source(spec, tmp_path)) == 5
+    assert len(open_task(spec, tmp_path).train) == 3
+    assert verifier_config(spec) == VerifierConfig("number")
+    absolute = section(jsonl={"path": str(tmp_path / "data.jsonl")}, **changes)
+    assert open_source(absolute, tmp_path / "elsewhere").digest == open_source(spec, tmp_path).digest
+    with pytest.raises(SourceError, match="cannot be read"):
+        open_task(spec, tmp_path / "elsewhere")
+
+
+def test_a_bad_template_is_found_before_anything_is_opened():
+    with pytest.raises(TemplateError, match=r"unknown placeholder \{answer\}"):
+        open_task(section(prompt={"template": "{prompt} {answer}"}))
+
+
+def test_answers_are_checked_against_the_verifier(tmp_path):
+    lines = [{"id": f"q{i}", "prompt": f"q {i}", "answer": "four" if i == 90 else str(i)} for i in range(100)]
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    source = open_jsonl(tmp_path / "d.jsonl")
+    check_answers(source, open_verifier(VerifierConfig("exact")))
+    number = open_verifier(VerifierConfig("number"))
+    with pytest.raises(VerifierError, match=r"q90.*'four' has no number"):
+        check_answers(source, number)
+    check_answers(source, number, limit=3)
+    with pytest.raises(VerifierError, match="q90"):
+        check_answers(source, number, limit=10)
