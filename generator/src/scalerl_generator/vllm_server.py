@@ -29,8 +29,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scalerl_api.process import TOKEN_FILE
+
 TOKEN_VARIABLE = "SCALERL_VLLM_TOKEN"
-"""Bearer token that every request but liveness and metrics must carry. Required."""
+"""Bearer token that every request but liveness and metrics must carry; else it is read from ``SCALERL_TOKEN_FILE``."""
 
 OPEN_PATHS = ("/health", "/metrics")
 
@@ -54,7 +56,10 @@ class ServerOptions:
     """Compute the LM head in float32, as the trainer does."""
     max_model_len: int = 1024
     max_num_seqs: int = 256
-    kv_cache_bytes: int = 256 << 20
+    kv_cache_bytes: int | None = None
+    """Memory of the KV cache; none: on CPUs 256 MiB, on GPUs what ``memory_fraction`` leaves."""
+    memory_fraction: float = 0.9
+    """GPU only: share of the device's memory that vLLM may take."""
     threads: int = 1
     """CPU only: OpenMP threads of the worker."""
     tensor_parallel: int = 1
@@ -62,6 +67,8 @@ class ServerOptions:
     speculative: str | None = None
     """JSON of vLLM's ``speculative_config``."""
     log_level: str = "warning"
+    extra: tuple[str, ...] = ()
+    """Appended to vLLM's own command line as they are."""
 
 
 def parse(argv: Sequence[str]) -> ServerOptions:
@@ -78,12 +85,15 @@ def parse(argv: Sequence[str]) -> ServerOptions:
     p.add_argument("--max-model-len", type=int, default=d.max_model_len)
     p.add_argument("--max-num-seqs", type=int, default=d.max_num_seqs)
     p.add_argument("--kv-cache-bytes", type=int, default=d.kv_cache_bytes)
+    p.add_argument("--memory-fraction", type=float, default=d.memory_fraction)
     p.add_argument("--threads", type=int, default=d.threads)
     p.add_argument("--tensor-parallel", type=int, default=d.tensor_parallel)
     p.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=d.prefix_caching)
     p.add_argument("--speculative", default=d.speculative)
     p.add_argument("--log-level", default=d.log_level)
-    return ServerOptions(**vars(p.parse_args(argv)))
+    p.add_argument("extra", nargs="*", help="after --: arguments for vLLM itself")
+    values = vars(p.parse_args(argv))
+    return ServerOptions(**values | {"extra": tuple(values["extra"])})
 
 
 def vllm_arguments(options: ServerOptions, on_cpu: bool) -> list[str]:
@@ -96,7 +106,6 @@ def vllm_arguments(options: ServerOptions, on_cpu: bool) -> list[str]:
         *("--model", options.model, "--host", options.host, "--port", str(options.port)),
         *("--dtype", options.dtype, "--max-model-len", str(options.max_model_len)),
         *("--max-num-seqs", str(options.max_num_seqs)),
-        *("--kv-cache-memory-bytes", str(options.kv_cache_bytes)),
         *("--tensor-parallel-size", str(options.tensor_parallel)),
         *("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"),
         *("--weight-transfer-config", json.dumps({"backend": _PLUGIN})),
@@ -107,6 +116,11 @@ def vllm_arguments(options: ServerOptions, on_cpu: bool) -> list[str]:
         *("--disable-fastapi-docs", "--disable-uvicorn-access-log", "--disable-log-stats"),
         *("--uvicorn-log-level", options.log_level),
     ]
+    kv_cache_bytes = options.kv_cache_bytes or (256 << 20 if on_cpu else None)
+    if kv_cache_bytes is not None:
+        argv += ["--kv-cache-memory-bytes", str(kv_cache_bytes)]
+    else:
+        argv += ["--gpu-memory-utilization", str(options.memory_fraction)]
     if options.fp32_head:
         argv += ["--hf-overrides", json.dumps({"head_dtype": "float32"})]
     if options.speculative is not None:
@@ -115,7 +129,7 @@ def vllm_arguments(options: ServerOptions, on_cpu: bool) -> list[str]:
         argv.append("--enforce-eager")  # compiling needs a C++ compiler, and minutes
         if options.tensor_parallel == 1:
             argv += ["--distributed-executor-backend", "uni"]
-    return argv
+    return [*argv, *options.extra]
 
 
 def prepared_environment(
@@ -270,12 +284,27 @@ def serve(options: ServerOptions, on_cpu: bool) -> None:
     uvloop.run(_serve(arguments, fork_engine=one_cpu_worker))
 
 
+def _token_from_file(environ: Mapping[str, str]) -> str:
+    file = environ.get(TOKEN_FILE)
+    if not file:
+        raise ServerProblem(
+            f"neither {TOKEN_VARIABLE} nor {TOKEN_FILE} is set: one gives the token that clients send"
+        )
+    try:
+        token = Path(file).read_text().strip()
+    except OSError as error:
+        raise ServerProblem(f"{TOKEN_FILE}={file}: {error.strerror}") from error
+    if not token:
+        raise ServerProblem(f"{TOKEN_FILE}={file}: empty")
+    return token
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point: prepare the environment, replace the process, serve."""
     argv = sys.argv[1:] if argv is None else argv
     options = parse(argv)
     if not os.environ.get(TOKEN_VARIABLE):
-        raise ServerProblem(f"{TOKEN_VARIABLE} is not set: it holds the token that clients must send")
+        os.environ[TOKEN_VARIABLE] = _token_from_file(os.environ)
     on_cpu = _is_cpu_build()
     if _PREPARED not in os.environ:
         vllm_dir = _package_dir("vllm")

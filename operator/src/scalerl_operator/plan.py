@@ -11,8 +11,10 @@ import enum
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from scalerl_api.fields import quantity_bytes
+from scalerl_api.paths import RunPaths
 from scalerl_api.process import COORDINATOR_URL, DIR
 from scalerl_api.spec import ModelSpec, RunSpec, ScaleRLRun
 
@@ -250,8 +252,8 @@ def _generator(spec: RunSpec) -> Workload:
             "python",
             "-m",
             "scalerl_generator.vllm_server",
-            "--listen",
-            f"127.0.0.1:$({port_variable('vllm')})",
+            *("--host", "127.0.0.1", "--port", f"$({port_variable('vllm')})"),
+            *_server_options(spec),
         ),
         env=_environment(spec),
         ports=("vllm",),
@@ -291,6 +293,24 @@ def _generator(spec: RunSpec) -> Workload:
     return Workload(
         Role.GENERATOR, Lifetime.SERVICE, (server, actor), generator.replicas, after=(Role.PREPARE,)
     )
+
+
+def _server_options(spec: RunSpec) -> tuple[str, ...]:
+    generator = spec.generator
+    options = [
+        *("--model", RunPaths(Path(f"$({DIR})")).base_model.as_posix()),
+        *("--dtype", spec.model.dtype),
+        *("--max-model-len", str(spec.model.context_tokens)),
+        *("--max-num-seqs", str(generator.max_concurrent_sequences)),
+        *("--memory-fraction", generator.memory_fraction),
+        *("--tensor-parallel", str(max(1, generator.devices))),
+        "--fp32-head" if spec.recipe.fp32_head else "--no-fp32-head",
+    ]
+    if generator.kv_cache:
+        options += ["--kv-cache-bytes", str(quantity_bytes(generator.kv_cache))]
+    if generator.cpu_threads:
+        options += ["--threads", str(generator.cpu_threads)]
+    return (*options, *(("--", *generator.extra_args) if generator.extra_args else ()))
 
 
 def _trainer(spec: RunSpec) -> Workload:
