@@ -16,6 +16,7 @@ files and command lines.
 True
 """
 
+from .compare import Better, Comparison, compare
 from .curve import SIGNED_SCALE, UNIT_SCALE, Curve, Segment
 from .errors import (
     ConstantRewardError,
@@ -36,13 +37,30 @@ from .errors import (
 from .families import Family
 from .fitting import Edge, Estimate, Fit, draws, fit
 from .forecasting import Forecast, forecast
+from .guard import GuardResult, guard
+from .hindcast import Hindcast
+from .outlook import (
+    Block,
+    Reach,
+    best_block,
+    compute_to,
+    gain,
+    marginal_gain,
+    p_asymptote_above,
+    p_gain_above,
+    p_reward_above,
+)
 from .point import PointFit
+from .reference import GridSearch, PowerLaw, paper_grid_search, power_law
 from .sampling import Draws
 from .settings import FitSettings
 
 __all__ = [
     "SIGNED_SCALE",
     "UNIT_SCALE",
+    "Better",
+    "Block",
+    "Comparison",
     "ConstantRewardError",
     "Curve",
     "CurveError",
@@ -54,11 +72,16 @@ __all__ = [
     "Fit",
     "FitSettings",
     "Forecast",
+    "GridSearch",
+    "GuardResult",
+    "Hindcast",
     "InputError",
     "MixedSegmentsError",
     "NegativeComputeError",
     "NonFiniteError",
     "PointFit",
+    "PowerLaw",
+    "Reach",
     "RequestError",
     "RewardRangeError",
     "SamplesError",
@@ -67,7 +90,18 @@ __all__ = [
     "ShapeError",
     "TooFewPointsError",
     "UnsortedComputeError",
+    "best_block",
+    "compare",
+    "compute_to",
     "draws",
     "fit",
     "forecast",
+    "gain",
+    "guard",
+    "marginal_gain",
+    "p_asymptote_above",
+    "p_gain_above",
+    "p_reward_above",
+    "paper_grid_search",
+    "power_law",
 ]

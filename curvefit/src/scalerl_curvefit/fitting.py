@@ -124,7 +124,12 @@ def fit(curve: Curve, settings: FitSettings | None = None) -> Fit:
     nodes = tuple(grid_posterior(sums, points.prior, family) for family in settings.families)
     evidence = np.array([node.ln_evidence for node in nodes])
     share = np.exp(evidence - np.logaddexp.reduce(evidence))
-    past = hindcasts(points.compute, points.reward, lambda count: _past_nodes(curve, settings, count))
+    past = hindcasts(
+        points.compute,
+        points.reward,
+        settings.look_back,
+        lambda count: past_posterior(curve, settings, count),
+    )
     seed = content_seed(curve, settings)
     discrepancy = discrepancy_weights(past, settings)
     tau = (np.array(settings.discrepancy), discrepancy)
@@ -228,8 +233,11 @@ def _noise(curve: Curve, reward: FloatArray, settings: FitSettings) -> tuple[Flo
     return np.sqrt(rate * (1.0 - rate) / samples + settings.noise_floor**2), settings.noise_dof
 
 
-def _past_nodes(curve: Curve, settings: FitSettings, count: int) -> Nodes:
-    """Posterior of the main family from the first `count` points at compute > 0."""
+def past_posterior(curve: Curve, settings: FitSettings, count: int) -> Nodes:
+    """Quick posterior of the main family from the first `count` points at compute > 0.
+
+    Raises TooFewPointsError and ConstantRewardError as `fit` does.
+    """
     zero = int(np.searchsorted(curve.compute, 0.0, side="right"))
     past = _prepare(curve.head(zero + count), settings)
     return grid_posterior(past.moments(settings, PAST_KNOTS), past.prior, settings.families[0], QUICK)

@@ -10,14 +10,17 @@ import numpy as np
 
 from .curve import Curve
 from .errors import ConstantRewardError, RequestError, TooFewPointsError
-from .fitting import fit
-from .forecasting import forecast
+from .fitting import past_posterior
+from .hindcast import predict
+from .posterior import Nodes
 from .settings import FitSettings
 
 CONSECUTIVE: Final = 3
 """Evaluations in a row that must lie under the forecast."""
 MOST_TRUNCATED: Final = 0.10
 """A truncation rate above 10 % precedes collapse; below 5 % is healthy (ScaleRL, §A [P])."""
+QUANTILE: Final = -1.645
+"""5 % of a normal distribution."""
 MIN_HISTORY: Final = 8
 """Points before the checked ones without which no promise was made."""
 
@@ -55,15 +58,15 @@ def guard(
     if latest is not None and latest >= MOST_TRUNCATED:
         reasons.append(f"{latest:.1%} of rollouts are truncated, {MOST_TRUNCATED:.0%} or more")
     last = curve.segments()[-1].curve
-    count = len(last) - CONSECUTIVE
+    count = int(np.count_nonzero(last.compute > 0)) - CONSECUTIVE
     seen = tuple(float(r) for r in last.reward[-CONSECUTIVE:])
     if count < MIN_HISTORY:
         return GuardResult(bool(reasons), tuple(reasons), False, seen, ())
     try:
-        before = fit(last.head(count), settings)
+        before = past_posterior(last, settings or FitSettings(), count)
     except (TooFewPointsError, ConstantRewardError):
         return GuardResult(bool(reasons), tuple(reasons), False, seen, ())
-    floor = tuple(ahead.low for ahead in forecast(before, list(last.compute[-CONSECUTIVE:])))
+    floor = tuple(_floor(before, compute) for compute in last.compute[-CONSECUTIVE:])
     if all(s < f for s, f in zip(seen, floor, strict=True)):
         worst = max(f - s for s, f in zip(seen, floor, strict=True))
         reasons.append(
@@ -71,6 +74,12 @@ def guard(
             f"by up to {worst:.3f}"
         )
     return GuardResult(bool(reasons), tuple(reasons), True, seen, floor)
+
+
+def _floor(nodes: Nodes, compute: float) -> float:
+    """5 % quantile of an evaluation at `compute`, the next ones after the fit: no discrepancy so close."""
+    mean, sd, noise = predict(nodes, float(np.log(compute)))
+    return mean + QUANTILE * float(np.hypot(sd, noise))
 
 
 def _latest_truncation(truncation: Sequence[float] | float | None) -> float | None:

@@ -22,8 +22,6 @@ from .families import gain_share
 from .posterior import Nodes
 from .settings import FitSettings
 
-LOOK_BACK: Final = (2.0, 4.0)
-"""Past moments, as C_now divided by these."""
 MIN_POINTS: Final = 8
 """Points that a past moment needs to be worth a forecast."""
 NEIGHBOURS: Final = 3
@@ -51,14 +49,14 @@ class Hindcast:
 
 
 def hindcasts(
-    compute: FloatArray, reward: FloatArray, fit_head: Callable[[int], Nodes]
+    compute: FloatArray, reward: FloatArray, look_back: Sequence[float], fit_head: Callable[[int], Nodes]
 ) -> tuple[Hindcast, ...]:
     """Forecasts to twice the compute from the past moments that have enough points.
 
-    fit_head: gives the posterior of the first so many points.
+    look_back: the moments, as C_now divided by these. fit_head: gives the posterior of the first so many points.
     """
     made = []
-    for back in LOOK_BACK:
+    for back in look_back:
         count = int(np.searchsorted(compute, compute[-1] / back, side="right"))
         if count < MIN_POINTS or np.ptp(reward[:count]) == 0.0:
             continue
@@ -68,7 +66,7 @@ def hindcasts(
         if nearest.size == 0:
             continue
         at = float(np.exp(np.log(compute[nearest]).mean()))
-        predicted, sd, noise = _predict(fit_head(count), float(np.log(at)))
+        predicted, sd, noise = predict(fit_head(count), float(np.log(at)))
         made.append(
             Hindcast(float(compute[count - 1]), at, predicted, sd, noise, float(reward[nearest].mean()))
         )
@@ -86,7 +84,7 @@ def discrepancy_weights(made: Sequence[Hindcast], settings: FitSettings) -> Floa
     return np.asarray(weight / weight.sum())
 
 
-def _predict(nodes: Nodes, ln_compute: float) -> tuple[float, float, float]:
+def predict(nodes: Nodes, ln_compute: float) -> tuple[float, float, float]:
     """Mean and sd of R at one compute, and the sd of an evaluation, straight from the nodes."""
     share = gain_share(nodes.family, np.array(ln_compute), nodes.ln_cmid_s, nodes.ln_b_s)
     rest = 1.0 - share

@@ -14,8 +14,10 @@ from .fitting import Estimate, Fit, draws
 from .forecasting import rewards
 from .sampling import Draws, interval
 
-BLOCKS: Final = 64
+BLOCKS: Final = 32
 """Sizes of a further block that `best_block` tries, from 1 % of now to the horizon."""
+BLOCK_DRAWS: Final = 500
+"""Draws behind the expected gain of a block; a mean needs fewer than a quantile."""
 STEP: Final = 1e-4
 """Half step in ln C of the numeric derivative."""
 
@@ -71,7 +73,8 @@ def p_reward_above(fitted: Fit, at: float, target: float) -> float:
 
 def p_asymptote_above(fitted: Fit, target: float) -> float:
     """P(A > target)."""
-    return float(np.mean(draws(fitted).A > target))
+    asymptote = draws(fitted).A
+    return float(np.mean(asymptote > target))
 
 
 def compute_to(fitted: Fit, target: float) -> Reach:
@@ -82,9 +85,10 @@ def compute_to(fitted: Fit, target: float) -> Reach:
     if not 0.0 < target < 1.0:
         raise RequestError(f"target is {target:g}; it must be between 0 and 1")
     drawn = draws(fitted)
-    reachable = drawn.A > target
+    asymptote = drawn.A
+    reachable = asymptote > target
     with np.errstate(divide="ignore", invalid="ignore"):
-        share = np.where(reachable, (target - drawn.R0) / (drawn.A - drawn.R0), 0.5)
+        share = np.where(reachable, (target - drawn.R0) / (asymptote - drawn.R0), 0.5)
     ln_compute = np.empty(len(drawn))
     for index, family in enumerate(drawn.families):
         rows = drawn.family == index
@@ -104,7 +108,7 @@ def best_block(fitted: Fit, value: float, price: float, horizon: float) -> Block
     if value < 0 or price < 0 or not np.isfinite([value, price]).all():
         raise RequestError(f"value is {value:g} and price {price:g}; both must be finite and not negative")
     sizes = np.geomspace(0.01, _beyond(fitted, horizon) / fitted.now - 1.0, BLOCKS) * fitted.now
-    expected = _gains(fitted, draws(fitted), fitted.now + sizes).mean(axis=0)
+    expected = _gains(fitted, draws(fitted, BLOCK_DRAWS), fitted.now + sizes).mean(axis=0)
     net = value * expected - price * sizes
     best = int(np.argmax(net))
     if net[best] <= 0:

@@ -21,6 +21,7 @@ j quadrature points of A.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -31,37 +32,38 @@ from .families import Family, gain_share
 from .moments import Moments
 from .settings import FitSettings
 
-COARSE: Final = (28, 14)
-"""First grid: ln Cmid × ln B."""
-FINE: Final = (26, 14)
-"""Each refinement: along × across the ridge."""
 MAX_STAGES: Final = 8
 LN_B_REACH: Final = 3.0
 """The grid of ln B reaches this many prior standard deviations."""
 NEGLIGIBLE: Final = 11.0
 """Nodes whose peak density is below exp(−this) of the best are left out."""
-EFFECTIVE_NODES: Final = 30.0
-"""Shape nodes (1/Σw²) that must share the mass before the grid counts as fine enough."""
 TEMPERED_NODES: Final = 10.0
-"""Nodes that share the tempered mass while it does not: few, so that each stage shrinks the grid well."""
+"""Nodes that share the tempered mass while a grid is too coarse: few, so that each stage shrinks it well."""
 CUT: Final = (1e-4, 1e-2)
 """Nodes below this share of the best do not widen the next grid: plain, and tempered weights (which
 are wider than the mass by themselves)."""
-A_POINTS: Final = 15
 A_REACH: Final = 4.5
-"""Quadrature of A at a node: this many points over ± this many of its conditional scales."""
+"""Quadrature of A at a node reaches this many of its conditional scales to either side."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How finely a posterior is laid: stages of refinement at least, and points of A at a node."""
+    """How finely a posterior is laid.
 
-    min_stages: int = 3
-    a_points: int = A_POINTS
+    coarse, fine: first grid, ln Cmid × ln B, and each refinement, along × across the ridge.
+    stages: at least so many. nodes: effective number (1/Σw²) of shape nodes that must share the mass
+    before the grid counts as fine enough. a_points: quadrature points of A at a node.
+    """
+
+    coarse: tuple[int, int] = (28, 14)
+    fine: tuple[int, int] = (26, 14)
+    stages: int = 3
+    nodes: float = 30.0
+    a_points: int = 15
 
 
 FULL: Final = Effort()
-QUICK: Final = Effort(min_stages=2, a_points=7)
+QUICK: Final = Effort(coarse=(22, 11), fine=(18, 10), stages=2, nodes=12.0, a_points=7)
 """Enough for the mean and the spread of one forecast."""
 
 
@@ -144,21 +146,22 @@ def grid_posterior(points: Moments, prior: Prior, family: Family, effort: Effort
     """Lay the grid, refine it around the mass until it resolves it, then integrate over A."""
     low = np.array([prior.ln_cmid[0], prior.ln_b[0]])
     high = np.array([prior.ln_cmid[1], prior.ln_b[1]])
-    step_2 = (high - low) / np.array(COARSE)
+    step_2 = (high - low) / np.array(effort.coarse)
     frame_22 = np.diag(step_2)
-    shape_g2 = low + _mesh(*COARSE) * step_2
+    shape_g2 = low + _mesh(*effort.coarse) * step_2
     for stage in range(1, MAX_STAGES + 1):
         forms = _forms(points, prior, family, shape_g2)
         ln_weight_gr = _ln_weight(points, prior, forms)
         ln_weight_g = np.logaddexp.reduce(ln_weight_gr, axis=1)
-        weight_g, tempered = _tempered(ln_weight_g)
-        if (stage >= effort.min_stages and not tempered) or stage == MAX_STAGES:
+        weight_g, tempered = _tempered(ln_weight_g, effort.nodes)
+        if (stage >= effort.stages and not tempered) or stage == MAX_STAGES:
             break
-        shape_g2, frame_22 = _refined(shape_g2, weight_g, CUT[tempered], frame_22, low, high)
+        shape_g2, frame_22 = _refined(shape_g2, weight_g, CUT[tempered], frame_22, low, high, effort.fine)
     area = float(abs(np.linalg.det(frame_22)))
     return _integrate_a(points, prior, family, shape_g2, forms, ln_weight_gr, area, effort.a_points)
 
 
+@lru_cache(maxsize=8)
 def _mesh(rows: int, columns: int) -> FloatArray:
     """(rows·columns, 2) centres of unit cells."""
     i, j = np.meshgrid(np.arange(rows) + 0.5, np.arange(columns) + 0.5, indexing="ij")
@@ -204,7 +207,7 @@ def _ln_weight(points: Moments, prior: Prior, forms: _Forms) -> FloatArray:
     return np.asarray(forms.ln_prior_gr - 0.5 * dof * np.log(spread) + np.log(width))
 
 
-def _tempered(ln_weight_g: FloatArray) -> tuple[FloatArray, bool]:
+def _tempered(ln_weight_g: FloatArray, enough: float) -> tuple[FloatArray, bool]:
     """Weights (max 1) for the next grid, flattened if too few nodes share the mass, and whether they were."""
     relative = ln_weight_g - ln_weight_g.max()
 
@@ -215,13 +218,13 @@ def _tempered(ln_weight_g: FloatArray) -> tuple[FloatArray, bool]:
         return float(w.sum() ** 2 / (w @ w))
 
     plain = weights(1.0)
-    if effective(plain) >= EFFECTIVE_NODES:
+    if effective(plain) >= enough:
         return plain, False
     low, high = -14.0, 0.0
     for _ in range(12):
         middle = 0.5 * (low + high)
-        enough = effective(weights(float(np.exp(middle)))) >= TEMPERED_NODES
-        low, high = (middle, high) if enough else (low, middle)
+        wide = effective(weights(float(np.exp(middle)))) >= TEMPERED_NODES
+        low, high = (middle, high) if wide else (low, middle)
     return weights(float(np.exp(low))), True
 
 
@@ -232,6 +235,7 @@ def _refined(
     frame_22: FloatArray,
     low: FloatArray,
     high: FloatArray,
+    fine: tuple[int, int],
 ) -> tuple[FloatArray, FloatArray]:
     """A finer grid in the principal axes of the mass; returns its nodes and its cell's two edge vectors."""
     share_g = weight_g / weight_g.sum()
@@ -239,12 +243,12 @@ def _refined(
     offset_g2 = shape_g2 - centre_2
     covariance = (offset_g2 * share_g[:, None]).T @ offset_g2 + frame_22 @ frame_22.T / 12.0
     _, axes_22 = np.linalg.eigh(covariance)
-    axes_22 = axes_22[:, ::-1]  # the long axis first, as in FINE
+    axes_22 = axes_22[:, ::-1]  # the long axis first, as in Effort.fine
     along_g2 = offset_g2[weight_g > cut] @ axes_22
     margin_2 = 0.5 * np.abs(frame_22.T @ axes_22).sum(axis=0)
     start_2, stop_2 = along_g2.min(axis=0) - margin_2, along_g2.max(axis=0) + margin_2
-    step_2 = (stop_2 - start_2) / np.array(FINE)
-    refined_g2 = centre_2 + (start_2 + _mesh(*FINE) * step_2) @ axes_22.T
+    step_2 = (stop_2 - start_2) / np.array(fine)
+    refined_g2 = centre_2 + (start_2 + _mesh(*fine) * step_2) @ axes_22.T
     inside = np.all((refined_g2 >= low) & (refined_g2 <= high), axis=1)
     return refined_g2[inside], axes_22 * step_2
 
@@ -275,7 +279,9 @@ def _integrate_a(
     top = ln_density_sj.max()
     weight_sj = np.exp(ln_density_sj - top) * rising_sj * step[:, None]
     total = float(weight_sj.sum())
-    ln_prior_volume = float(np.log((prior.ln_cmid[1] - prior.ln_cmid[0]) * prior.ln_b_sd * (prior.a_highest - prior.a_lowest)))
+    ln_prior_volume = float(
+        np.log((prior.ln_cmid[1] - prior.ln_cmid[0]) * prior.ln_b_sd * (prior.a_highest - prior.a_lowest))
+    )
     return Nodes(
         family=family,
         ln_cmid_s=shape_g2[g, 0],

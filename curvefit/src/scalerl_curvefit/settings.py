@@ -29,6 +29,8 @@ class FitSettings:
         either in pseudo-points.
     discrepancy, discrepancy_weights: sd τ that a forecast gains with each doubling of compute beyond
         now, since no run follows the equation exactly, and prior weights; see `hindcast`.
+    look_back: past moments, as C_now divided by these, whose forecasts are checked to learn τ; none
+        leaves τ at its prior.
     families: shapes that forecasts average over, by their evidence. A, B, Cmid are the sigmoid's.
     """
 
@@ -50,6 +52,7 @@ class FitSettings:
     guess_dof: float = 1.0
     discrepancy: tuple[float, ...] = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
     discrepancy_weights: tuple[float, ...] = (0.15, 0.25, 0.25, 0.15, 0.12, 0.08)
+    look_back: tuple[float, ...] = (2.0, 4.0)
     families: tuple[Family, ...] = (Family.SIGMOID,)
 
     def __post_init__(self) -> None:
@@ -89,5 +92,7 @@ class FitSettings:
                 raise SettingsError(
                     f"{name}_weights is {weights} for {name} {values}; give one positive weight each"
                 )
+        if any(not 1.5 <= back < math.inf for back in self.look_back):
+            raise SettingsError(f"look_back is {self.look_back}; give factors of at least 1.5")
         if not self.families or len(set(self.families)) != len(self.families):
             raise SettingsError(f"families is {self.families}; give at least one, each once")

@@ -1,0 +1,216 @@
+"""What the operator and the curve-fit sidecar say to each other: msgspec structs, sent as JSON.
+
+``POST /v1/fit`` takes a :class:`FitRequest` and answers a :class:`FitAnswer`; ``POST /v1/forecast``
+takes a :class:`ForecastRequest` and answers a :class:`ForecastAnswer`. Anything refused is answered
+with an :class:`ErrorAnswer`: 400 for what is no request, 401 for a wrong token, 413 for too much of
+it, 422 for points that cannot be fitted (``code`` says why), 503 with ``retry-after`` when busy or
+out of time. The same request gets the same answer, bit for bit: its draws are seeded by its content.
+
+Units: compute in whatever unit the points have (useful work: trained tokens or samples, or
+device-hours at a constant efficiency); rewards as pass rates in [0, 1] after ``scale``. Intervals
+are 90 % intervals.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+FIT = "/v1/fit"
+FORECAST = "/v1/forecast"
+OPENAPI = "/openapi.json"
+
+MAX_BODY_BYTES = 16 * 1024 * 1024
+MAX_POINTS = 200_000
+MAX_FORECASTS = 200
+"""Computes that one request may ask forecasts at."""
+MAX_DRAWS = 20_000
+
+REQUESTS_METRIC = "scalerl_curvefit_requests"
+"""Counter by ``path`` and ``status``."""
+SECONDS_METRIC = "scalerl_curvefit_request_seconds"
+"""Histogram by ``path``: from the first byte read to the answer."""
+POINTS_METRIC = "scalerl_curvefit_points"
+"""Histogram of points a request."""
+PENDING_METRIC = "scalerl_curvefit_pending_requests"
+"""Gauge: requests being computed or waiting for it."""
+REFUSED_METRIC = "scalerl_curvefit_refused"
+"""Counter by ``code``."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every message."""
+
+
+# --- asked ---------------------------------------------------------------------------------------
+
+
+class Points(Message, frozen=True, kw_only=True):
+    """The measured points of one run, oldest first. Only the last segment is fitted."""
+
+    compute: list[float]
+    reward: list[float]
+    samples: list[float] | float | None = None
+    """Evaluation samples behind a point, one a point or one number."""
+    eval_version: list[str] | str | None = None
+    recipe: list[str] | str | None = None
+    """Where the evaluation version or the recipe changes, a new segment starts."""
+    scale: tuple[float, float] = (0.0, 1.0)
+    """Lowest and highest possible reward."""
+
+
+class FitRequest(Message, frozen=True, kw_only=True):
+    """``POST /v1/fit``."""
+
+    points: Points
+
+
+class ForecastRequest(Message, frozen=True, kw_only=True):
+    """``POST /v1/forecast``."""
+
+    points: Points
+    at: list[float] = []
+    """Total compute to forecast at; twice the last point's if empty."""
+    horizon: float = 2.0
+    """How far the gain questions look ahead: to this multiple of the last point's compute."""
+    min_gain: float = 0.02
+    target: float | None = None
+    max_compute: float | None = None
+    """With a target: P(R(max_compute) > target)."""
+    value: float | None = None
+    """Of one unit of reward. With a price: the block of further compute that pays best."""
+    price: float | None = None
+    """Of one unit of compute."""
+    truncation: list[float] | None = None
+    """Share of rollouts cut off at the length limit, one a point or only the latest; for the guard."""
+    draws: int = 2000
+
+
+# --- answered ------------------------------------------------------------------------------------
+
+
+class Interval(Message, frozen=True, kw_only=True):
+    median: float
+    low: float
+    high: float
+
+
+class LeastSquares(Message, frozen=True, kw_only=True):
+    """The single best curve."""
+
+    A: float
+    B: float
+    Cmid: float
+    R0: float
+    residual_sd: float
+
+
+class PriorEdge(Message, frozen=True, kw_only=True):
+    """A bound of the prior that the posterior leans on: there the bound sets the interval, not the data."""
+
+    parameter: str
+    side: str
+    bound: float
+    mass: float
+
+
+class PastForecast(Message, frozen=True, kw_only=True):
+    """What an earlier forecast of this run came to."""
+
+    made_at: float
+    at: float
+    predicted: float
+    sd: float
+    seen: float
+
+
+class FitAnswer(Message, frozen=True, kw_only=True):
+    """The fit of the last segment. Cmid and all compute count from the start of its recipe."""
+
+    A: Interval
+    B: Interval
+    Cmid: Interval
+    R0: Interval
+    sigma: Interval
+    rho: float
+    point: LeastSquares
+    identifiable: bool
+    doubts: list[str]
+    edges: list[PriorEdge]
+    hindcasts: list[PastForecast]
+    discrepancy: float
+    """Posterior mean of the sd that forecasts gain with each doubling of compute."""
+    p_before_cmid: float
+    points_used: int
+    now: float
+    segment_start: float
+    """Compute spent on earlier recipes; add it to get back to the axis of the request."""
+    seed: int
+
+
+class ForecastPoint(Message, frozen=True, kw_only=True):
+    """``compute`` is on the axis of the request. low–high is for what an evaluation will show,
+    curve_low–curve_high for the reward itself."""
+
+    compute: float
+    median: float
+    low: float
+    high: float
+    curve_low: float
+    curve_high: float
+
+
+class Reached(Message, frozen=True, kw_only=True):
+    """Total compute at which the target is reached, on the axis of the request; None is never."""
+
+    probability: float
+    median: float | None
+    low: float | None
+    high: float | None
+
+
+class BestBlock(Message, frozen=True, kw_only=True):
+    """The further compute that pays best; all zero if none pays."""
+
+    compute: float
+    gain: float
+    net: float
+
+
+class Outlook(Message, frozen=True, kw_only=True):
+    """What is still to be gained."""
+
+    marginal_gain: Interval
+    """dR/dC now, per unit of compute."""
+    gain: Interval
+    """R(horizon·now) − R(now)."""
+    p_gain_above_min: float
+    p_asymptote_above_target: float | None = None
+    p_target_at_max_compute: float | None = None
+    to_target: Reached | None = None
+    best_block: BestBlock | None = None
+
+
+class GuardAnswer(Message, frozen=True, kw_only=True):
+    """broken: the last evaluations fell under what the ones before promised, or too much is truncated."""
+
+    broken: bool
+    checked: bool
+    reasons: list[str]
+    seen: list[float]
+    floor: list[float]
+
+
+class ForecastAnswer(Message, frozen=True, kw_only=True):
+    """A broken run gets no forecasts and no outlook: a curve says nothing about a run that left it."""
+
+    fit: FitAnswer
+    guard: GuardAnswer
+    forecasts: list[ForecastPoint]
+    outlook: Outlook | None
+
+
+class ErrorAnswer(Message, frozen=True, kw_only=True):
+    """code: stable, for programs, e.g. ``too_few_points``. message: for people."""
+
+    code: str
+    message: str

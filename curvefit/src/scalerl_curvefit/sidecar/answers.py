@@ -1,0 +1,165 @@
+"""Requests of `scalerl_api.forecast` to answers, without I/O."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+
+from scalerl_api import forecast as wire
+
+from ..curve import Curve, Segment
+from ..errors import CurveError, RequestError
+from ..fitting import Estimate, Fit, fit
+from ..forecasting import forecast
+from ..guard import guard
+from ..outlook import (
+    best_block,
+    compute_to,
+    gain,
+    marginal_gain,
+    p_asymptote_above,
+    p_gain_above,
+    p_reward_above,
+)
+
+
+def answer_fit(request: wire.FitRequest) -> wire.FitAnswer:
+    """Fit the last segment. Raises CurveError."""
+    segment = _last_segment(request.points)
+    return _fit_answer(fit(segment.curve), segment.start)
+
+
+def answer_forecast(request: wire.ForecastRequest) -> wire.ForecastAnswer:
+    """Fit, guard, forecasts and outlook of the last segment. Raises CurveError."""
+    if len(request.at) > wire.MAX_FORECASTS:
+        raise RequestError(
+            f"{len(request.at)} computes to forecast at; at most {wire.MAX_FORECASTS} a request"
+        )
+    if not 1 <= request.draws <= wire.MAX_DRAWS:
+        raise RequestError(f"draws is {request.draws}; it must be between 1 and {wire.MAX_DRAWS}")
+    if not (math.isfinite(request.horizon) and request.horizon > 1.0):
+        raise RequestError(f"horizon is {request.horizon:g}; it must be a multiple of now above 1")
+    segment = _last_segment(request.points)
+    fitted = fit(segment.curve)
+    checked = guard(segment.curve, request.truncation)
+    ahead: list[wire.ForecastPoint] = []
+    outlook = None
+    if not checked.broken:
+        at = [compute - segment.start for compute in request.at] or [2.0 * fitted.now]
+        ahead = [
+            wire.ForecastPoint(
+                compute=point.compute + segment.start,
+                median=point.median,
+                low=point.low,
+                high=point.high,
+                curve_low=point.curve_low,
+                curve_high=point.curve_high,
+            )
+            for point in forecast(fitted, at, request.draws)
+        ]
+        outlook = _outlook(fitted, segment.start, request)
+    return wire.ForecastAnswer(
+        fit=_fit_answer(fitted, segment.start),
+        guard=wire.GuardAnswer(
+            broken=checked.broken,
+            checked=checked.checked,
+            reasons=list(checked.reasons),
+            seen=list(checked.seen),
+            floor=list(checked.floor),
+        ),
+        forecasts=ahead,
+        outlook=outlook,
+    )
+
+
+def error_code(error: CurveError) -> str:
+    """`TooFewPointsError` → `too_few_points`."""
+    name = type(error).__name__.removesuffix("Error")
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+def _last_segment(points: wire.Points) -> Segment:
+    if len(points.compute) > wire.MAX_POINTS:
+        raise RequestError(
+            f"{len(points.compute)} points; at most {wire.MAX_POINTS} a request, thin them out"
+        )
+    curve = Curve(
+        points.compute,
+        points.reward,
+        points.samples,
+        points.eval_version,
+        points.recipe,
+        points.scale,
+    )
+    return curve.segments()[-1]
+
+
+def _outlook(fitted: Fit, start: float, request: wire.ForecastRequest) -> wire.Outlook:
+    horizon = request.horizon * fitted.now
+    asymptote_above = at_most = to_target = block = None
+    if request.target is not None:
+        asymptote_above = p_asymptote_above(fitted, request.target)
+        reach = compute_to(fitted, request.target)
+        to_target = wire.Reached(
+            probability=reach.probability,
+            median=_or_never(reach.median, start),
+            low=_or_never(reach.low, start),
+            high=_or_never(reach.high, start),
+        )
+        if request.max_compute is not None:
+            at_most = p_reward_above(fitted, request.max_compute - start, request.target)
+    if request.value is not None and request.price is not None:
+        best = best_block(fitted, request.value, request.price, horizon)
+        block = wire.BestBlock(compute=best.compute, gain=best.gain, net=best.net)
+    return wire.Outlook(
+        marginal_gain=_interval(marginal_gain(fitted)),
+        gain=_interval(gain(fitted, horizon)),
+        p_gain_above_min=p_gain_above(fitted, horizon, request.min_gain),
+        p_asymptote_above_target=asymptote_above,
+        p_target_at_max_compute=at_most,
+        to_target=to_target,
+        best_block=block,
+    )
+
+
+def _fit_answer(fitted: Fit, start: float) -> wire.FitAnswer:
+    point = fitted.point
+    return wire.FitAnswer(
+        A=_interval(fitted.A),
+        B=_interval(fitted.B),
+        Cmid=_interval(fitted.Cmid),
+        R0=_interval(fitted.R0),
+        sigma=_interval(fitted.sigma),
+        rho=fitted.rho,
+        point=wire.LeastSquares(
+            A=point.A, B=point.B, Cmid=point.Cmid, R0=point.R0, residual_sd=point.residual_sd
+        ),
+        identifiable=fitted.identifiable,
+        doubts=list(fitted.doubts),
+        edges=[
+            wire.PriorEdge(parameter=edge.parameter, side=edge.side, bound=edge.bound, mass=edge.mass)
+            for edge in fitted.edges
+        ],
+        hindcasts=[
+            wire.PastForecast(
+                made_at=past.made_at, at=past.at, predicted=past.predicted, sd=past.sd, seen=past.seen
+            )
+            for past in fitted.hindcasts
+        ],
+        discrepancy=float(fitted.discrepancy_weights @ np.array(fitted.settings.discrepancy)),
+        p_before_cmid=fitted.p_before_cmid,
+        points_used=fitted.points_used,
+        now=fitted.now,
+        segment_start=start,
+        seed=fitted.seed,
+    )
+
+
+def _interval(estimate: Estimate) -> wire.Interval:
+    return wire.Interval(median=estimate.median, low=estimate.low, high=estimate.high)
+
+
+def _or_never(compute: float, start: float) -> float | None:
+    return compute + start if math.isfinite(compute) else None

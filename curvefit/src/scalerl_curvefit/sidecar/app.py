@@ -1,0 +1,169 @@
+"""The aiohttp application: two computing endpoints behind limits, and the usual three around them.
+
+| limit | default | when exceeded |
+|---|---|---|
+| body | `MAX_BODY_BYTES` | 413 |
+| points, forecasts, draws | `MAX_POINTS`, … | 422 `request` |
+| seconds to read a body | `read_seconds` | 503 `slow_body`, connection closed |
+| requests computing or waiting | `queue` | 503 `busy` |
+| seconds to wait and compute | `compute_seconds` | 503 `out_of_time` |
+
+Computing runs in one thread, so that health and metrics answer meanwhile, and one core is all it takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from scalerl_api import endpoints
+from scalerl_api import forecast as wire
+
+from ..errors import CurveError
+from .answers import answer_fit, answer_forecast, error_code
+from .metrics import Metrics
+from .openapi import document
+
+JSON = "application/json"
+RETRY_AFTER_SECONDS = 1
+
+Asked = TypeVar("Asked", wire.FitRequest, wire.ForecastRequest)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one replica takes on."""
+
+    body_bytes: int = wire.MAX_BODY_BYTES
+    read_seconds: float = 5.0
+    compute_seconds: float = 5.0
+    queue: int = 64
+
+
+class Refused(Exception):
+    """A request that is answered with an error: status, stable code, message for people."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+class Sidecar:
+    """The handlers and what they share. `application()` gives what aiohttp runs."""
+
+    def __init__(self, limits: Limits | None = None, token: str | None = None) -> None:
+        self._limits = limits or Limits()
+        self._token = token
+        self._metrics = Metrics()
+        self._pending = 0
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fit")
+        self._openapi = msgspec.json.encode(document())
+
+    def application(self) -> web.Application:
+        """A new application; it owns the computing thread and ends it on clean-up."""
+        application = web.Application(client_max_size=self._limits.body_bytes)
+        application.add_routes(
+            [
+                web.post(wire.FIT, self._fit),
+                web.post(wire.FORECAST, self._forecast),
+                web.get(endpoints.HEALTH, self._health),
+                web.get(endpoints.METRICS, self._metrics_text),
+                web.get(wire.OPENAPI, self._describe),
+            ]
+        )
+        application.on_cleanup.append(self._close)
+        return application
+
+    async def _close(self, _: web.Application) -> None:
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def _metrics_text(self, _: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.text(), headers={"content-type": "text/plain; version=0.0.4"})
+
+    async def _describe(self, _: web.Request) -> web.Response:
+        return web.Response(body=self._openapi, content_type=JSON)
+
+    async def _fit(self, request: web.Request) -> web.Response:
+        return await self._answer(request, wire.FitRequest, answer_fit)
+
+    async def _forecast(self, request: web.Request) -> web.Response:
+        return await self._answer(request, wire.ForecastRequest, answer_forecast)
+
+    async def _answer(
+        self, request: web.Request, asked: type[Asked], answer: Callable[[Asked], msgspec.Struct]
+    ) -> web.Response:
+        started = time.perf_counter()
+        try:
+            self._authorise(request)
+            body = await self._read(request)
+            encoded = await self._compute(body, asked, answer)
+            response = web.Response(body=encoded, content_type=JSON)
+        except Refused as refusal:
+            self._metrics.refused.labels(refusal.code).inc()
+            error = wire.ErrorAnswer(code=refusal.code, message=str(refusal))
+            response = web.Response(status=refusal.status, body=msgspec.json.encode(error), content_type=JSON)
+            if refusal.status == 503:
+                response.headers["retry-after"] = str(RETRY_AFTER_SECONDS)
+        self._metrics.requests.labels(request.path, str(response.status)).inc()
+        self._metrics.seconds.labels(request.path).observe(time.perf_counter() - started)
+        return response
+
+    def _authorise(self, request: web.Request) -> None:
+        if self._token is None:
+            return
+        given = request.headers.get("authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+            raise Refused(401, "token", "send the sidecar's token as a bearer token")
+
+    async def _read(self, request: web.Request) -> bytes:
+        try:
+            return await asyncio.wait_for(request.read(), self._limits.read_seconds)
+        except web.HTTPRequestEntityTooLarge as error:
+            raise Refused(413, "body_size", f"the body exceeds {self._limits.body_bytes} bytes") from error
+        except TimeoutError as error:
+            request.protocol.force_close()
+            seconds = self._limits.read_seconds
+            raise Refused(503, "slow_body", f"the body did not arrive within {seconds:g} s") from error
+
+    async def _compute(
+        self, body: bytes, asked: type[Asked], answer: Callable[[Asked], msgspec.Struct]
+    ) -> bytes:
+        if self._pending >= self._limits.queue:
+            raise Refused(503, "busy", f"{self._pending} requests are being computed or wait for it")
+
+        def work() -> bytes:
+            message = msgspec.json.decode(body, type=asked)
+            self._metrics.points.observe(len(message.points.compute))
+            return msgspec.json.encode(answer(message))
+
+        future = asyncio.get_running_loop().run_in_executor(self._worker, work)
+        self._count(1)
+        # Counted until it is done, not until its caller has given up: a late one still holds the thread.
+        future.add_done_callback(lambda _: self._count(-1))
+        try:
+            return await asyncio.wait_for(asyncio.shield(future), self._limits.compute_seconds)
+        except TimeoutError as error:
+            future.cancel()
+            seconds = self._limits.compute_seconds
+            raise Refused(503, "out_of_time", f"no answer within {seconds:g} s; send fewer points") from error
+        except msgspec.ValidationError as error:
+            raise Refused(400, "request_type", str(error)) from error
+        except msgspec.DecodeError as error:
+            raise Refused(400, "json", f"{error}; NaN and Infinity are no JSON") from error
+        except CurveError as error:
+            raise Refused(422, error_code(error), str(error)) from error
+
+    def _count(self, change: int) -> None:
+        self._pending += change
+        self._metrics.pending.set(self._pending)

@@ -1,0 +1,60 @@
+"""The OpenAPI document, made from the wire types, so that it cannot say something else."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+
+from scalerl_api import forecast as wire
+
+
+def document() -> dict[str, Any]:
+    """OpenAPI 3.1 of both endpoints."""
+    _, schemas = msgspec.json.schema_components(
+        [
+            wire.FitRequest,
+            wire.FitAnswer,
+            wire.ForecastRequest,
+            wire.ForecastAnswer,
+            wire.ErrorAnswer,
+        ],
+        ref_template="#/components/schemas/{name}",
+    )
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "scalerl curve fit",
+            "version": version("scalerl-curvefit"),
+            "description": "Fits and forecasts compute–reward curves. Stateless and deterministic.",
+        },
+        "paths": {
+            wire.FIT: {"post": _operation("Fit the last segment of a curve", "FitRequest", "FitAnswer")},
+            wire.FORECAST: {
+                "post": _operation("Fit, guard, forecast", "ForecastRequest", "ForecastAnswer"),
+            },
+        },
+        "components": {"schemas": schemas},
+    }
+
+
+def _operation(summary: str, request: str, answer: str) -> dict[str, Any]:
+    def body(name: str) -> dict[str, Any]:
+        return {"content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}}
+
+    refusals = {
+        "400": "not a request of this type",
+        "401": "wrong token",
+        "413": "body too large",
+        "422": "points or request that cannot be fitted; `code` says why",
+        "503": "busy, or out of time; come back after `retry-after` seconds",
+    }
+    return {
+        "summary": summary,
+        "requestBody": {"required": True, **body(request)},
+        "responses": {
+            "200": {"description": "answered", **body(answer)},
+            **{status: {"description": text, **body("ErrorAnswer")} for status, text in refusals.items()},
+        },
+    }

@@ -1,0 +1,154 @@
+"""What the draws say of the future: against closed forms, and never a claim beyond the data."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import scalerl_curvefit as cf
+from scalerl_curvefit.families import compute_share, gain_share
+from scalerl_curvefit.hindcast import Hindcast, discrepancy_weights
+from scalerl_curvefit.simulate import SCALERL, Truth, simulated
+
+
+@pytest.fixture(scope="module")
+def fitted() -> cf.Fit:
+    return cf.fit(simulated(n=60, reach=5, seed=1))
+
+
+@given(
+    family=st.sampled_from(list(cf.Family)),
+    share=st.floats(0.01, 0.99),
+    cmid=st.floats(0.1, 1e9),
+    b=st.floats(0.5, 5.0),
+)
+def test_every_family_reaches_half_at_cmid_and_has_an_inverse(
+    family: cf.Family, share: float, cmid: float, b: float
+) -> None:
+    ln_cmid, ln_b = np.log(cmid), np.log(b)
+    assert float(gain_share(family, ln_cmid, ln_cmid, ln_b)) == pytest.approx(0.5)
+    ln_compute = compute_share(family, np.array(share), ln_cmid, ln_b)
+    assert float(gain_share(family, ln_compute, ln_cmid, ln_b)) == pytest.approx(share, rel=1e-6)
+
+
+def test_marginal_gain_is_the_derivative_of_the_sigmoid(fitted: cf.Fit) -> None:
+    drawn = cf.draws(fitted)
+    share = drawn.share(np.array([fitted.now]))[:, 0]
+    closed = (drawn.A - drawn.R0) * drawn.B * share * (1 - share) / fitted.now
+    assert cf.marginal_gain(fitted).median == pytest.approx(float(np.median(closed)), rel=1e-5)
+
+
+def test_gain_and_its_probability_agree(fitted: cf.Fit) -> None:
+    gained = cf.gain(fitted, 2 * fitted.now)
+    truth = float(SCALERL.reward(2 * fitted.now) - SCALERL.reward(fitted.now))
+    assert gained.low < truth < gained.high
+    assert cf.p_gain_above(fitted, 2 * fitted.now, gained.low) == pytest.approx(0.95, abs=0.01)
+    assert cf.p_gain_above(fitted, 2 * fitted.now, gained.high) == pytest.approx(0.05, abs=0.01)
+
+
+def test_compute_to_a_target(fitted: cf.Fit) -> None:
+    near = cf.compute_to(fitted, 0.59)
+    exact = SCALERL.Cmid * ((0.59 - 0.2) / (0.61 - 0.59)) ** (1 / 1.92)
+    assert near.low < exact < near.high
+    beyond = cf.compute_to(fitted, 0.9)
+    assert beyond.probability == 0.0
+    assert beyond.low == beyond.median == np.inf
+    reached = cf.compute_to(fitted, 0.3)
+    assert reached.probability == 1.0
+    assert reached.high < fitted.now
+
+
+def test_probabilities_fall_with_the_target(fitted: cf.Fit) -> None:
+    targets = np.linspace(0.3, 0.95, 8)
+    for curve in (
+        [cf.p_reward_above(fitted, 1e5, t) for t in targets],
+        [cf.p_asymptote_above(fitted, t) for t in targets],
+    ):
+        assert all(a >= b for a, b in pairwise(curve))
+        assert (curve[0], curve[-1]) == (pytest.approx(1.0, abs=0.01), pytest.approx(0.0, abs=0.01))
+
+
+def test_the_best_block_shrinks_with_its_price(fitted: cf.Fit) -> None:
+    free = cf.best_block(fitted, value=1.0, price=0.0, horizon=4 * fitted.now)
+    dear = cf.best_block(fitted, value=1.0, price=1.0, horizon=4 * fitted.now)
+    some = cf.best_block(fitted, value=1.0, price=2e-7, horizon=4 * fitted.now)
+    assert free.compute > 2 * fitted.now
+    assert dear == cf.Block(0.0, 0.0, 0.0)
+    assert some.compute <= free.compute
+    assert some.net <= free.net
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda f: cf.gain(f, f.now),
+        lambda f: cf.marginal_gain(f, -1.0),
+        lambda f: cf.compute_to(f, 1.0),
+        lambda f: cf.best_block(f, -1.0, 1.0, 2 * f.now),
+        lambda f: cf.p_reward_above(f, float("nan"), 0.5),
+    ],
+)
+def test_questions_without_an_answer_are_refused(fitted: cf.Fit, ask) -> None:
+    with pytest.raises(cf.RequestError):
+        ask(fitted)
+
+
+def test_past_forecasts_are_made_without_the_future() -> None:
+    """What was forecast at half the compute does not change when later points do."""
+    curve = simulated(n=60, reach=5, seed=1)
+    changed = cf.Curve(curve.compute, np.where(np.arange(60) < 30, curve.reward, curve.reward * 0.5))
+    one, two = cf.fit(curve).hindcasts[0], cf.fit(changed).hindcasts[0]
+    assert (one.made_at, one.predicted, one.sd) == (two.made_at, two.predicted, two.sd)
+    assert two.error < -0.1 < one.error
+
+
+def test_a_run_that_broke_its_forecasts_gets_wider_ones() -> None:
+    def tau(error: float) -> float:
+        past = [Hindcast(1.0, 2.0, 0.5, 0.01, 0.005, 0.5 + error)]
+        choices = cf.FitSettings()
+        return float(discrepancy_weights(past, choices) @ np.array(choices.discrepancy))
+
+    before = float(np.dot(cf.FitSettings().discrepancy, cf.FitSettings().discrepancy_weights))
+    assert tau(0.0) < before < tau(0.1) < tau(0.3)
+
+
+def test_too_few_points_make_no_past_forecast() -> None:
+    assert cf.fit(simulated(n=12, reach=3)).hindcasts == ()
+
+
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 100))
+def test_discrepancy_widens_with_distance(seed: int) -> None:
+    fitted = cf.fit(simulated(n=50, reach=6, seed=seed))
+    near, far = cf.forecast(fitted, [1.5 * fitted.now, 30 * fitted.now])
+    assert far.curve_high - far.curve_low > near.curve_high - near.curve_low
+
+
+def test_families_are_averaged_by_their_evidence() -> None:
+    compute = np.linspace(0.1, 5.0, 60) * 2542.0
+    noise = np.random.default_rng(0).normal(0, 0.004, 60)
+    stretched = 0.2 + 0.41 * gain_share(cf.Family.STRETCHED, np.log(compute), np.log(2542.0), np.log(1.5))
+    choices = cf.FitSettings(families=tuple(cf.Family))
+    weights = cf.fit(cf.Curve(compute, stretched + noise), choices).family_weights
+    assert sum(weights.values()) == pytest.approx(1.0)
+    assert weights[cf.Family.STRETCHED] > 0.9
+    fitted = cf.fit(simulated(n=60, reach=5, seed=2, sigma=0.004), choices)
+    assert fitted.family_weights[cf.Family.SIGMOID] > fitted.family_weights[cf.Family.STRETCHED]
+    assert len(set(cf.draws(fitted).family)) > 1
+
+
+def test_published_windows_of_the_long_run() -> None:
+    """A of the 100k-GPU-hour run from its windows, A .645, B 1.70, Cmid 10,909 [P]: within ±.015."""
+    truth = Truth(0.645, 1.70, 10909.0)
+    compute = np.arange(1, 38) * 1350.0
+    reward = truth.reward(compute) + np.random.default_rng(1).normal(0, 0.004, 37)
+    for start in (0.0, 1500.0, 5000.0):
+        window = compute > start
+        fitted = cf.fit(cf.Curve(compute[window], reward[window], samples=16_000))
+        assert abs(fitted.A.median - 0.645) < 0.015
+    law = cf.power_law(cf.Curve(compute[compute > 1500], reward[compute > 1500]))
+    assert law.A > 0.9

@@ -1,0 +1,126 @@
+"""The guard, the comparison of recipes, and the methods kept for reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import scalerl_curvefit as cf
+from scalerl_curvefit.simulate import SCALERL, Truth, simulated
+
+
+def collapsing(seed: int = 0, at: int = 24) -> cf.Curve:
+    curve = simulated(n=36, reach=4, seed=seed)
+    falling = 0.05 * np.maximum(np.arange(36) - at + 1, 0)
+    return cf.Curve(curve.compute, np.clip(curve.reward - falling, 0, 1))
+
+
+def test_a_healthy_run_raises_no_alarm() -> None:
+    result = cf.guard(simulated(seed=3))
+    assert (result.broken, result.checked, result.reasons) == (False, True, ())
+    assert any(s >= f for s, f in zip(result.seen, result.floor, strict=True))
+
+
+def test_a_collapse_raises_an_alarm_after_three_evaluations() -> None:
+    curve = collapsing()
+    assert not cf.guard(curve.head(24)).broken
+    assert not cf.guard(curve.head(26)).broken
+    result = cf.guard(curve.head(28))
+    assert result.broken
+    assert "last 3 evaluations" in result.reasons[0]
+
+
+def test_two_low_evaluations_are_no_collapse() -> None:
+    curve = simulated(seed=3)
+    reward = curve.reward.copy()
+    reward[-2:] -= 0.3
+    assert not cf.guard(cf.Curve(curve.compute, reward)).broken
+
+
+@pytest.mark.parametrize(
+    ("truncation", "broken"), [(0.04, False), ([0.2, 0.099], False), ([0.01, 0.10], True)]
+)
+def test_truncation_alarms_at_ten_percent_of_the_latest(truncation, broken: bool) -> None:
+    assert cf.guard(simulated(seed=3), truncation).broken is broken
+
+
+def test_truncation_must_be_rates() -> None:
+    with pytest.raises(cf.RequestError):
+        cf.guard(simulated(), [12.0])
+
+
+def test_too_little_history_is_said_not_guessed() -> None:
+    result = cf.guard(simulated(n=10))
+    assert (result.broken, result.checked) == (False, False)
+    flat_then_change = cf.Curve(np.arange(1.0, 13.0), [0.2] * 9 + [0.1, 0.1, 0.1])
+    assert not cf.guard(flat_then_change).checked
+
+
+def test_the_guard_looks_at_the_last_segment_only() -> None:
+    """A new recipe that starts low again is no collapse; without its label the same points are."""
+    old, new = simulated(n=24, seed=1), simulated(n=12, reach=1, seed=2)
+    compute, reward = [*old.compute, *(old.now + new.compute)], [*old.reward, *new.reward]
+    assert cf.guard(cf.Curve(compute[:28], reward[:28])).broken
+    assert not cf.guard(cf.Curve(compute, reward, recipe=["a"] * 24 + ["b"] * 12)).broken
+
+
+def test_recipes_with_different_asymptotes_are_told_by_a() -> None:
+    better = simulated(Truth(0.61, 1.97, 2542.0), n=60, reach=8, seed=1)
+    worse = simulated(Truth(0.535, 1.44, 2542.0), n=60, reach=8, seed=2)
+    result = cf.compare(better, worse)
+    assert (result.same_asymptote, result.by, result.better) == (False, "A", cf.Better.FIRST)
+    assert result.probability > 0.95
+    assert cf.compare(worse, better).better is cf.Better.SECOND
+
+
+def test_recipes_with_one_asymptote_are_told_by_b_at_the_mean_a() -> None:
+    """Fixed A .605: ScaleRL B 2.01 against DAPO loss 1.77 [P]."""
+    fast = simulated(Truth(0.605, 2.4, 2542.0), n=60, reach=8, seed=3, sigma=0.004)
+    slow = simulated(Truth(0.605, 1.4, 2542.0), n=60, reach=8, seed=4, sigma=0.004)
+    result = cf.compare(fast, slow)
+    assert result.same_asymptote
+    assert result.shared_a == pytest.approx(0.605, abs=0.01)
+    np.testing.assert_allclose([result.first.point.A, result.second.point.A], result.shared_a, atol=1e-3)
+    assert (result.by, result.better) == ("B", cf.Better.FIRST)
+    assert result.probability > 0.9
+    assert result.doubts == ()
+
+
+def test_runs_below_their_midpoint_are_compared_with_a_warning() -> None:
+    result = cf.compare(simulated(reach=0.7, seed=1), simulated(reach=6, n=60, seed=2))
+    assert any(doubt.startswith("first curve") for doubt in result.doubts)
+    assert not any(doubt.startswith("second curve") for doubt in result.doubts)
+
+
+def test_the_papers_grid_search_finds_the_grid_point() -> None:
+    """Clean points of a curve that lies on the grid: that pair, and B to 1e-3."""
+    compute = np.linspace(1000.0, 30000.0, 25)
+    truth = Truth(0.61, 1.92, 6000.0)
+    found = cf.paper_grid_search(
+        cf.Curve(compute, truth.reward(compute)),
+        a_values=np.arange(0.58, 0.64, 0.005),
+        cmid_values=np.arange(4000.0, 8001.0, 500.0),
+        r0=0.2,
+    )
+    assert found.fits == 117
+    np.testing.assert_allclose(
+        [found.point.A, found.point.Cmid, found.point.B], [0.61, 6000.0, 1.92], rtol=1e-3
+    )
+    assert found.edges == ()
+
+
+def test_the_papers_grid_search_reports_its_edges() -> None:
+    compute = np.linspace(1000.0, 30000.0, 25)
+    found = cf.paper_grid_search(
+        cf.Curve(compute, SCALERL.reward(compute)), a_values=[0.5, 0.52], cmid_values=[2000.0, 2500.0, 3000.0]
+    )
+    assert "A high" in found.edges
+
+
+def test_a_power_law_is_recovered_and_capped_at_one() -> None:
+    compute = np.geomspace(10.0, 1e4, 50)
+    law = cf.power_law(cf.Curve(compute, 0.7 - 0.9 * compute**-0.5))
+    np.testing.assert_allclose([law.A, law.D], [0.7, 0.9], rtol=0.02)
+    np.testing.assert_allclose(law.B, 0.5, rtol=0.02)
+    rising = cf.power_law(cf.Curve(compute, 0.05 * np.log(compute)))
+    np.testing.assert_allclose(rising.A, 1.0)

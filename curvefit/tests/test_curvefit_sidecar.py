@@ -1,0 +1,266 @@
+"""The service on a real socket: its limits, its refusals, and a client that neither hangs nor believes."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer, unused_port
+
+import scalerl_curvefit as cf
+from scalerl_api import endpoints
+from scalerl_api import forecast as wire
+from scalerl_curvefit.client import SidecarClient, SidecarRefused, SidecarUnavailable
+from scalerl_curvefit.sidecar.app import Limits, Sidecar
+from scalerl_curvefit.simulate import SCALERL, simulated
+
+
+def points(curve: cf.Curve, **more: object) -> wire.Points:
+    return wire.Points(compute=curve.compute.tolist(), reward=curve.reward.tolist(), **more)
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Callable[..., Awaitable[str]]]:
+    servers = []
+
+    async def starter(application: web.Application) -> str:
+        server = TestServer(application)
+        await server.start_server()
+        servers.append(server)
+        return str(server.make_url("/")).rstrip("/")
+
+    yield starter
+    for server in servers:
+        await server.close()
+
+
+async def post(url: str, body: bytes, **headers: str) -> tuple[int, dict[str, object]]:
+    timeout = aiohttp.ClientTimeout(total=20)
+    async with (
+        aiohttp.ClientSession(timeout=timeout) as session,
+        session.post(url, data=io.BytesIO(body), headers=headers) as response,
+    ):
+        return response.status, json.loads(await response.read())
+
+
+async def test_a_forecast_is_the_librarys(start) -> None:
+    curve = simulated(n=50, seed=1)
+    request = wire.ForecastRequest(
+        points=points(curve), at=[2 * curve.now], target=0.58, max_compute=50_000.0, value=1.0, price=1e-6
+    )
+    async with SidecarClient(await start(Sidecar().application())) as sidecar:
+        answer = await sidecar.forecast(request)
+        again = await sidecar.forecast(request)
+    fitted = cf.fit(curve)
+    (ahead,) = cf.forecast(fitted, [2 * curve.now])
+    got = answer.forecasts[0]
+    assert (got.median, got.low, got.high) == (ahead.median, ahead.low, ahead.high)
+    assert (answer.fit.A.median, answer.fit.identifiable) == (fitted.A.median, fitted.identifiable)
+    assert answer == again
+    assert abs(got.median - float(SCALERL.reward(2 * curve.now))) < 0.03
+    assert answer.outlook is not None
+    assert answer.outlook.p_asymptote_above_target > 0.5
+    assert answer.outlook.to_target is not None
+    assert answer.outlook.best_block is not None
+    assert not answer.guard.broken
+
+
+async def test_a_target_out_of_reach_is_never_not_infinity(start) -> None:
+    request = wire.ForecastRequest(points=points(simulated(n=50, seed=1)), target=0.95)
+    async with SidecarClient(await start(Sidecar().application())) as sidecar:
+        answer = await sidecar.forecast(request)
+    assert answer.outlook.to_target.median is None
+    assert answer.outlook.to_target.probability < 0.05
+
+
+async def test_a_broken_run_gets_no_forecast(start) -> None:
+    request = wire.ForecastRequest(points=points(simulated(n=40, seed=1)), truncation=[0.3])
+    async with SidecarClient(await start(Sidecar().application())) as sidecar:
+        answer = await sidecar.forecast(request)
+    assert answer.guard.broken
+    assert (answer.forecasts, answer.outlook) == ([], None)
+
+
+async def test_a_new_recipe_is_answered_on_the_axis_of_the_request(start) -> None:
+    before, after = simulated(n=20, seed=1), simulated(n=40, seed=2)
+    curve = wire.Points(
+        compute=[*before.compute.tolist(), *(after.compute + before.now).tolist()],
+        reward=[*before.reward.tolist(), *after.reward.tolist()],
+        recipe=["a"] * 20 + ["b"] * 40,
+    )
+    at = before.now + 2 * after.now
+    async with SidecarClient(await start(Sidecar().application())) as sidecar:
+        answer = await sidecar.forecast(wire.ForecastRequest(points=curve, at=[at]))
+    assert answer.fit.segment_start == before.now
+    assert answer.fit.points_used == 40
+    assert answer.forecasts[0].compute == pytest.approx(at)
+    assert answer.forecasts[0].median == pytest.approx(float(SCALERL.reward(2 * after.now)), abs=0.03)
+
+
+GOOD = json.dumps({"points": {"compute": [1, 2, 3, 4, 5], "reward": [0.1, 0.2, 0.3, 0.35, 0.4]}})
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        ("not json", 400, "json"),
+        ('{"points": {"compute": [1, NaN], "reward": [0.1, 0.2]}}', 400, "json"),
+        ('{"points": {"compute": [1, 2]}}', 400, "request_type"),
+        ('{"points": {"compute": "a", "reward": [1]}}', 400, "request_type"),
+        (GOOD.replace("points", "poits", 1), 400, "request_type"),
+        ('{"points": {"compute": [1, 2], "reward": [0.1, 0.2]}}', 422, "too_few_points"),
+        (GOOD.replace("[1, 2", "[2, 1"), 422, "unsorted_compute"),
+        (GOOD.replace("[1, 2", "[1, 1"), 422, "duplicate_compute"),
+        (GOOD.replace("[1, 2", "[-1, 2"), 422, "negative_compute"),
+        (GOOD.replace("0.4]", "1.4]"), 422, "reward_range"),
+        (GOOD.replace("0.4]", "1e999]"), 400, "request_type"),
+        (GOOD.replace("[0.1, 0.2, 0.3, 0.35, 0.4]", "[0.2, 0.2, 0.2, 0.2, 0.2]"), 422, "constant_reward"),
+        (GOOD.replace("0.35, ", ""), 422, "shape"),
+    ],
+)
+async def test_bad_requests_are_refused_by_code(start, body: str, status: int, code: str) -> None:
+    url = await start(Sidecar().application())
+    for path in (wire.FIT, wire.FORECAST):
+        got, answer = await post(url + path, body.encode())
+        assert (got, answer["code"]) == (status, code), answer
+        assert answer["message"]
+
+
+@pytest.mark.parametrize("change", [{"draws": 0}, {"horizon": 1.0}, {"at": [1.0] * 201}, {"at": [-1.0]}])
+async def test_forecast_limits(start, change: dict[str, object]) -> None:
+    url = await start(Sidecar().application())
+    status, answer = await post(url + wire.FORECAST, json.dumps({**json.loads(GOOD), **change}).encode())
+    assert (status, answer["code"]) == (422, "request")
+
+
+async def test_limits_on_body_points_token_and_queue(start) -> None:
+    url = await start(Sidecar(Limits(body_bytes=1000), token="secret").application())
+    authorised = {"authorization": "Bearer secret"}
+    assert (await post(url + wire.FIT, GOOD.encode()))[0] == 401
+    assert (await post(url + wire.FIT, GOOD.encode(), authorization="Bearer wrong"))[0] == 401
+    assert (await post(url + wire.FIT, GOOD.encode(), **authorised))[0] == 200
+    assert (await post(url + wire.FIT, b" " * 2000 + GOOD.encode(), **authorised))[0] == 413
+    idle = await start(Sidecar(Limits(queue=0)).application())
+    status, answer = await post(idle + wire.FIT, GOOD.encode())
+    assert (status, answer["code"]) == (503, "busy")
+    many = list(range(1, wire.MAX_POINTS + 2))
+    body = json.dumps({"points": {"compute": many, "reward": [0.1] * len(many)}}).encode()
+    roomy = await start(Sidecar().application())
+    status, answer = await post(roomy + wire.FIT, body)
+    assert (status, answer["code"]) == (422, "request")
+
+
+async def test_out_of_time_is_said_and_the_service_goes_on(start) -> None:
+    url = await start(Sidecar(Limits(compute_seconds=0.0005)).application())
+    curve = simulated(n=20_000, reach=4)
+    body = json.dumps(
+        {"points": {"compute": curve.compute.tolist(), "reward": curve.reward.tolist()}}
+    ).encode()
+    status, answer = await post(url + wire.FIT, body)
+    assert (status, answer["code"]) == (503, "out_of_time")
+    async with aiohttp.ClientSession() as session, session.get(url + endpoints.HEALTH) as response:
+        assert response.status == 200
+
+
+async def test_a_body_that_never_comes_is_given_up(start) -> None:
+    url = await start(Sidecar(Limits(read_seconds=0.1)).application())
+    host, port = re.search(r"//(.*):(\d+)", url).groups()
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"POST {wire.FIT} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n".encode())
+    await writer.drain()
+    answer = await asyncio.wait_for(reader.read(), 5)
+    assert b"503" in answer.split(b"\r\n")[0] or answer == b""
+    writer.close()
+
+
+async def test_a_hundred_thousand_points_are_answered(start) -> None:
+    curve = simulated(n=100_000, reach=4)
+    async with SidecarClient(await start(Sidecar().application()), timeout_seconds=20) as sidecar:
+        answer = await sidecar.forecast(wire.ForecastRequest(points=points(curve)))
+    assert abs(answer.fit.A.median - 0.61) < 0.01
+
+
+async def test_metrics_and_description_match_the_types(start) -> None:
+    url = await start(Sidecar().application())
+    await post(url + wire.FIT, GOOD.encode())
+    await post(url + wire.FIT, b"no")
+    async with aiohttp.ClientSession() as session:
+        async with session.get(url + endpoints.METRICS) as response:
+            text = await response.text()
+        async with session.get(url + wire.OPENAPI) as response:
+            document = await response.json()
+    assert f'{wire.REQUESTS_METRIC}_total{{path="{wire.FIT}",status="200"}} 1.0' in text
+    assert f'{wire.REFUSED_METRIC}_total{{code="json"}} 1.0' in text
+    assert set(document["paths"]) == {wire.FIT, wire.FORECAST}
+    schemas = document["components"]["schemas"]
+    assert set(schemas["ForecastAnswer"]["properties"]) == set(wire.ForecastAnswer.__struct_fields__)
+
+
+async def test_a_refusal_is_not_repeated(start) -> None:
+    calls = 0
+
+    async def refuse(_: web.Request) -> web.Response:
+        nonlocal calls
+        calls += 1
+        return web.json_response({"code": "too_few_points", "message": "2 points"}, status=422)
+
+    application = web.Application()
+    application.router.add_post(wire.FIT, refuse)
+    async with SidecarClient(await start(application), backoff_seconds=0.01) as sidecar:
+        with pytest.raises(SidecarRefused, match="2 points") as refused:
+            await sidecar.fit(wire.FitRequest(points=points(simulated())))
+    assert (calls, refused.value.code, refused.value.status) == (1, "too_few_points", 422)
+
+
+@pytest.mark.parametrize("trouble", ["down", "slow", "error", "garbage", "nan", "half", "endless"])
+async def test_no_believable_answer_is_unavailable_after_all_attempts(start, trouble: str) -> None:
+    calls = 0
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        nonlocal calls
+        calls += 1
+        if trouble == "slow":
+            await asyncio.sleep(5)
+        if trouble == "error":
+            return web.Response(status=500)
+        if trouble == "endless":
+            response = web.StreamResponse()
+            await response.prepare(request)
+            for _ in range(100):
+                await response.write(b"x" * 100_000)
+            return response
+        body = {"garbage": "<html>", "nan": '{"A": NaN}', "half": '{"A": {"median": 0.6}}', "slow": ""}
+        return web.Response(text=body[trouble])
+
+    application = web.Application()
+    application.router.add_post(wire.FIT, answer)
+    url = f"http://127.0.0.1:{unused_port()}" if trouble == "down" else await start(application)
+    async with SidecarClient(url, timeout_seconds=0.3, attempts=2, backoff_seconds=0.01) as sidecar:
+        with pytest.raises(SidecarUnavailable, match="after 2 attempts"):
+            await asyncio.wait_for(sidecar.fit(wire.FitRequest(points=points(simulated()))), 10)
+    assert calls == (0 if trouble == "down" else 2)
+
+
+async def test_the_command_serves_and_ends_on_sigterm() -> None:
+    command = [sys.executable, "-m", "scalerl_curvefit.sidecar", "--port", "0"]
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    try:
+        line = (await asyncio.wait_for(process.stderr.readline(), 60)).decode()
+        url = re.search(r"http://\S+", line)[0]
+        async with SidecarClient(url) as sidecar:
+            fitted = await sidecar.fit(wire.FitRequest(points=points(simulated(seed=1))))
+        assert abs(fitted.A.median - 0.61) < 0.05
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 20) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
