@@ -27,7 +27,9 @@ def test_command_lines_are_what_the_roles_take() -> None:
     assert lines == {
         "prepare": "python -m scalerl_trainer.prepare",
         "coordinator": "python -m scalerl_coordinator.main --listen 0.0.0.0:1",
-        "server": "python -m scalerl_generator.vllm_server --listen 127.0.0.1:2",
+        "server": "python -m scalerl_generator.vllm_server --host 127.0.0.1 --port 2 --model /run/model "
+        "--dtype bfloat16 --max-model-len 16384 --max-num-seqs 256 --memory-fraction 0.9 --tensor-parallel 1 "
+        "--fp32-head",
         "actor": "python -m scalerl_generator.actor --server http://127.0.0.1:2 --listen 0.0.0.0:3 "
         "--advertise http://pod-0.svc:3",
         "trainer": "python -m scalerl_trainer.main --listen 0.0.0.0:1",
