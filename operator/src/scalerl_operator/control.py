@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.wire import Phase, Status
+from scalerl_operator.observe.errors import CoordinatorUnreachable
 from scalerl_operator.observe.snapshot import RateMeter, Rates, Snapshot, eta_seconds
 from scalerl_operator.plan import Lifetime, Plan, Role
 from scalerl_operator.policy import budget
@@ -159,8 +160,6 @@ class LocalRun:
 
     async def _look(self) -> bool:
         """Take a new status if the coordinator gives one."""
-        from scalerl_operator.observe.client import CoordinatorUnreachable
-
         try:
             self._status = await (await self._coordinator()).status()
         except CoordinatorUnreachable:
@@ -175,8 +174,6 @@ class LocalRun:
         reason = self._wanted_stop()
         if reason is None or self._status is None or self._status.stop_reason:
             return
-        from scalerl_operator.observe.client import CoordinatorUnreachable
-
         # Not heard: the next tick finds stop_reason still empty and asks again.
         with contextlib.suppress(CoordinatorUnreachable):
             await (await self._coordinator()).stop(reason)
@@ -217,9 +214,10 @@ class LocalRun:
 
     async def _measure_memory(self) -> None:
         while True:
-            await asyncio.sleep(_MEMORY_PERIOD_SECONDS)
+            await asyncio.sleep(_STARTING_TICK_SECONDS)
             used = await asyncio.to_thread(tree_memory_bytes, os.getpid())
             self._peak_memory_bytes = max(self._peak_memory_bytes, used)
+            await asyncio.sleep(_MEMORY_PERIOD_SECONDS)
 
     def _report(self) -> None:
         now = time.monotonic()

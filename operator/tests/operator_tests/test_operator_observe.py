@@ -11,7 +11,8 @@ from aiohttp import web
 
 from scalerl_api.spec import BudgetSpec
 from scalerl_api.wire import Ack, Counts, Phase, Problem, Status, Stop
-from scalerl_operator.observe.client import CoordinatorClient, CoordinatorRefused, CoordinatorUnreachable
+from scalerl_operator.observe.client import CoordinatorClient
+from scalerl_operator.observe.errors import CoordinatorRefused, CoordinatorUnreachable
 from scalerl_operator.observe.snapshot import RateMeter, Rates, eta_seconds
 
 

@@ -10,16 +10,9 @@ import msgspec
 
 from scalerl_api import endpoints
 from scalerl_api.wire import CONTENT_TYPE, WIRE_HEADER, WIRE_VERSION, Ack, Problem, Status, Stop
+from scalerl_operator.observe.errors import CoordinatorRefused, CoordinatorUnreachable
 
 T = TypeVar("T")
-
-
-class CoordinatorUnreachable(Exception):
-    """No answer, or none that can be used; asking again later may help."""
-
-
-class CoordinatorRefused(Exception):
-    """An answer that asking again will not change."""
 
 
 class CoordinatorClient:

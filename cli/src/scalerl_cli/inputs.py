@@ -1,0 +1,159 @@
+"""A run file as the commands use it: loaded, its paths made absolute, and what is wrong with it beyond its fields."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from scalerl_api.load import SpecProblem, load_run
+from scalerl_api.spec import ModelSpec, RunSpec, ScaleRLRun
+from scalerl_operator.plan import plan
+from scalerl_operator.runtime.devices import NotEnoughDevices, check, machine_devices
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+
+
+def load(file: Path) -> ScaleRLRun:
+    """Load a run file; paths in it are relative to its own folder.
+
+    Raises:
+        SpecError: see :func:`scalerl_api.load.load_run`.
+    """
+    run = load_run(file)
+    base = file.resolve().parent
+    spec = run.spec
+    if spec.model.path is not None:
+        model = spec.model.model_copy(update={"path": _absolute(base, spec.model.path)})
+        spec = spec.model_copy(update={"model": model})
+    if spec.task.jsonl is not None:
+        jsonl = spec.task.jsonl.model_copy(update={"path": _absolute(base, spec.task.jsonl.path)})
+        spec = spec.model_copy(update={"task": spec.task.model_copy(update={"jsonl": jsonl})})
+    return run.model_copy(update={"spec": spec})
+
+
+def _absolute(base: Path, path: str) -> str:
+    return str((base / Path(path).expanduser()).resolve())
+
+
+def quick_problems(run: ScaleRLRun) -> list[SpecProblem]:
+    """What can be told in milliseconds, before anything is started here: files, devices, memory.
+
+    What takes the task's own libraries is left to the run's first step, ``prepare``, and to
+    :func:`task_problems`.
+    """
+    return [
+        *_suspended(run.spec),
+        *model_problems(run.spec.model, run.spec),
+        *_jsonl_problems(run.spec),
+        *machine_problems(run),
+    ]
+
+
+def _suspended(spec: RunSpec) -> Iterator[SpecProblem]:
+    if spec.suspend:
+        yield SpecProblem("spec.suspend", "a suspended run is not started", "set it to false")
+
+
+def model_problems(model: ModelSpec, spec: RunSpec) -> Iterator[SpecProblem]:
+    """What is missing in the folder that ``model.path`` names."""
+    if model.path is None:
+        return
+    where, folder = "spec.model.path", Path(model.path)
+    if not folder.is_dir():
+        yield SpecProblem(
+            where, f"{folder}: no such directory", "a relative path starts at the run file's folder"
+        )
+        return
+    config = _json_file(folder / "config.json")
+    if config is None:
+        yield SpecProblem(
+            where, f"{folder}: no readable config.json", "point to a model saved by transformers"
+        )
+    if not any(any(folder.glob(pattern)) for pattern in _WEIGHT_PATTERNS):
+        yield SpecProblem(
+            where, f"{folder}: no weights ({' or '.join(_WEIGHT_PATTERNS)})", "save the model there"
+        )
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        yield SpecProblem(
+            where, f"{folder}: no tokenizer ({', '.join(_TOKENIZER_FILES)})", "save the tokenizer there too"
+        )
+        return
+    tokenizer = _json_file(folder / "tokenizer_config.json") or {}
+    if not tokenizer.get("eos_token") and (config or {}).get("eos_token_id") is None:
+        yield SpecProblem(
+            where,
+            f"{folder}: the tokenizer has no end-of-text token, so no completion could end",
+            "set eos_token in tokenizer_config.json",
+        )
+    has_template = "chat_template" in tokenizer or (folder / "chat_template.jinja").is_file()
+    if spec.task.prompt.format == "Chat" and not has_template:
+        yield SpecProblem(
+            "spec.task.prompt.format",
+            f"Chat needs a chat template, and the tokenizer in {folder} has none",
+            "use format: Raw, or a model with a template",
+        )
+    length = (config or {}).get("max_position_embeddings")
+    if isinstance(length, int) and model.context_tokens > length:
+        yield SpecProblem(
+            "spec.model.contextTokens",
+            f"{model.context_tokens} is more than the model's {length}",
+            "lower it",
+        )
+
+
+def _json_file(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def machine_problems(run: ScaleRLRun) -> Iterator[SpecProblem]:
+    """What this machine does not have."""
+    from scalerl_cli.sizes import memory_problem
+
+    made = plan(run)
+    if made.devices():
+        try:
+            check(made, machine_devices())
+        except NotEnoughDevices as error:
+            role = "generator" if run.spec.generator.devices else "trainer"
+            yield SpecProblem(f"spec.{role}.devices", str(error))
+    problem = memory_problem(run.spec)
+    if problem is not None:
+        yield problem
+
+
+def _jsonl_problems(spec: RunSpec) -> Iterator[SpecProblem]:
+    if spec.task.jsonl is not None:
+        yield from task_problems(spec, answers=0)
+
+
+def task_problems(spec: RunSpec, *, answers: int) -> Iterator[SpecProblem]:
+    """What is wrong with the task: its source, held-out set and template, and ``answers`` of its answers."""
+    import scalerl_tasks as tasks
+
+    try:
+        opened = tasks.open_task(spec.task)
+        if answers:
+            verifier = tasks.open_verifier(tasks.verifier_config(spec.task))
+            tasks.check_answers(opened.train, verifier, answers)
+    except tasks.JsonlError as error:
+        yield SpecProblem("spec.task.jsonl.path", str(error))
+    except tasks.UnknownTaskError as error:
+        yield SpecProblem("spec.task.reasoningGym.name", str(error))
+    except tasks.ParameterError as error:
+        name = f".{error.parameter}" if error.parameter else ""
+        yield SpecProblem(f"spec.task.reasoningGym.parameters{name}", str(error))
+    except tasks.SplitError as error:
+        yield SpecProblem("spec.task.heldOut.size", str(error))
+    except tasks.TemplateError as error:
+        yield SpecProblem("spec.task.prompt.template", str(error))
+    except tasks.VerifierError as error:
+        yield SpecProblem("spec.task.verifier.name", str(error))
+    except tasks.SourceError as error:
+        yield SpecProblem("spec.task" if spec.task.jsonl is None else "spec.task.jsonl.path", str(error))

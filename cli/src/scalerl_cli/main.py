@@ -1,0 +1,88 @@
+"""``scalerl``: the arguments, and which command takes them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from scalerl_api.spec import ScaleRLRun
+from scalerl_cli.exits import FAILED, INTERRUPTED
+from scalerl_operator.plan import Plan, plan
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line, as ``--help`` shows it."""
+    top = argparse.ArgumentParser(
+        prog="scalerl",
+        description="Train a language model by reinforcement learning.",
+        epilog="exit codes: 0 done, 1 failed, 2 bad input (nothing started), 130 interrupted",
+    )
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    run = commands.add_parser("run", help="run a ScaleRLRun on this machine")
+    run.add_argument("file", type=Path, metavar="FILE", help="the run, as YAML")
+    run.add_argument(
+        "--dir", type=Path, metavar="DIR", help="where it keeps its files (default: runs/NAME-N)"
+    )
+    run.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the run in DIR (default: the newest runs/NAME-N); only its budget may have changed",
+    )
+    run.add_argument(
+        "--pin",
+        action="append",
+        default=[],
+        metavar="ROLE=CPUS",
+        help="keep a role on these CPUs, e.g. --pin trainer=0 --pin generator=1,2 (for measurements)",
+    )
+
+    validate = commands.add_parser("validate", help="check run files: all problems of all files")
+    validate.add_argument("files", type=Path, nargs="+", metavar="FILE")
+    validate.add_argument(
+        "--any-machine",
+        action="store_true",
+        help="leave out whether this machine has the devices and the memory",
+    )
+
+    plot = commands.add_parser("plot", help="draw DIR/curve.png from DIR/curve.csv")
+    plot.add_argument("dir", type=Path, metavar="DIR")
+    return top
+
+
+def main(argv: Sequence[str] | None = None, *, planner: Callable[[ScaleRLRun], Plan] = plan) -> int:
+    """The command; returns its exit code. ``planner`` says what runs for a spec."""
+    started = time.monotonic()
+    arguments = parser().parse_args(argv)
+    try:
+        if arguments.command == "run":
+            from scalerl_cli.run import run
+
+            return run(
+                arguments.file,
+                arguments.dir,
+                resume=arguments.resume,
+                pins=arguments.pin,
+                planner=planner,
+                started=started,
+            )
+        if arguments.command == "validate":
+            from scalerl_cli.validate import validate
+
+            return validate(arguments.files, any_machine=arguments.any_machine)
+        from scalerl_cli.plot import plot
+
+        return plot(arguments.dir)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has left; nothing can be said any more.
+        sys.stderr.close()
+        return FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

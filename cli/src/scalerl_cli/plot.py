@@ -1,0 +1,24 @@
+"""``scalerl plot``: the picture of a run, again."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from scalerl_api.load import SpecError, load_run
+from scalerl_api.paths import RunPaths
+from scalerl_cli.exits import BAD_INPUT, DONE
+from scalerl_cli.picture import PictureProblem, draw
+
+
+def plot(directory: Path) -> int:
+    """Draw ``curve.png`` from ``curve.csv``; also while the run is going on."""
+    paths = RunPaths(directory)
+    try:
+        run = load_run(paths.run_file)
+        draw(paths, run)
+    except (SpecError, PictureProblem) as problem:
+        print(problem, file=sys.stderr)
+        return BAD_INPUT
+    print(paths.curve_picture)
+    return DONE

@@ -1,0 +1,193 @@
+"""``scalerl run``: the operator's plan and policies on this machine, shown to a person."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from scalerl_api.load import SpecError, SpecProblem
+from scalerl_api.spec import ScaleRLRun
+from scalerl_cli.exits import BAD_INPUT, DONE, FAILED, INTERRUPTED
+from scalerl_cli.inputs import load, quick_problems
+from scalerl_cli.view import LateView
+from scalerl_operator.control import LocalRun, Outcome
+from scalerl_operator.observe.errors import CoordinatorRefused
+from scalerl_operator.plan import Plan, Role
+from scalerl_operator.runtime.directory import (
+    DirectoryProblem,
+    RunDirectory,
+    latest_directory,
+    next_directory,
+)
+from scalerl_operator.runtime.local import Failure, LocalSettings
+from scalerl_operator.runtime.unit import Event
+
+RUNS = Path("runs")
+_LOG_LINES = 20
+
+
+class _Refused(Exception):
+    """The input cannot be used; each of ``args`` is one reason."""
+
+
+def run(
+    file: Path,
+    directory: Path | None,
+    *,
+    resume: bool,
+    pins: Sequence[str],
+    planner: Callable[[ScaleRLRun], Plan],
+    started: float,
+) -> int:
+    """See one run through; returns the exit code. Nothing of it is left running."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    try:
+        settings = LocalSettings(pin=parse_pins(pins))
+        spec, claimed = _claim(file, directory, resume)
+    except _Refused as refused:
+        for line in refused.args:
+            print(line, file=sys.stderr)
+        return BAD_INPUT
+    print(f"{spec.metadata.name} in {_shown(claimed.paths.root)}", flush=True)
+    try:
+        outcome, interrupts = asyncio.run(_watch(spec, planner(spec), claimed, settings, started))
+        return _finish(spec, claimed, outcome, interrupts, fresh=not resume)
+    except CoordinatorRefused as refused:
+        print(f"the coordinator refuses this command: {refused}", file=sys.stderr)
+        return FAILED
+    finally:
+        claimed.release()
+
+
+def parse_pins(pins: Sequence[str]) -> dict[Role, tuple[int, ...]]:
+    """``role=cpu,cpu`` each.
+
+    >>> parse_pins(["trainer=0", "generator=1,2"])
+    {<Role.TRAINER: 'trainer'>: (0,), <Role.GENERATOR: 'generator'>: (1, 2)}
+    """
+    parsed = {}
+    for pin in pins:
+        role, _, cpus = pin.partition("=")
+        try:
+            parsed[Role(role)] = tuple(int(cpu) for cpu in cpus.split(","))
+        except ValueError:
+            raise _Refused(
+                f"--pin {pin}: write ROLE=CPUS like trainer=0,1; roles: {', '.join(Role)}"
+            ) from None
+    return parsed
+
+
+def _claim(file: Path, directory: Path | None, resume: bool) -> tuple[ScaleRLRun, RunDirectory]:
+    try:
+        spec = load(file)
+    except SpecError as error:
+        raise _Refused(*(f"{file}: {problem}" for problem in error.problems)) from error
+    problems: list[SpecProblem] = quick_problems(spec)
+    if problems:
+        raise _Refused(*(f"{file}: {problem}" for problem in problems))
+    name = spec.metadata.name
+    try:
+        if resume:
+            return spec, RunDirectory.resume(directory or latest_directory(RUNS, name), spec)
+        return spec, RunDirectory.create(directory or next_directory(RUNS, name), spec)
+    except DirectoryProblem as error:
+        raise _Refused(str(error)) from error
+
+
+async def _watch(
+    spec: ScaleRLRun, plan: Plan, directory: RunDirectory, settings: LocalSettings, started: float
+) -> tuple[Outcome, int]:
+    view = LateView(spec)
+    local = LocalRun(
+        spec,
+        plan,
+        directory,
+        settings=settings,
+        on_event=view.event,
+        on_snapshot=view.snapshot,
+        started=started,
+    )
+    interrupts = 0
+
+    def interrupt(number: int) -> None:
+        nonlocal interrupts
+        interrupts += 1
+        what = (
+            "finishing the step and writing a checkpoint; once more to end everything now"
+            if interrupts == 1
+            else "ending everything now"
+        )
+        view.event(Event(signal.Signals(number).name, what))
+        local.interrupt()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, partial(interrupt, number))
+    try:
+        return await local.run(), interrupts
+    finally:
+        view.close()
+
+
+def _finish(
+    spec: ScaleRLRun, directory: RunDirectory, outcome: Outcome, interrupts: int, *, fresh: bool
+) -> int:
+    if interrupts > 1:
+        return INTERRUPTED
+    failure = outcome.failure
+    if failure is not None:
+        _explain(failure)
+        if failure.bad_input and failure.role is Role.PREPARE and fresh:
+            # Nothing was started with this input, so nothing is left of it, and the same --dir can be
+            # used once it is mended. The directory was empty before.
+            shutil.rmtree(directory.paths.root, ignore_errors=True)
+            return BAD_INPUT
+    _leave_results(spec, directory, outcome)
+    if failure is not None:
+        return BAD_INPUT if failure.bad_input else FAILED
+    return INTERRUPTED if outcome.interrupted else DONE
+
+
+def _explain(failure: Failure) -> None:
+    print(f"\n{failure.unit} failed: {failure.reason}", file=sys.stderr)
+    if not failure.log:
+        return
+    try:
+        lines = Path(failure.log).read_text(errors="replace").splitlines()
+    except OSError as error:
+        lines = [f"(no log: {error.strerror})"]
+    for line in lines[-_LOG_LINES:]:
+        print(f"  | {line}", file=sys.stderr)
+    print(f"  whole log: {_shown(Path(failure.log))}", file=sys.stderr)
+
+
+def _leave_results(spec: ScaleRLRun, directory: RunDirectory, outcome: Outcome) -> None:
+    from scalerl_cli.picture import PictureProblem, draw
+    from scalerl_cli.summary import print_table, summarize, write
+
+    paths = directory.paths
+    if outcome.status is None:
+        print(f"nothing was generated or trained; see {_shown(paths.logs)}", flush=True)
+        return
+    summary = summarize(spec, outcome)
+    write(paths.summary, summary)
+    print_table(summary)
+    try:
+        draw(paths, spec)
+        print(f"curve: {_shown(paths.curve_picture)}")
+    except PictureProblem as problem:
+        print(f"no picture: {problem}")
+    if outcome.interrupted:
+        print(f"go on with: --resume --dir {_shown(paths.root)}")
+
+
+def _shown(path: Path) -> Path:
+    """Relative to where the user stands, where that is shorter."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path

@@ -1,0 +1,115 @@
+"""``summary.json``, and the same as a table."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from scalerl_api.spec import ScaleRLRun
+from scalerl_cli.view import words
+from scalerl_operator.control import INTERRUPTED, Outcome
+
+_FILE_WIDTH = 140
+"""Columns where nobody says how wide the reader's window is."""
+
+
+def summarize(run: ScaleRLRun, outcome: Outcome) -> dict[str, Any]:
+    """What the run came to. Without a coordinator's word there is nothing to say: give one.
+
+    Times and restarts under ``startup``, ``restarts`` and ``peak_memory_bytes`` are of this command;
+    all else counts over all incarnations of the run.
+    """
+    status = outcome.status
+    if status is None:
+        raise ValueError("no status: the coordinator never answered")
+    first, last = (status.points[0], status.points[-1]) if status.points else (None, None)
+    reason = status.stop_reason or (INTERRUPTED if outcome.interrupted else "")
+    if outcome.failure is not None:
+        reason = f"failed: {outcome.failure.unit}: {outcome.failure.reason}"
+    return {
+        "run": run.metadata.name,
+        "stop_reason": reason,
+        "steps": status.step,
+        "first_reward": None if first is None else first.reward,
+        "last_reward": None if last is None else last.reward,
+        "first_reward_standard_error": None if first is None else first.standard_error,
+        "last_reward_standard_error": None if last is None else last.standard_error,
+        "evaluations": len(status.points),
+        "wall_seconds": status.wall_seconds,
+        "device_hours": status.device_seconds / 3600,
+        "tokens_generated": status.tokens_generated,
+        "tokens_trained": status.tokens_trained,
+        "generator_busy_fraction": status.generator_busy_fraction,
+        "trainer_busy_fraction": status.trainer_busy_fraction,
+        "max_staleness_steps": status.max_staleness_steps,
+        "mean_staleness_steps": status.mean_staleness_steps,
+        "mismatch_kl": status.mismatch_kl,
+        "counts": msgspec.structs.asdict(status.counts),
+        "startup": asdict(outcome.startup),
+        "peak_memory_bytes": outcome.peak_memory_bytes,
+        "restarts": outcome.restarts,
+    }
+
+
+def write(path: Path, summary: dict[str, Any]) -> None:
+    """Replace the file as a whole."""
+    aside = path.with_name(path.name + ".new")
+    aside.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
+    os.replace(aside, path)
+
+
+def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """The summary as a person reads it."""
+    counts, startup = summary["counts"], summary["startup"]
+    waited = ", ".join(f"{what} {words.seconds(s)}" for what, s in startup["waited_seconds"].items())
+    found = [
+        ("ended by", summary["stop_reason"]),
+        ("steps", f"{summary['steps']:,}"),
+        ("reward, first", _reward(summary, "first")),
+        ("reward, last", _reward(summary, "last")),
+        ("time since the first lease", words.seconds(summary["wall_seconds"])),
+        ("device-hours", f"{summary['device_hours']:.3f}"),
+        ("tokens generated", f"{summary['tokens_generated']:,}"),
+        ("tokens trained", f"{summary['tokens_trained']:,}"),
+        ("generators busy", f"{summary['generator_busy_fraction']:.0%}"),
+        ("trainer busy", f"{summary['trainer_busy_fraction']:.0%}"),
+        (
+            "staleness, steps",
+            f"{summary['mean_staleness_steps']:.2f} mean, {summary['max_staleness_steps']} max",
+        ),
+        ("mismatch (KL)", words.divergence(summary["mismatch_kl"])),
+        (
+            "rollouts",
+            f"{counts['acknowledged']:,} = {counts['trained']:,} trained + {counts['filtered']:,} filtered "
+            f"+ {counts['queued']:,} queued",
+        ),
+        ("start to first lease", f"{words.seconds(startup['first_lease_seconds'])} ({waited})"),
+        ("peak memory", f"{summary['peak_memory_bytes'] / 2**30:.2f} GiB"),
+    ]
+    if summary["restarts"]:
+        found.append(("restarts", ", ".join(f"{name} {n}" for name, n in summary["restarts"].items())))
+    return found
+
+
+def _reward(summary: dict[str, Any], which: str) -> str:
+    value, error = summary[f"{which}_reward"], summary[f"{which}_reward_standard_error"]
+    return words.UNKNOWN if value is None else f"{value:.3f} ± {1.96 * error:.3f}"
+
+
+def print_table(summary: dict[str, Any]) -> None:
+    """To standard output."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=summary["run"], show_header=False, title_justify="left")
+    for row in rows(summary):
+        table.add_row(*row)
+    console = Console()
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
+    console.print(table)

@@ -1,0 +1,42 @@
+"""``scalerl validate``: every problem of every file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from scalerl_api.load import SpecError, SpecProblem
+from scalerl_cli.exits import BAD_INPUT, DONE
+from scalerl_cli.inputs import load, machine_problems, model_problems, task_problems
+
+_ANSWERS = 200
+"""Reference answers to try on the verifier, spread over the source; a mathematical one takes milliseconds."""
+
+
+def validate(files: Sequence[Path], *, any_machine: bool = False) -> int:
+    """Print what is wrong, one line a problem, or that a file is fine."""
+    bad = 0
+    for file in files:
+        found = problems(file, any_machine=any_machine)
+        bad += bool(found)
+        for problem in found:
+            print(f"{file}: {problem}", file=sys.stderr)
+        if not found:
+            print(f"{file}: ok")
+    if bad and len(files) > 1:
+        print(f"{bad} of {len(files)} files cannot be used", file=sys.stderr)
+    return BAD_INPUT if bad else DONE
+
+
+def problems(file: Path, *, any_machine: bool = False) -> list[SpecProblem]:
+    """All that is wrong with one file; nothing is downloaded."""
+    try:
+        run = load(file)
+    except SpecError as error:
+        return error.problems
+    return [
+        *model_problems(run.spec.model, run.spec),
+        *task_problems(run.spec, answers=_ANSWERS),
+        *(() if any_machine else machine_problems(run)),
+    ]

@@ -1,0 +1,70 @@
+"""A live table on a terminal; events scroll above it."""
+
+from __future__ import annotations
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from scalerl_api.spec import ScaleRLRun
+from scalerl_cli.view import words
+from scalerl_operator.observe.snapshot import Snapshot
+from scalerl_operator.runtime.unit import Event, State
+
+_STYLES = {State.READY: "green", State.DONE: "green", State.FAILED: "red", State.BACK_OFF: "yellow"}
+
+
+class LiveView:
+    """Draws once a snapshot and no more: the run needs the cores more than the table does."""
+
+    def __init__(self, run: ScaleRLRun, console: Console | None = None) -> None:
+        self._run = run
+        self._console = console or Console()
+        self._live = Live(console=self._console, auto_refresh=False)
+        self._live.start()
+
+    def event(self, event: Event) -> None:
+        style = "yellow" if event.is_problem else "dim"
+        self._console.print(Text(f"{event.unit}: {event.text}", style=style))
+
+    def snapshot(self, snapshot: Snapshot) -> None:
+        self._live.update(render(self._run, snapshot), refresh=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def render(run: ScaleRLRun, snapshot: Snapshot) -> RenderableType:
+    """The table for one snapshot."""
+    status, rates = snapshot.status, snapshot.rates
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold")
+    facts.add_column()
+    facts.add_row("step", words.progress(snapshot, run.spec.budget.max_steps))
+    if status is not None:
+        if status.points:
+            first = f"(first {status.points[0].reward:.3f})"
+            facts.add_row("reward", f"{words.reward(status.points[-1])}  {first}")
+        facts.add_row(
+            "tokens/s",
+            f"{words.rate(rates.generated_tokens_per_second)} generated, "
+            f"{words.rate(rates.trained_tokens_per_second)} trained",
+        )
+        busy = f"generators {status.generator_busy_fraction:.0%}, trainer {status.trainer_busy_fraction:.0%}"
+        facts.add_row("busy", busy)
+        facts.add_row(
+            "staleness",
+            f"{status.mean_staleness_steps:.2f} steps (max {status.max_staleness_steps}, "
+            f"allowed {run.spec.recipe.max_staleness_steps})",
+        )
+        facts.add_row("mismatch", f"{words.divergence(status.mismatch_kl)} (KL, trainer against generators)")
+    facts.add_row("phase", words.waiting(snapshot))
+    facts.add_row(
+        "time", f"{words.seconds(snapshot.elapsed_seconds)}, left {words.seconds(snapshot.eta_seconds)}"
+    )
+    roles = Table.grid(padding=(0, 2))
+    for unit in snapshot.units:
+        roles.add_row(unit.name, Text(words.state(unit), style=_STYLES.get(unit.state, "")))
+    title = Text(f"{run.metadata.name}", style="bold")
+    return Group(title, facts, Text("roles", style="bold"), roles)

@@ -1,0 +1,77 @@
+"""Lines: one for each step (or every few seconds), and one for each thing that happens."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from scalerl_api.spec import ScaleRLRun
+from scalerl_cli.view import words
+from scalerl_operator.observe.snapshot import Snapshot
+from scalerl_operator.plan import Role
+from scalerl_operator.runtime.unit import Event, State
+
+_QUIET_SECONDS = 5.0
+_WAITING_SECONDS = 15.0
+
+
+class PlainView:
+    """Prints to standard output, each line whole and at once."""
+
+    def __init__(self, run: ScaleRLRun) -> None:
+        self._max_steps = run.spec.budget.max_steps
+        self._states: dict[str, State] = {}
+        self._points = 0
+        self._step = -1
+        self._said = ""
+        self._said_at = 0.0
+
+    def event(self, event: Event) -> None:
+        self._line(f"{'!' if event.is_problem else '·'} {event.unit}: {event.text}")
+
+    def snapshot(self, snapshot: Snapshot) -> None:
+        for unit in snapshot.units:
+            if self._states.get(unit.name) is not unit.state:
+                self._states[unit.name] = unit.state
+                if unit.state is State.READY or (unit.role is Role.PREPARE and unit.state is State.DONE):
+                    self._line(f"· {unit.name}: {unit.state} after {words.seconds(snapshot.elapsed_seconds)}")
+        status = snapshot.status
+        if status is not None:
+            for point in status.points[self._points :]:
+                self._line(f"* evaluation: reward {words.reward(point)}")
+            self._points = len(status.points)
+        waited = snapshot.elapsed_seconds - self._said_at
+        if status is not None and status.step > max(self._step, 0):
+            self._step = status.step
+            self._say(self._progress(snapshot), snapshot)
+        elif status is None or status.waiting_for or snapshot.stopping:
+            text = words.waiting(snapshot)
+            if (text != self._said and waited >= _QUIET_SECONDS) or waited >= _WAITING_SECONDS:
+                self._say(text, snapshot)
+        elif waited >= _QUIET_SECONDS:
+            self._say(self._progress(snapshot), snapshot)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _progress(self, snapshot: Snapshot) -> str:
+        status, rates = snapshot.status, snapshot.rates
+        if status is None:
+            return words.waiting(snapshot)
+        parts = [
+            f"step {words.progress(snapshot, self._max_steps)}",
+            f"generated {words.rate(rates.generated_tokens_per_second)} tok/s",
+            f"trained {words.rate(rates.trained_tokens_per_second)} tok/s",
+            f"staleness {status.mean_staleness_steps:.1f} (max {status.max_staleness_steps})",
+            f"mismatch {words.divergence(status.mismatch_kl)}",
+            f"left {words.seconds(snapshot.eta_seconds)}",
+        ]
+        if status.points:
+            parts.insert(1, f"reward {status.points[-1].reward:.3f} (first {status.points[0].reward:.3f})")
+        return "  ".join(parts)
+
+    def _say(self, text: str, snapshot: Snapshot) -> None:
+        self._said, self._said_at = text, snapshot.elapsed_seconds
+        self._line(text)
+
+    def _line(self, text: str) -> None:
+        print(f"{datetime.now().astimezone():%H:%M:%S} {text}", flush=True)

@@ -1,0 +1,78 @@
+"""Numbers and states as words, the same in every view. Pure."""
+
+from __future__ import annotations
+
+from scalerl_api.wire import EvaluationPoint
+from scalerl_operator.observe.snapshot import Snapshot
+from scalerl_operator.plan import Role
+from scalerl_operator.runtime.unit import State, UnitStatus
+
+UNKNOWN = "–"
+
+
+def seconds(value: float | None) -> str:
+    """A duration.
+
+    >>> seconds(7.4), seconds(65), seconds(3725), seconds(None)
+    ('7 s', '1 min 5 s', '1 h 2 min', '–')
+    """
+    if value is None:
+        return UNKNOWN
+    whole = round(value)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def reward(point: EvaluationPoint) -> str:
+    """Reward with the half-width of its 95 % interval, and at which weights.
+
+    >>> from types import SimpleNamespace as N
+    >>> reward(N(reward=.4123, standard_error=.0111, version=20, mixed_versions=False))
+    '0.412 ± 0.022 at v20'
+    """
+    mixed = " (mixed)" if point.mixed_versions else ""
+    return f"{point.reward:.3f} ± {1.96 * point.standard_error:.3f} at v{point.version}{mixed}"
+
+
+def rate(value: float | None) -> str:
+    """Tokens a second.
+
+    >>> rate(12345.6), rate(None)
+    ('12,346', '–')
+    """
+    return UNKNOWN if value is None else f"{value:,.0f}"
+
+
+def divergence(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:.2g}"
+
+
+def progress(snapshot: Snapshot, max_steps: int | None) -> str:
+    """Steps done of steps allowed."""
+    done = UNKNOWN if snapshot.status is None else str(snapshot.status.step)
+    return f"{done}/{max_steps}" if max_steps is not None else done
+
+
+def waiting(snapshot: Snapshot) -> str:
+    """What the run is at, and what it waits for."""
+    status = snapshot.status
+    if snapshot.stopping and (status is None or not status.stop_reason):
+        return f"stopping ({snapshot.stopping})"
+    if status is None:
+        preparing = any(u.role is Role.PREPARE and u.state is not State.DONE for u in snapshot.units)
+        return "preparing the model" if preparing else "waiting for the coordinator"
+    words = str(status.phase)
+    if status.stop_reason:
+        words += f" ({status.stop_reason})"
+    return f"{words}: waiting for {status.waiting_for}" if status.waiting_for else words
+
+
+def state(unit: UnitStatus) -> str:
+    """A unit's state, with what a person would ask next."""
+    words = str(unit.state)
+    if unit.restarts:
+        words += f", {unit.restarts} restart{'s' if unit.restarts > 1 else ''}"
+    return words

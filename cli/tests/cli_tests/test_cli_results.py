@@ -1,0 +1,294 @@
+"""Summary, picture and views from what a run leaves and says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from scalerl_api.load import parse_run
+from scalerl_api.paths import RunPaths
+from scalerl_api.wire import Counts, EvaluationPoint, Phase, Status
+from scalerl_cli.main import main
+from scalerl_cli.picture import PictureProblem, Points, budget_compute, draw, read_points
+from scalerl_cli.summary import rows, summarize, write
+from scalerl_cli.view.live import LiveView, render
+from scalerl_cli.view.plain import PlainView
+from scalerl_operator.control import Outcome, Startup
+from scalerl_operator.observe.snapshot import Rates, Snapshot
+from scalerl_operator.plan import Role
+from scalerl_operator.runtime.unit import Event, Failure, State, UnitStatus
+
+RUN = parse_run(
+    """
+metadata: {name: pictured}
+spec:
+  model: {scratch: {}}
+  task: {reasoningGym: {name: chain_sum}, verifier: {name: reasoning-gym}}
+  budget: {maxSteps: 100}
+""",
+    "test",
+)
+HEADER = (
+    "compute,reward,samples,standard_error,version,wall_seconds,device_seconds,mean_tokens,"
+    "truncated_fraction,mixed_versions\n"
+)
+
+
+def point(version: int, reward: float, mixed: bool = False) -> EvaluationPoint:
+    return EvaluationPoint(
+        version=version,
+        work_tokens=1000 * version,
+        reward=reward,
+        standard_error=0.01,
+        samples=256,
+        prompts=64,
+        set_digest="x",
+        mixed_versions=mixed,
+        truncated_fraction=0.0,
+        mean_tokens=5.0,
+        wall_seconds=1.0,
+        device_seconds=3.0,
+    )
+
+
+def status(**changes: Any) -> Status:
+    counts = dict.fromkeys(Counts.__struct_fields__, 0)
+    base: dict[str, Any] = {
+        "phase": Phase.RUNNING,
+        "waiting_for": "",
+        "step": 20,
+        "published_version": 20,
+        "stop_reason": "",
+        "counts": Counts(**counts | {"acknowledged": 40, "trained": 30, "filtered": 8, "queued": 2}),
+        "members": [],
+        "points": [point(0, 0.3), point(10, 0.5)],
+        "last_step_stats": {},
+        "wall_seconds": 100.0,
+        "device_seconds": 360.0,
+        "tokens_generated": 12_000,
+        "tokens_trained": 9_000,
+        "generator_busy_fraction": 0.75,
+        "trainer_busy_fraction": 0.5,
+        "max_staleness_steps": 3,
+        "mean_staleness_steps": 1.25,
+        "mismatch_kl": 0.0021,
+    }
+    return Status(**base | changes)
+
+
+def outcome(**changes: Any) -> Outcome:
+    startup = Startup(12.5, {"prepare": 3.0}, {"the model and tokenizer to be prepared": 3.0, "vLLM": 9.5})
+    base: dict[str, Any] = {
+        "failure": None,
+        "interrupted": False,
+        "status": status(stop_reason="maxSteps"),
+        "startup": startup,
+        "peak_memory_bytes": 3 << 30,
+        "restarts": {},
+    }
+    return Outcome(**base | changes)
+
+
+def write_curve(paths: RunPaths, points: list[tuple[float, float, int]]) -> None:
+    paths.curve.write_text(
+        HEADER + "".join(f"{c},{r},256,0.01,{v},1.0,3.0,5.0,0.0,False\n" for c, r, v in points)
+    )
+
+
+# --- summary -----------------------------------------------------------------------------------
+
+
+def test_summary_has_what_a_run_promises(tmp_path: Path) -> None:
+    summary = summarize(RUN, outcome())
+    write(tmp_path / "summary.json", summary)
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    wanted = {
+        "steps": 20,
+        "first_reward": 0.3,
+        "last_reward": 0.5,
+        "wall_seconds": 100.0,
+        "device_hours": 0.1,
+        "tokens_generated": 12_000,
+        "tokens_trained": 9_000,
+        "generator_busy_fraction": 0.75,
+        "trainer_busy_fraction": 0.5,
+        "max_staleness_steps": 3,
+        "mismatch_kl": 0.0021,
+        "stop_reason": "maxSteps",
+        "peak_memory_bytes": 3 << 30,
+    }
+    assert {key: summary[key] for key in wanted} == wanted
+    assert summary["counts"]["acknowledged"] == 40
+    assert summary["startup"]["first_lease_seconds"] == 12.5
+    table = dict(rows(summary))
+    assert table["reward, last"] == "0.500 ± 0.020"
+    assert table["start to first lease"] == "12 s (the model and tokenizer to be prepared 3 s, vLLM 10 s)"
+    assert table["rollouts"] == "40 = 30 trained + 8 filtered + 2 queued"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"interrupted": True, "status": status(stop_reason="interrupted")}, "interrupted"),
+        ({"interrupted": True, "status": status()}, "interrupted"),
+        (
+            {"failure": Failure("trainer", Role.TRAINER, "exited", False, 1, "log")},
+            "failed: trainer: exited",
+        ),
+    ],
+)
+def test_why_it_ended(changes: dict[str, Any], reason: str) -> None:
+    assert summarize(RUN, outcome(**changes))["stop_reason"] == reason
+
+
+def test_a_run_without_points_has_no_rewards() -> None:
+    summary = summarize(RUN, outcome(status=status(points=[], mismatch_kl=None)))
+    assert summary["first_reward"] is None
+    assert dict(rows(summary))["reward, first"] == "–"
+
+
+# --- picture -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 12])
+def test_a_picture_is_drawn_from_few_and_many_points(tmp_path: Path, count: int) -> None:
+    paths = RunPaths(tmp_path)
+    curve = [(1000.0 * v, 0.2 + 0.4 / (1 + (8 / (v or 0.1)) ** 2), v) for v in range(0, 5 * count, 5)]
+    write_curve(paths, curve)
+    paths.run_file.write_text(json.dumps(RUN.to_manifest()))
+    assert main(["plot", str(tmp_path)]) == 0
+    assert paths.curve_picture.read_bytes().startswith(b"\x89PNG")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["curve.csv", "curve.png", "run.yaml"]
+
+
+def test_the_picture_shows_error_bars_units_fit_and_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figures: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    paths = RunPaths(tmp_path)
+    write_curve(paths, [(100.0 * v, 0.2 + 0.4 / (1 + (8 / (v or 0.1)) ** 2), v) for v in range(0, 60, 5)])
+    draw(paths, RUN)
+    monkeypatch.undo()
+    axes = figures[0].axes[0]
+    labels = " | ".join(text.get_text() for text in axes.get_legend().get_texts())
+    assert "±1.96 standard errors" in labels
+    assert "fit" in labels
+    assert "90 % interval" in labels
+    assert "budget: 100 steps" in labels
+    assert "completion tokens" in axes.get_xlabel()
+    assert "held-out" in axes.get_ylabel()
+    pyplot.close(figures[0])
+
+
+def test_the_budget_ends_where_steps_like_those_so_far_would_end() -> None:
+    points = Points([0.0, 5000.0], [0.1, 0.2], [0.0, 0.0], [1.0, 1.0], [0, 25])
+    assert budget_compute(RUN, points) == 20_000.0
+    assert budget_compute(RUN, dataclasses.replace(points, version=[0, 0])) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "No such file"),
+        (HEADER, "no evaluation yet"),
+        (HEADER + "1,x,256,0.01,0,1,3,5,0,False\n", "line 2"),
+        ("compute,reward\n1,2\n", "line 2"),
+    ],
+)
+def test_a_curve_that_cannot_be_read_is_named(tmp_path: Path, text: str | None, words: str) -> None:
+    paths = RunPaths(tmp_path)
+    if text is not None:
+        paths.curve.write_text(text)
+    with pytest.raises(PictureProblem, match=words) as problem:
+        read_points(paths)
+    assert "curve.csv" in str(problem.value)
+
+
+def test_plot_of_no_run_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plot", str(tmp_path)]) == 2
+    assert "run.yaml" in capsys.readouterr().err
+
+
+# --- views -------------------------------------------------------------------------------------
+
+
+def snapshot(elapsed: float, current: Status | None, units: dict[str, State] | None = None) -> Snapshot:
+    roles = {"prepare": Role.PREPARE, "trainer": Role.TRAINER}
+    made = [UnitStatus(n, roles.get(n, Role.GENERATOR), s) for n, s in (units or {}).items()]
+    return Snapshot(elapsed, current, tuple(made), Rates(3210.0, 1234.5, 2.0), "", 160.0)
+
+
+def test_lines_say_each_thing_once(capsys: pytest.CaptureFixture[str]) -> None:
+    view = PlainView(RUN)
+    view.snapshot(snapshot(0.3, None, {"prepare": State.STARTING}))
+    view.snapshot(snapshot(3.0, None, {"prepare": State.DONE, "trainer": State.STARTING}))
+    view.event(Event("trainer", "trainer-0 was killed by SIGKILL; starting again in 1 s", True))
+    view.snapshot(snapshot(4.0, status(), {"prepare": State.DONE, "trainer": State.READY}))
+    view.snapshot(snapshot(4.5, status()))
+    view.snapshot(snapshot(5.0, status(step=21, points=[*status().points, point(20, 0.6, mixed=True)])))
+    lines = [line[9:] for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "· prepare: done after 3 s",
+        "! trainer: trainer-0 was killed by SIGKILL; starting again in 1 s",
+        "· trainer: ready after 4 s",
+        "* evaluation: reward 0.300 ± 0.020 at v0",
+        "* evaluation: reward 0.500 ± 0.020 at v10",
+        "step 20/100  reward 0.500 (first 0.300)  generated 3,210 tok/s  trained 1,234 tok/s  "
+        "staleness 1.2 (max 3)  mismatch 0.0021  left 2 min 40 s",
+        "* evaluation: reward 0.600 ± 0.020 at v20 (mixed)",
+        "step 21/100  reward 0.600 (first 0.300)  generated 3,210 tok/s  trained 1,234 tok/s  "
+        "staleness 1.2 (max 3)  mismatch 0.0021  left 2 min 40 s",
+    ]
+
+
+def test_while_waiting_a_line_says_for_what_but_not_every_second(capsys: pytest.CaptureFixture[str]) -> None:
+    view = PlainView(RUN)
+    waiting = status(phase=Phase.WAITING, waiting_for="generator-0 to load its weights", step=0, points=[])
+    for second in range(40):
+        view.snapshot(snapshot(float(second), waiting))
+    lines = capsys.readouterr().out.splitlines()
+    assert 2 <= len(lines) <= 5
+    assert lines[0].endswith("waiting: waiting for generator-0 to load its weights")
+
+
+def test_the_table_shows_what_was_asked_for() -> None:
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(render(RUN, snapshot(65.0, status(), {"trainer": State.READY})))
+    text = console.export_text()
+    for words in (
+        "20/100",
+        "0.500 ± 0.020 at v10  (first 0.300)",
+        "3,210 generated, 1,234 trained",
+        "1.25 steps (max 3, allowed 8)",
+        "0.0021 (KL",
+        "running",
+        "1 min 5 s, left 2 min 40 s",
+        "ready",
+    ):
+        assert words in text
+
+
+def test_the_live_view_starts_shows_and_ends(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w") as out:
+        console = Console(file=out, force_terminal=True, width=100)
+        view = LiveView(RUN, console)
+        view.snapshot(snapshot(1.0, None, {"prepare": State.STARTING}))
+        view.event(Event("trainer", "something", True))
+        view.snapshot(snapshot(2.0, status(), {"trainer": State.BACK_OFF}))
+        view.close()
+    text = (tmp_path / "out").read_text()
+    assert "preparing the model" in text
+    assert "trainer: something" in text
+    assert "back-off" in text

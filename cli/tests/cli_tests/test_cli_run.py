@@ -1,0 +1,236 @@
+"""``scalerl run`` as a user's shell sees it: exit codes, signals, what is printed, what is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cli_tests import small_roles
+from scalerl_operator.runtime.census import kill_marked, marked
+
+RUN: dict[str, Any] = {
+    "apiVersion": "scalerl.dev/v1alpha1",
+    "kind": "ScaleRLRun",
+    "metadata": {"name": "small"},
+    "spec": {
+        "model": {"scratch": {}},
+        "task": {"reasoningGym": {"name": "chain_sum"}, "verifier": {"name": "reasoning-gym"}},
+        "trainer": {"replicas": 1},
+        "budget": {"maxSteps": 60},
+    },
+}
+
+
+class Shell:
+    """One ``scalerl run`` in a child process."""
+
+    def __init__(self, tmp: Path, *arguments: str, spec: dict[str, Any], **environment: str) -> None:
+        self.directory = tmp / "run"
+        self.output = tmp / "output.txt"
+        file = tmp / "run.yaml"
+        file.write_text(yaml.safe_dump(RUN | {"spec": RUN["spec"] | spec}))
+        with self.output.open("a") as sink:
+            self.process = subprocess.Popen(
+                [sys.executable, small_roles.__file__, "run", str(file), *arguments],
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                cwd=tmp,
+                env={**os.environ, "COLUMNS": "200", **environment},
+            )
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def until(self, condition: Callable[[], Any], seconds: float = 20.0) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.text()}"
+            assert time.monotonic() < end, f"not in time:\n{self.text()}"
+            time.sleep(0.01)
+
+    def step(self) -> int:
+        path = self.directory / "step"
+        return int(path.read_text()) if path.exists() else 0
+
+    def finish(self, seconds: float = 30.0) -> int:
+        return self.process.wait(seconds)
+
+    def left(self) -> list[int]:
+        return marked("SCALERL_DIR", str(self.directory))
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.directory / "summary.json").read_text())
+
+
+@contextmanager
+def shell(
+    tmp: Path, *arguments: str, spec: dict[str, Any] | None = None, **environment: str
+) -> Iterator[Shell]:
+    started = Shell(tmp, *(arguments or ("--dir", str(tmp / "run"))), spec=spec or {}, **environment)
+    try:
+        yield started
+    finally:
+        if started.process.poll() is None:
+            started.process.kill()
+            started.process.wait()
+        kill_marked("SCALERL_DIR", str(started.directory))
+
+
+def test_a_run_to_its_budget_leaves_everything_and_exits_0(tmp_path: Path) -> None:
+    with shell(tmp_path, SMALL_COORDINATOR="curve") as run:
+        assert run.finish() == 0, run.text()
+        assert run.left() == []
+    summary = run.summary()
+    assert summary["stop_reason"] == "maxSteps"
+    assert summary["steps"] == 60
+    assert summary["first_reward"] == 0.3
+    assert summary["last_reward"] == pytest.approx(0.42)
+    assert summary["counts"]["acknowledged"] == 240
+    assert summary["startup"]["first_lease_seconds"] > 0
+    assert "prepare" in summary["startup"]["ready_seconds"]
+    assert (run.directory / "curve.png").read_bytes().startswith(b"\x89PNG")
+    text = run.text()
+    assert summary["peak_memory_bytes"] > 10 << 20
+    assert "small in run\n" in text
+    assert "ended by" in text
+    assert "maxSteps" in text
+    assert "0.420 ± 0.039" in text
+    assert "evaluation: reward 0.300 ± 0.039 at v0" in text
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_interrupt_drains_and_the_run_can_be_taken_up_again(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    with shell(tmp_path, spec={"budget": {"maxSteps": 100_000}}) as run:
+        run.until(lambda: run.step() > 5)
+        run.process.send_signal(number)
+        assert run.finish() == 130, run.text()
+        assert run.left() == []
+    assert run.summary()["stop_reason"] == "interrupted"
+    assert (run.directory / "checkpoints" / "last").read_text() == "whole"
+    assert "--resume" in run.text()
+    for name in ("stop", "finished", "trainer-up"):
+        (run.directory / name).unlink()
+    before = run.step()
+    arguments = ("--resume", "--dir", str(run.directory))
+    with shell(tmp_path, *arguments, spec={"budget": {"maxSteps": before + 20}}) as again:
+        assert again.finish() == 0, again.text()
+    assert again.summary()["steps"] == before + 20
+
+
+def test_the_second_interrupt_ends_everything_now(tmp_path: Path) -> None:
+    with shell(tmp_path, spec={"budget": {"maxSteps": 100_000}}, SMALL_TRAINER="stubborn") as run:
+        run.until(lambda: run.step() > 2)
+        run.process.send_signal(signal.SIGINT)
+        run.until(lambda: "SIGINT" in run.text())
+        time.sleep(0.3)
+        assert run.process.poll() is None
+        run.process.send_signal(signal.SIGINT)
+        assert run.finish(5) == 130
+        assert run.left() == []
+
+
+def test_an_interrupt_before_the_first_lease_ends_at_once(tmp_path: Path) -> None:
+    with shell(tmp_path, SMALL_PREPARE="slow") as run:
+        run.until(lambda: run.left())
+        time.sleep(0.3)
+        run.process.send_signal(signal.SIGINT)
+        assert run.finish(10) == 130
+        assert run.left() == []
+
+
+def test_kill_9_of_the_command_leaves_nothing_and_resume_goes_on(tmp_path: Path) -> None:
+    with shell(tmp_path, spec={"budget": {"maxSteps": 100_000}}) as run:
+        run.until(lambda: run.step() > 5)
+        run.process.kill()
+        run.process.wait()
+        # At once: resume itself waits until the old run's processes have left.
+        arguments = ("--resume", "--dir", str(run.directory))
+        with shell(tmp_path, *arguments, spec={"budget": {"maxSteps": run.step() + 20}}) as again:
+            assert again.finish() == 0, again.text()
+    assert again.left() == []
+
+
+def test_bad_input_found_by_prepare_exits_2_and_leaves_nothing(tmp_path: Path) -> None:
+    with shell(tmp_path, SMALL_PREPARE="bad-input") as run:
+        assert run.finish() == 2
+    assert "spec.model.hub.name: no such model; check the name" in run.text()
+    assert not run.directory.exists()
+
+
+def test_a_role_that_fails_for_good_exits_1_and_shows_its_last_lines(tmp_path: Path) -> None:
+    policy = "scalerl_operator.policy.failure"
+    quick = f"import {policy} as f; f.RestartPolicy.__init__.__defaults__ = (.01, .02, 600., 2, 20)"
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nif 'run' in sys.argv[1:2]:\n    {quick}\n")
+    with shell(tmp_path, SMALL_PREPARE="crash", PYTHONPATH=str(tmp_path)) as run:
+        assert run.finish() == 1, run.text()
+    text = run.text()
+    assert (
+        "prepare failed: prepare exited with code 1 before it was ready; it failed 3 times in a row" in text
+    )
+    assert "  | line 49" in text
+    assert "  | line 29\n" not in text
+    assert "logs/prepare.log" in text
+
+
+def test_a_budget_of_seconds_stops_the_run(tmp_path: Path) -> None:
+    with shell(tmp_path, spec={"budget": {"maxSeconds": 1}}) as run:
+        assert run.finish() == 0, run.text()
+    assert run.summary()["stop_reason"] == "maxSeconds"
+
+
+def test_a_killed_coordinator_comes_back_on_its_port(tmp_path: Path) -> None:
+    with shell(tmp_path, spec={"budget": {"maxSteps": 150}}) as run:
+        run.until(lambda: run.step() > 5)
+        pid = next(
+            p
+            for p in run.left()
+            if Path(f"/proc/{p}/cmdline").read_bytes().endswith(b".py\0coordinator\0")
+            and b"leash" not in Path(f"/proc/{p}/cmdline").read_bytes()
+        )
+        os.kill(pid, signal.SIGKILL)
+        assert run.finish() == 0, run.text()
+    assert run.summary()["steps"] == 150
+    assert run.summary()["restarts"] == {"coordinator-0": 1}
+    assert "coordinator-0 was killed by SIGKILL" in run.text()
+
+
+def test_a_directory_in_use_or_not_empty_is_refused(tmp_path: Path) -> None:
+    with shell(tmp_path, spec={"budget": {"maxSteps": 100_000}}) as run:
+        run.until(lambda: run.step() > 1)
+        with shell(tmp_path, "--resume", "--dir", str(run.directory)) as second:
+            assert second.finish() == 2
+        assert f"in use by process {run.process.pid}" in second.text()
+        with shell(tmp_path) as third:
+            assert third.finish() == 2
+        assert "not empty; add --resume" in third.text()
+
+
+def test_default_directories_are_numbered_and_resume_takes_the_newest(tmp_path: Path) -> None:
+    for n in (1, 2):
+        with shell(tmp_path, "--pin", "trainer=0", spec={"budget": {"maxSteps": 5}}) as run:
+            assert run.finish() == 0, run.text()
+        assert f"small in runs/small-{n}\n" in run.text()
+    with shell(tmp_path, "--resume", spec={"budget": {"maxSteps": 5}, "seed": 1}) as again:
+        assert again.finish() == 2
+    assert "runs/small-2: cannot resume with a changed spec:\n  spec.seed: 0 → 1" in again.text()
+
+
+@pytest.mark.parametrize("pin", ["trainer", "nobody=1", "trainer=x"])
+def test_a_bad_pin_is_refused(tmp_path: Path, pin: str) -> None:
+    with shell(tmp_path, "--pin", pin) as run:
+        assert run.finish() == 2
+    assert "write ROLE=CPUS like trainer=0,1; roles: prepare, coordinator" in run.text()

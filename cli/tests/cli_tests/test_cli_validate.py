@@ -1,0 +1,359 @@
+"""Every kind of bad input: one clear error that names the field or line, and what to do; exit code 2."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from scalerl_api.spec import RunSpec
+from scalerl_cli import sizes
+from scalerl_cli.main import main
+
+ROOT = Path(__file__).parents[3]
+
+GOOD: dict[str, Any] = {
+    "apiVersion": "scalerl.dev/v1alpha1",
+    "kind": "ScaleRLRun",
+    "metadata": {"name": "good"},
+    "spec": {
+        "model": {"scratch": {"layers": 2, "hiddenSize": 64, "attentionHeads": 4}, "contextTokens": 64},
+        "task": {
+            "reasoningGym": {"name": "chain_sum", "size": 500},
+            "verifier": {"name": "reasoning-gym"},
+            "heldOut": {"size": 32},
+        },
+        "recipe": {"maxCompletionTokens": 8},
+        "budget": {"maxSteps": 10},
+    },
+}
+REMOVE = object()
+
+
+def changed(**changes: Any) -> str:
+    """``GOOD`` with dotted paths (``__`` for the dot) set, or removed."""
+    run = copy.deepcopy(GOOD)
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        node = run
+        for part in parents:
+            node = node.setdefault(part, {})
+        if value is REMOVE:
+            del node[last]
+        else:
+            node[last] = value
+    return yaml.safe_dump(run)
+
+
+def jsonl(**task: Any) -> dict[str, Any]:
+    return {
+        "spec__task": {
+            "jsonl": {"path": "data.jsonl"},
+            "verifier": {"name": "exact"},
+            "heldOut": {"size": 1},
+            **task,
+        }
+    }
+
+
+LINES = '{"prompt": "1+1?", "answer": "2"}\n{"prompt": "1+2?", "answer": "3"}\n'
+
+FIELDS: list[tuple[str, str, list[str]]] = [
+    ("not yaml", "a: [1, 2", ["line 1"]),
+    ("a tab", "a:\n\t- b", ["line 2, column 1"]),
+    ("two documents", changed() + "---\n" + changed(), ["expected one ScaleRLRun object, found 2 documents"]),
+    ("empty", "", ["expected one ScaleRLRun object, found 0 documents"]),
+    ("a list", "- 1", ["expected one ScaleRLRun object, found list"]),
+    ("key twice", "metadata: {name: a}\nmetadata: {name: b}", ["line 2", "given twice (first on line 1)"]),
+    (
+        "unknown field",
+        changed(spec__recipe__promptsPerSteps=4),
+        ["spec.recipe.promptsPerSteps", "did you mean promptsPerStep?"],
+    ),
+    ("unknown section", changed(spec__trainers={}), ["spec.trainers", "did you mean trainer?"]),
+    ("wrong kind", changed(kind="Job"), ["kind", "'ScaleRLRun'", "got 'Job'"]),
+    ("wrong version", changed(apiVersion="scalerl.dev/v2"), ["apiVersion", "'scalerl.dev/v1alpha1'"]),
+    ("no name", changed(metadata={}), ["metadata.name: required, but not given"]),
+    ("bad name", changed(metadata__name="My Run"), ["metadata.name", "got 'My Run'"]),
+    ("no model", changed(spec__model=REMOVE), ["spec.model: required, but not given"]),
+    (
+        "two models",
+        changed(spec__model__hub={"name": "a/b"}),
+        ["spec.model", "exactly one of hub, path, scratch (found hub, scratch)"],
+    ),
+    (
+        "no source",
+        changed(spec__task__reasoningGym=REMOVE),
+        ["spec.task", "exactly one of reasoningGym, jsonl (found none)"],
+    ),
+    (
+        "a float",
+        changed(spec__recipe__temperature=0.7),
+        ["spec.recipe.temperature", 'write it as a string: "0.7"'],
+    ),
+    ("not a number", changed(spec__recipe__temperature="hot"), ["spec.recipe.temperature", "got 'hot'"]),
+    ("out of range", changed(spec__recipe__temperature="0"), ["spec.recipe.temperature", "greater than 0"]),
+    (
+        "wrong type",
+        changed(spec__trainer__replicas="many"),
+        ["spec.trainer.replicas", "integer", "got 'many'"],
+    ),
+    (
+        "too small",
+        changed(spec__trainer__replicas=0),
+        ["spec.trainer.replicas", "greater than or equal to 1", "got 0"],
+    ),
+    ("bad stage", changed(spec__trainer__zeroStage=4), ["spec.trainer.zeroStage", "less than or equal to 3"]),
+    ("bad quantity", changed(spec__generator__kvCache="lots"), ["spec.generator.kvCache", "got 'lots'"]),
+    (
+        "bad verifier",
+        changed(spec__task__verifier__name="guess"),
+        ["spec.task.verifier.name", "'math-verify'", "got 'guess'"],
+    ),
+    ("no limit", changed(spec__budget={}), ["spec.budget", "maxSteps, maxDeviceHours, maxSeconds"]),
+    (
+        "no room for the prompt",
+        changed(spec__recipe__maxCompletionTokens=64),
+        ["spec", "recipe.maxCompletionTokens (64)", "model.contextTokens (64)"],
+    ),
+    (
+        "rows too short",
+        changed(spec__model__contextTokens=100, spec__trainer__rowTokens=64),
+        ["trainer.rowTokens (64)", "at least model.contextTokens (100)"],
+    ),
+    (
+        "NCCL on CPU",
+        changed(spec__weightSync={"backend": "NCCL"}),
+        ["weightSync.backend NCCL needs", "devices above 0"],
+    ),
+    (
+        "template",
+        changed(spec__task__prompt={"template": "hello"}),
+        ["spec.task.prompt", "template must contain {prompt}"],
+    ),
+    (
+        "heads",
+        changed(spec__model__scratch__hiddenSize=66),
+        ["spec.model.scratch", "even multiple of attentionHeads"],
+    ),
+    (
+        "foreign scorer",
+        changed(**jsonl(verifier={"name": "reasoning-gym"})),
+        ["spec.task", "use exact, number or math-verify"],
+    ),
+]
+
+TASKS: list[tuple[str, str, str | None, list[str]]] = [
+    ("unknown task", changed(spec__task__reasoningGym__name="chain_summ"), None, ["spec.task.reasoningGym.name", "chain_sum"]),
+    ("unknown parameter", changed(spec__task__reasoningGym__parameters={"min_termz": 2}), None, ["spec.task.reasoningGym.parameters", "min_termz", "min_terms"]),
+    ("bad parameter", changed(spec__task__reasoningGym__parameters={"min_terms": "two"}), None, ["spec.task.reasoningGym.parameters", "min_terms"]),
+    ("held-out too large", changed(spec__task__heldOut__size=500), None, ["spec.task.heldOut.size", "500"]),
+    ("strange placeholder", changed(spec__task__prompt={"template": "{prompt} {answer}"}), None, ["spec.task.prompt.template", "{answer}", "only {prompt} is known"]),
+    ("no file", changed(**jsonl()), None, ["spec.task.jsonl.path", "data.jsonl", "o such file"]),
+    ("bad line", changed(**jsonl()), LINES + "oops\n", ["spec.task.jsonl.path", "line 3"]),
+    ("no answer", changed(**jsonl()), LINES + '{"prompt": "x"}\n', ["spec.task.jsonl.path", "line 3", "answer"]),
+    ("number as answer", changed(**jsonl()), '{"prompt": "x", "answer": 2}\n' + LINES, ["spec.task.jsonl.path", "line 1", "answer"]),
+    ("same id twice", changed(**jsonl()), '{"prompt": "x", "answer": "1", "id": "a"}\n' * 2, ["spec.task.jsonl.path", "line 2", "id"]),
+    ("not UTF-8", changed(**jsonl()), LINES + "\udcff\n", ["spec.task.jsonl.path", "line 3", "UTF-8"]),
+    ("ungradable", changed(**jsonl(verifier={"name": "number"})), LINES + '{"prompt": "x", "answer": "three"}\n{"prompt": "y", "answer": "three"}\n', ["spec.task.verifier.name", "three"]),
+]  # fmt: skip
+
+
+def check(file: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["validate", *arguments, str(file)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert all(line.startswith((f"{file}: ", " ")) for line in err.splitlines()), err
+    return err
+
+
+@pytest.mark.parametrize(("text", "words"), [c[1:] for c in FIELDS], ids=[c[0] for c in FIELDS])
+def test_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, words: list[str]) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    error = check(file, capsys)
+    for word in words:
+        assert word in error
+
+
+@pytest.mark.parametrize(("text", "data", "words"), [c[1:] for c in TASKS], ids=[c[0] for c in TASKS])
+def test_tasks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, data: str | None, words: list[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    if data is not None:
+        (tmp_path / "data.jsonl").write_text(data, errors="surrogateescape")
+    error = check(file, capsys)
+    for word in words:
+        assert word in error
+
+
+def model_folder(tmp: Path) -> Path:
+    folder = tmp / "model"
+    folder.mkdir()
+    config = {"torch_dtype": "bfloat16", "eos_token_id": 0, "max_position_embeddings": 128}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    (folder / "model.safetensors").write_bytes(bytes(1000))
+    return folder
+
+
+def grow(folder: Path) -> None:
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(1 << 42)  # sparse: 4 TiB of weights in no space
+
+
+def no_end(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("damage", "changes", "words"),
+    [
+        (lambda f: f.rename(f.parent / "gone"), {}, ["spec.model.path", "no such directory", "run file's folder"]),
+        (lambda f: (f / "config.json").unlink(), {}, ["spec.model.path", "no readable config.json"]),
+        (lambda f: (f / "config.json").write_text("{"), {}, ["spec.model.path", "no readable config.json"]),
+        (lambda f: (f / "model.safetensors").unlink(), {}, ["spec.model.path", "no weights"]),
+        (lambda f: (f / "tokenizer.json").unlink(), {}, ["spec.model.path", "no tokenizer", "tokenizer.json"]),
+        (no_end, {}, ["spec.model.path", "no end-of-text token", "set eos_token"]),
+        (lambda f: None, {"spec__task__prompt": {"format": "Chat"}}, ["spec.task.prompt.format", "chat template", "use format: Raw"]),
+        (lambda f: None, {"spec__model__contextTokens": 129}, ["spec.model.contextTokens", "129 is more than the model's 128"]),
+        (grow, {}, ["spec.model", "GiB are available", "take a smaller model", "trainer.zeroStage"]),
+        (lambda f: None, {"spec__trainer": {"devices": 1, "replicas": 4096}}, ["spec.trainer.devices", "4096 devices asked for", "set devices: 0 to run on CPU"]),
+    ],
+)  # fmt: skip
+def test_models_and_machine(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Path], Any],
+    changes: dict[str, Any],
+    words: list[str],
+) -> None:
+    folder = model_folder(tmp_path)
+    file = tmp_path / "run.yaml"
+    model = {"path": "model", "contextTokens": 64}
+    file.write_text(changed(spec__model=model))
+    assert main(["validate", str(file)]) == 0
+    capsys.readouterr()
+    damage(folder)
+    file.write_text(changed(**({"spec__model": model} | changes)))
+    error = check(file, capsys)
+    for word in words:
+        assert word in error
+
+
+def test_all_problems_of_all_files_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.yaml").write_text(
+        changed(spec__trainer__replicas=0, spec__generator__replicas=0, kind="x")
+    )
+    (tmp_path / "b.yaml").write_text(changed())
+    (tmp_path / "c.yaml").write_text(
+        changed(spec__task__reasoningGym__name="nope", spec__trainer={"devices": 1, "replicas": 4096})
+    )
+    files = [str(tmp_path / name) for name in ("a.yaml", "b.yaml", "c.yaml", "missing.yaml")]
+    assert main(["validate", *files]) == 2
+    out, err = capsys.readouterr()
+    assert out == f"{files[1]}: ok\n"
+    lines = err.splitlines()
+    assert [sum(line.startswith(file) for line in lines) for file in files] == [3, 0, 2, 1]
+    assert "missing.yaml: file: No such file or directory (check the path)" in err
+    assert lines[-1] == "3 of 4 files cannot be used"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"spec__recipe__promptsPerSteps": 1},
+        {"spec__suspend": True},
+        {"spec__model": {"path": "/no/such/model", "contextTokens": 64}},
+        {"spec__task__jsonl": {"path": "x"}, "spec__task__reasoningGym": REMOVE, "spec__task__verifier": {"name": "exact"}},
+        {"spec__generator": {"devices": 64, "replicas": 64}},
+    ],
+)  # fmt: skip
+def test_run_refuses_the_same_and_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(changed(**changes))
+    assert main(["run", str(file), "--dir", str(tmp_path / "run")]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "spec." in err
+    assert [p.name for p in tmp_path.iterdir()] == ["run.yaml"]
+
+
+EXAMPLES = sorted(ROOT.glob("examples/**/*.yaml"))
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_example_is_valid(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "--any-machine", str(file)]) == 0, capsys.readouterr().err
+
+
+def test_there_are_examples() -> None:
+    assert {f.parent.name for f in EXAMPLES} >= {"tiny", "gsm-hub", "own-jsonl"}
+
+
+def test_the_command_is_a_module_and_says_what_it_takes() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "scalerl_cli.main", "--help"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0
+    for word in ("run", "validate", "plot", "exit codes: 0 done, 1 failed, 2 bad input"):
+        assert word in done.stdout
+
+
+def test_nothing_heavy_is_imported_before_the_first_child() -> None:
+    code = (
+        "import sys, scalerl_cli.main, scalerl_cli.run, scalerl_operator.control;"
+        "heavy = {'matplotlib', 'scipy', 'numpy', 'rich', 'aiohttp', 'reasoning_gym', 'scalerl_tasks', 'torch'};"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("generator", "trainer", "expected"),
+    [
+        ({}, {"replicas": 1, "zeroStage": 0}, {"generator": 200, "trainer": 1600}),
+        ({"replicas": 3}, {"replicas": 2, "zeroStage": 0}, {"generator": 600, "trainer": 3200}),
+        ({"kvCache": "1k"}, {"replicas": 2, "zeroStage": 1}, {"generator": 1200, "trainer": 2000}),
+        ({}, {"replicas": 2, "zeroStage": 2}, {"generator": 200, "trainer": 1800}),
+        ({}, {"replicas": 2, "zeroStage": 3}, {"generator": 200, "trainer": 1600}),
+        ({"devices": 1}, {"devices": 1}, {}),
+    ],
+)
+def test_memory_that_100_bfloat16_parameters_need(
+    generator: dict[str, Any], trainer: dict[str, Any], expected: dict[str, int]
+) -> None:
+    spec = RunSpec.model_validate({**GOOD["spec"], "generator": generator, "trainer": trainer})
+    assert sizes.needed_bytes(spec, 100) == expected
+
+
+def test_available_memory_is_the_smaller_of_machine_and_group(tmp_path: Path) -> None:
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (tmp_path / "proc").mkdir()
+    assert sizes.available_bytes(tmp_path) is None
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:       8 kB\n")
+    assert sizes.available_bytes(tmp_path) == 8192
+    for name, text in (
+        ("memory.max", "9000\n"),
+        ("memory.current", "5000\n"),
+        ("memory.stat", "anon 1\ninactive_file 1000\n"),
+    ):
+        (group / name).write_text(text)
+    assert sizes.available_bytes(tmp_path) == 5000
+    (group / "memory.max").write_text("max\n")
+    assert sizes.available_bytes(tmp_path) == 8192
