@@ -1,0 +1,193 @@
+"""The actor and the real coordinator: a whole small run, with the coordinator killed in the middle of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from actor_stand_ins import TOKEN, Generator, TrainerSide, free_port, role_environment, write_run
+
+from scalerl_api import endpoints
+from scalerl_api.wire import (
+    WIRE_HEADER,
+    WIRE_VERSION,
+    Ack,
+    CheckpointBegin,
+    CheckpointCommit,
+    CheckpointSnapshot,
+    Next,
+    NextAction,
+    NextRequest,
+    PublishBegin,
+    PublishCommit,
+    PublishPermit,
+    Shard,
+    ShardRequest,
+    Status,
+    StepReport,
+    TrainerHello,
+    TrainerWelcome,
+)
+
+pytestmark = pytest.mark.timeout(90)
+
+STEPS, PROMPTS_PER_STEP, COMPLETIONS = 3, 4, 4
+
+
+class Coordinator:
+    """The coordinator's process."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.port = directory, free_port()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        argv = [sys.executable, "-m", "scalerl_coordinator.main", "--listen", f"127.0.0.1:{self.port}"]
+        env = os.environ | role_environment(self.directory, "coordinator-0", self.url)
+        with (self.directory / "coordinator.log").open("ab") as log:
+            self.process = subprocess.Popen(argv, env=env, stderr=log)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(10)
+
+
+class Trainer:
+    """Rank 0 without a model: says what a trainer says, in its order, until FINISH."""
+
+    def __init__(self, session: aiohttp.ClientSession, coordinator_url: str) -> None:
+        self._session, self._url = session, coordinator_url
+        self._headers = {"Authorization": f"Bearer {TOKEN}", WIRE_HEADER: str(WIRE_VERSION)}
+        self.version = 0
+        self.shards: list[Shard] = []
+
+    async def call(self, path: str, message: Any, kind: type[Any], method: str = "POST") -> Any:
+        """Tries on while the coordinator is away."""
+        body = None if message is None else msgspec.msgpack.encode(message)
+        for _ in range(300):
+            try:
+                async with self._session.request(
+                    method, self._url + path, data=body, headers=self._headers
+                ) as response:
+                    content = await response.read()
+                    assert response.status == 200, content
+                    return msgspec.msgpack.decode(content, type=kind)
+            except aiohttp.ClientError:
+                await asyncio.sleep(0.1)
+        raise AssertionError("the coordinator did not come back")
+
+    async def status(self) -> Status:
+        status: Status = await self.call(endpoints.STATUS, None, Status, "GET")
+        return status
+
+    async def some_acknowledged(self) -> None:
+        for _ in range(400):
+            if (await self.status()).counts.acknowledged:
+                return
+            await asyncio.sleep(0.05)
+        raise AssertionError("no group was acknowledged")
+
+    async def run(self) -> None:
+        hello = TrainerHello(incarnation="t", version=0, world_size=1, snapshot=None)
+        await self.call(endpoints.TRAINER_HELLO, hello, TrainerWelcome)
+        while True:
+            request = NextRequest(incarnation="t", version=self.version, wait_seconds=5.0)
+            answer: Next = await self.call(endpoints.TRAINER_NEXT, request, Next)
+            match answer.action:
+                case NextAction.PUBLISH:
+                    await self.publish()
+                case NextAction.TRAIN:
+                    await self.train(answer.step)
+                    await self.publish()
+                case NextAction.FINISH:
+                    await self.checkpoint()
+                    return
+
+    async def train(self, step: int) -> None:
+        request = ShardRequest(incarnation="t", step=step, rank=0, world_size=1)
+        self.shards.append(await self.call(endpoints.TRAINER_SHARD, request, Shard))
+        report = StepReport(
+            incarnation="t", step=step, stats={"loss": 0.0}, busy_seconds=0.1, trained_tokens=1
+        )
+        await self.call(endpoints.TRAINER_STEP, report, Ack)
+        self.version = step + 1
+
+    async def publish(self) -> None:
+        begin = PublishBegin(incarnation="t", version=self.version, wait_seconds=5.0)
+        permit: PublishPermit = await self.call(endpoints.PUBLISH_BEGIN, begin, PublishPermit)
+        while not permit.ready:
+            permit = await self.call(endpoints.PUBLISH_BEGIN, begin, PublishPermit)
+        for member in permit.members:
+            await TrainerSide(self._session, member.control_url).publish(self.version)
+        commit = PublishCommit(
+            incarnation="t",
+            version=self.version,
+            updated=[m.member_id for m in permit.members],
+            failed=[],
+            stats={},
+        )
+        await self.call(endpoints.PUBLISH_COMMIT, commit, Ack)
+
+    async def checkpoint(self) -> None:
+        step = self.version
+        await self.call(
+            endpoints.CHECKPOINT_BEGIN, CheckpointBegin(incarnation="t", step=step), CheckpointSnapshot
+        )
+        commit = CheckpointCommit(incarnation="t", step=step, kept_steps=[step])
+        await self.call(endpoints.CHECKPOINT_COMMIT, commit, Ack)
+
+
+@pytest.mark.parametrize("kill", [False, True], ids=["undisturbed", "coordinator-killed"])
+async def test_a_run_of_three_steps(tmp_path: Path, kill: bool) -> None:
+    write_run(
+        tmp_path,
+        [f"say {i}" for i in range(30)],
+        recipe__promptsPerStep=PROMPTS_PER_STEP,
+        recipe__maxStalenessSteps=1,
+        evaluation={"everySteps": 2, "samplesPerPrompt": 2},
+        budget={"maxSteps": STEPS},
+    )
+    coordinator = Coordinator(tmp_path)
+    coordinator.start()
+    generator = Generator(tmp_path, coordinator.url, seconds_per_token=0.05)
+    await generator.start_server()
+    await generator.start_actor()
+    try:
+        async with aiohttp.ClientSession() as session:
+            trainer = Trainer(session, coordinator.url)
+            running = asyncio.create_task(trainer.run())
+            if kill:
+                await trainer.some_acknowledged()
+                coordinator.kill()
+                coordinator.start()
+            async with asyncio.timeout(60):
+                await running
+            status = await trainer.status()
+            assert await generator.exit_code() == 0, "the run is over"
+    finally:
+        await generator.end()
+        coordinator.kill()
+
+    counts = status.counts
+    assert counts.acknowledged == counts.trained + counts.filtered + counts.queued
+    assert counts.trained + counts.filtered == STEPS * PROMPTS_PER_STEP * COMPLETIONS
+    assert (counts.stale, counts.invalid) == (0, 0)
+    assert [g.slot for shard in trainer.shards for g in shard.groups] == list(range(STEPS * PROMPTS_PER_STEP))
+    assert all(g.scores == [1.0, 0.0, 1.0, 0.0] for shard in trainer.shards for g in shard.groups)
+    assert [p.version for p in status.points] == [0, 2, 3]
+    assert all((p.reward, p.samples, p.mixed_versions) == (0.5, 8, False) for p in status.points)
+    assert status.max_staleness_steps <= 1
+    if not kill:
+        assert (counts.late, counts.expired_leases) == (0, 0)
