@@ -32,6 +32,7 @@ if not torch.cuda.is_available():
 import deepspeed
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 _CHECKPOINT_TAG = "state"
 _MAX_BUCKET_ELEMENTS = 50_000_000
@@ -75,6 +76,30 @@ class ClippingAdamW(torch.optim.AdamW):
         return super().step(closure)
 
 
+class PatientWriter(TorchCheckpointEngine):  # type: ignore[misc]
+    """Keeps a write's failure until the checkpoint is over.
+
+    DeepSpeed has barriers between its writes: a rank whose disk is full and that raised in between would leave
+    the others waiting there.
+    """
+
+    failure: Exception | None = None
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """A folder, or ``failure``."""
+        try:
+            super().makedirs(path, exist_ok=exist_ok)
+        except OSError as error:
+            self.failure = self.failure or error
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """A file, or ``failure``."""
+        try:
+            super().save(state_dict, path)
+        except (OSError, RuntimeError) as error:  # torch reports a short write as the latter
+            self.failure = self.failure or error
+
+
 class DeepSpeedEngine:
     """The few verbs that ``Engine`` needs."""
 
@@ -104,6 +129,10 @@ class DeepSpeedEngine:
             config=_config(settings, world, sum(p.numel() for p in parameters)),
             dist_init_required=False,
         )
+        self._writer = PatientWriter(self.engine._config)
+        self.engine.checkpoint_engine = self._writer
+        # Scripts put beside every checkpoint, by rank 0 alone: one more write that could fail on one rank only.
+        self.engine._copy_recovery_script = lambda save_path: None
 
     def __call__(self, *arguments: Any) -> Any:
         return self.engine(*arguments)
@@ -144,10 +173,16 @@ class DeepSpeedEngine:
         return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
     def save(self, directory: Path, client_state: dict[str, Any]) -> None:
-        """Model and optimizer of this rank; all ranks call it."""
+        """Model and optimizer of this rank; all ranks call it.
+
+        Raises ``OSError`` when this rank could not write, after all ranks have come to the end.
+        """
+        self._writer.failure = None
         self.engine.save_checkpoint(
             str(directory), tag=_CHECKPOINT_TAG, client_state=client_state, save_latest=False
         )
+        if self._writer.failure is not None:
+            raise OSError(f"{directory}: {self._writer.failure}") from self._writer.failure
 
     def load(self, directory: Path) -> dict[str, Any]:
         """What ``save`` wrote; returns its ``client_state``. All ranks call it."""

@@ -67,10 +67,17 @@ class Engine:
 
     # --- reading ------------------------------------------------------------------------------------------
 
-    def logprobs(self, sequences: Items[Sequence]) -> FlatLogprobs:
+    def parameter_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and whole shapes in the order of ``gather_parameters``. Not a collective."""
+        return [
+            (name.removeprefix(PREFIX), self._deepspeed.shape(parameter))
+            for name, parameter in self._policy.named_parameters()
+        ]
+
+    def logprobs(self, sequences: Items[Sequence], *, temperature: float | None = None) -> FlatLogprobs:
         """Log-probabilities of the trainable tokens of this rank's sequences under the present weights.
 
-        Each rank gives its own (or no) sequences. Raises ``SequenceTooLongError`` on every rank.
+        ``temperature`` None is the settings'. Each rank gives its own (or no) sequences. Raises ``SequenceTooLongError`` on every rank.
         """
         packed, counts = self._pack(sequences, None)
         logprobs_n = torch.empty(packed.trainable)
@@ -78,7 +85,7 @@ class Engine:
         self._policy.eval()
         with torch.no_grad():
             for micro, real in self._micro_batches(packed, int(counts[:, 0].max())):
-                logprobs_m, entropies_m = self._forward(micro)
+                logprobs_m, entropies_m = self._forward(micro, temperature)
                 if real:
                     logprobs_n[micro.flat_m] = logprobs_m.cpu()
                     entropies_n[micro.flat_m] = entropies_m.cpu()
@@ -216,6 +223,7 @@ class Engine:
         packed = PackedBatch((), torch.zeros(0, dtype=torch.long), 0, 0)
         try:
             packed = pack(sequences, self.settings.row_tokens, self.settings.rows_per_micro_batch)
+            _check_tokens(packed, int(self.config.vocab_size))
             if batch is not None:
                 _check_batch(batch, packed)
         except BadBatchError as caught:
@@ -250,10 +258,14 @@ class Engine:
             zero = torch.zeros(1, dtype=torch.long)
             yield MicroBatch(zero[None], zero[None], zero, zero, zero, zero), False
 
-    def _forward(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(
+        self, micro: MicroBatch, temperature: float | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = (micro.input_ids_bt, micro.position_ids_bt, micro.predict_at_m, micro.target_m)
         moved = (tensor.to(self.device, non_blocking=True) for tensor in inputs)
-        result: tuple[torch.Tensor, torch.Tensor] = self._deepspeed(*moved, self.settings.temperature, True)
+        result: tuple[torch.Tensor, torch.Tensor] = self._deepspeed(
+            *moved, temperature or self.settings.temperature, True
+        )
         return result
 
     def _accumulate(
@@ -282,7 +294,7 @@ class Engine:
                 ratio_vector(logprobs_m, generator_m),
                 ratio_vector(logprobs_m[fresh_m], generator_m[fresh_m])
                 if fresh_m is not None
-                else sums_zero(_RATIO_FIELDS, self.device),
+                else torch.zeros(_RATIO_FIELDS, dtype=torch.float64, device=self.device),
                 *(output.sums[name].double().reshape(1) for name in names),
             ]
             part = torch.cat(parts)
@@ -345,11 +357,6 @@ class Engine:
             yield tuple(names), parameters
 
 
-def sums_zero(count: int, device: torch.device) -> torch.Tensor:
-    """``count`` float64 zeros."""
-    return torch.zeros(count, dtype=torch.float64, device=device)
-
-
 def _add_sums(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Add two vectors of ``_accumulate``: all are sums but the two largest ratios."""
     total = left + right
@@ -357,6 +364,18 @@ def _add_sums(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         last = start + _RATIO_FIELDS - 1
         total[last] = torch.maximum(left[last], right[last])
     return total
+
+
+def _check_tokens(packed: PackedBatch, vocabulary: int) -> None:
+    """An unknown token would fail on one rank alone, in the middle of the others' collectives."""
+    for micro in packed.micro_batches:
+        for ids in (micro.input_ids_bt, micro.target_m):
+            low, high = int(ids.min()), int(ids.max())
+            if low < 0 or high >= vocabulary:
+                raise BadBatchError(
+                    f"token id {low if low < 0 else high} is outside of the model's vocabulary of {vocabulary}: "
+                    "generator and trainer must use the same tokenizer"
+                )
 
 
 def _check_batch(batch: TrainBatch, packed: PackedBatch) -> None:

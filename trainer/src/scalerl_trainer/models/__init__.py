@@ -4,16 +4,34 @@ What lives here: loading (``load``), making a small model from scratch (``scratc
 states into log-probabilities (``head``), the module that the engine trains (``policy``), sizes (``memory``).
 What never lives here: ranks, optimizers, DeepSpeed; rewards or losses.
 
-transformers is imported where it is needed, not here: it takes seconds.
+torch and transformers are imported where they are needed, not here: they take seconds, and whoever only asks for
+sizes (``memory``) has no use for them.
 """
 
 from __future__ import annotations
 
-from scalerl_trainer.models.head import LogprobHead
-from scalerl_trainer.models.load import check_tokenizer, load_model, load_tokenizer
-from scalerl_trainer.models.memory import MemoryEstimate, estimate_memory_bytes, parameter_count
-from scalerl_trainer.models.policy import Policy
-from scalerl_trainer.models.scratch import ScratchSettings, make_scratch
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from scalerl_trainer.models.head import LogprobHead
+    from scalerl_trainer.models.load import check_tokenizer, load_model, load_tokenizer
+    from scalerl_trainer.models.memory import MemoryEstimate, estimate_memory_bytes, parameter_count
+    from scalerl_trainer.models.policy import Policy
+    from scalerl_trainer.models.scratch import ScratchSettings, make_scratch
+
+_HOME = {
+    "LogprobHead": "head",
+    "check_tokenizer": "load",
+    "load_model": "load",
+    "load_tokenizer": "load",
+    "MemoryEstimate": "memory",
+    "estimate_memory_bytes": "memory",
+    "parameter_count": "memory",
+    "Policy": "policy",
+    "ScratchSettings": "scratch",
+    "make_scratch": "scratch",
+}
 
 __all__ = [
     "LogprobHead",
@@ -27,3 +45,10 @@ __all__ = [
     "make_scratch",
     "parameter_count",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The module of ``name`` is imported when it is first asked for."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -64,8 +64,9 @@ def estimate_memory_bytes(
     row_tokens: int,
     rows_per_micro_batch: int = 1,
     activation_checkpointing: bool = False,
+    count: int | None = None,
 ) -> MemoryEstimate:
-    """Bytes per rank for training ``config`` with AdamW.
+    """Bytes per rank for training ``config`` with AdamW. ``count``: its parameters, where they are known already.
 
     A bfloat16 model keeps float32 master weights beside the two moments (12 bytes a parameter), a float32 model
     under ZeRO a float32 partition too, without ZeRO the moments only (8 bytes). Stage 1 divides the optimizer's
@@ -79,7 +80,7 @@ def estimate_memory_bytes(
     """
     if zero_stage not in (0, 1, 2, 3) or world < 1:
         raise ValueError(f"zero_stage {zero_stage} must be 0…3 and world {world} at least 1")
-    count = parameter_count(config)
+    count = parameter_count(config) if count is None else count
     size = BYTES[dtype]
     moments = 8
     master = 0 if dtype == "float32" and zero_stage == 0 else 4

@@ -1,0 +1,151 @@
+"""A rank's share of a step, from the wire to what the engine trains on.
+
+Advantages and weights depend on the whole step, so every rank computes them from the same
+:class:`~scalerl_api.wire.GroupMeta` and then takes its own sequences' entries: no rank has to ask
+another, and all agree to the bit. Token ids and log-probabilities are never looked at one by one.
+
+Scores in [0, 1] become rewards in [-1, 1], as in ScaleRL (arXiv 2510.13786 [P]).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from scalerl_api import wire
+from scalerl_api.spec import RecipeSpec
+from scalerl_trainer.algo.advantages import advantages
+from scalerl_trainer.algo.aggregation import sequence_weights
+from scalerl_trainer.engine.stats import TrainBatch
+from scalerl_trainer.errors import BadBatchError
+from scalerl_trainer.packing import Sequence
+from scalerl_trainer.publish.probe import ProbeSequence
+
+Int32 = np.dtype("<i4")
+Float32 = np.dtype("<f4")
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """Of a rank's tokens: training step less the version that sampled each; sums add up over ranks."""
+
+    tokens: int = 0
+    total: int = 0
+    largest: int = 0
+
+    def __add__(self, other: Staleness) -> Staleness:
+        return Staleness(
+            self.tokens + other.tokens, self.total + other.total, max(self.largest, other.largest)
+        )
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """``stats`` describe the whole step and are equal on all ranks; the rest is this rank's share."""
+
+    batch: TrainBatch
+    staleness: Staleness
+    stats: dict[str, float]
+
+
+def rank_batch(shard: wire.Shard, recipe: RecipeSpec) -> RankBatch:
+    """What this rank trains on.
+
+    Raises:
+        BadBatchError: a sequence contradicts its group, or its lengths contradict each other.
+    """
+    advantage_s, weight_s, first = _whole_step(shard.groups, recipe)
+    sequences: list[Sequence] = []
+    logprobs: list[np.ndarray[tuple[int], np.dtype[np.float32]]] = []
+    fresh: list[np.ndarray[tuple[int], np.dtype[np.bool_]]] = []
+    places: list[int] = []
+    staleness = Staleness()
+    for sequence in shard.sequences:
+        where = f"step {shard.step}, group {sequence.group}, sample {sequence.sample}"
+        meta = shard.groups[sequence.group]
+        if meta.filtered:
+            raise BadBatchError(f"{where}: belongs to a filtered group")
+        tokens = np.frombuffer(sequence.token_ids, dtype=Int32)
+        scores = np.frombuffer(sequence.logprobs, dtype=Float32)
+        if not len(tokens) == len(scores) == meta.completion_tokens[sequence.sample]:
+            raise BadBatchError(
+                f"{where}: {len(tokens)} tokens, {len(scores)} log-probabilities, "
+                f"{meta.completion_tokens[sequence.sample]} announced"
+            )
+        age = _ages(sequence, len(tokens), shard.step, where)
+        staleness += Staleness(len(age), int(age.sum()), int(age.max(initial=0)))
+        prompt = np.frombuffer(sequence.prompt_token_ids, dtype=Int32)
+        sequences.append(Sequence(prompt.tolist(), tokens.tolist()))
+        logprobs.append(scores)
+        fresh.append(age == 0)
+        places.append(first[sequence.group] + sequence.sample)
+    index_s = torch.tensor(places, dtype=torch.long)
+    batch = TrainBatch(
+        sequences=sequences,
+        weights_s=weight_s[index_s].float(),
+        advantages_s=advantage_s[index_s],
+        generator_logprobs_n=torch.from_numpy(np.concatenate([*logprobs, np.empty(0, Float32)])),
+        fresh_n=torch.from_numpy(np.concatenate([*fresh, np.empty(0, np.bool_)])),
+    )
+    return RankBatch(batch, staleness, _step_stats(shard.groups, recipe))
+
+
+def probe_sequences(shard: wire.Shard, count: int) -> list[ProbeSequence]:
+    """Up to ``count`` sequences of the share, spread over it, for the probe after the next publish."""
+    some = [s for s in shard.sequences if s.token_ids]
+    chosen = [some[place * len(some) // count] for place in range(count)] if len(some) > count else some
+    return [
+        ProbeSequence(
+            np.concatenate([np.frombuffer(b, dtype=Int32) for b in (s.prompt_token_ids, s.token_ids)]),
+            len(s.prompt_token_ids) // Int32.itemsize,
+        )
+        for s in chosen
+    ]
+
+
+def _whole_step(
+    groups: list[wire.GroupMeta], recipe: RecipeSpec
+) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Advantage and token weight of every completion of the unfiltered groups, and where each group begins."""
+    kept = [(place, group) for place, group in enumerate(groups) if not group.filtered]
+    scores = [score for _, group in kept for score in group.scores]
+    lengths = [tokens for _, group in kept for tokens in group.completion_tokens]
+    if len(scores) != len(lengths):
+        raise BadBatchError(f"a step with {len(scores)} scores and {len(lengths)} lengths")
+    group_s = torch.tensor([place for place, group in kept for _ in group.scores], dtype=torch.long)
+    reward_s = 2.0 * torch.tensor(scores, dtype=torch.float64) - 1.0
+    advantage_s = advantages(reward_s, group_s, recipe.advantage_normalization)
+    weight_s = sequence_weights(torch.tensor(lengths, dtype=torch.long), group_s, recipe.aggregation)
+    sizes = (0 if group.filtered else len(group.scores) for group in groups)
+    return advantage_s, weight_s, [0, *accumulate(sizes)]
+
+
+def _ages(
+    sequence: wire.Sequence, tokens: int, step: int, where: str
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Of each token: ``step`` less the version that sampled it."""
+    starts = [span.start for span in sequence.versions]
+    ends = [*starts[1:], tokens]
+    if tokens and (not starts or starts[0] != 0 or any(a > b for a, b in zip(starts, ends, strict=True))):
+        raise BadBatchError(f"{where}: version spans start at {starts} in {tokens} tokens")
+    lengths = [end - start for start, end in zip(starts, ends, strict=False)]
+    versions = np.array([span.version for span in sequence.versions], dtype=np.int64)
+    return step - np.repeat(versions, lengths)
+
+
+def _step_stats(groups: list[wire.GroupMeta], recipe: RecipeSpec) -> dict[str, float]:
+    scores = np.array([score for group in groups for score in group.scores], dtype=np.float64)
+    lengths = np.array([n for group in groups for n in group.completion_tokens], dtype=np.int64)
+    if not len(scores):
+        raise BadBatchError("a step without a single completion")
+    return {
+        "reward_mean": float(scores.mean()),
+        "reward_std": float(scores.std()),
+        "filtered_fraction": sum(group.filtered for group in groups) / len(groups),
+        "completion_tokens_mean": float(lengths.mean()),
+        # The wire does not say why a completion ended; one that ends exactly at the limit counts as cut.
+        "truncated_fraction": float((lengths >= recipe.max_completion_tokens).mean()),
+    }

@@ -1,0 +1,376 @@
+"""The trainer's loop: rank 0 asks the coordinator what to do and gives the order, the other ranks follow.
+
+=========== =====================================================================================
+order        what every rank does
+=========== =====================================================================================
+``Meet``     says whether it was told to stop and whether its share of a checkpoint is flushed
+``Train``    fetches its share of the step, updates
+``Gather``   takes part in gathering whole parameters (ZeRO-3; rank 0 publishes them)
+``Score``    takes part in scoring (rank 0 has the sequences)
+``Save``     writes its state aside, begins to flush it
+``Seal``     makes that checkpoint count
+``Leave``    returns
+=========== =====================================================================================
+
+Rank 0 waits for nobody outside for more than :data:`POLL_SECONDS` without a ``Meet``, so a rank that is
+told to stop or dies is noticed within that. A rank that raises ends its process; the others lose their
+connection to it and end too, and all come back from the last checkpoint.
+
+After an update the order is: report the step, publish, checkpoint where due.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import torch
+
+from scalerl_api import wire
+from scalerl_api.fields import quantity_bytes
+from scalerl_api.spec import RunSpec
+from scalerl_trainer.algo.losses import Loss
+from scalerl_trainer.batch import RankBatch, Staleness, probe_sequences, rank_batch
+from scalerl_trainer.coordinator_client import Coordinator, CoordinatorUnreachable
+from scalerl_trainer.engine import Engine, StepStats
+from scalerl_trainer.metrics import Metrics
+from scalerl_trainer.packing import Sequence as PackedSequence
+from scalerl_trainer.publish.buckets import NamedTensors
+from scalerl_trainer.publish.control import ActorControl
+from scalerl_trainer.publish.probe import ProbeSequence, probe
+from scalerl_trainer.publish.publisher import Publisher, Weights
+from scalerl_trainer.ranks import Ranks
+from scalerl_trainer.saving import Saver
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 5.0
+COORDINATOR_SECONDS = 300.0
+"""How long a coordinator that does not answer is waited for."""
+
+
+class Order(Enum):
+    MEET = auto()
+    TRAIN = auto()
+    GATHER = auto()
+    SCORE = auto()
+    SAVE = auto()
+    SEAL = auto()
+    LEAVE = auto()
+
+
+@dataclass
+class Worker:
+    """One rank: what each order means, the same on all of them."""
+
+    spec: RunSpec
+    ranks: Ranks
+    engine: Engine
+    loss: Loss
+    coordinator: Coordinator
+    saver: Saver
+    metrics: Metrics
+    stop: threading.Event
+    version: int
+    probes: list[ProbeSequence] = field(default_factory=list)
+
+    def follow(self) -> None:
+        """Do as rank 0 says until it says leave."""
+        while True:
+            order: Order = self.ranks.from_leader(None)
+            match order:
+                case Order.MEET:
+                    self.meet()
+                case Order.TRAIN:
+                    self.train()
+                case Order.GATHER:
+                    for _ in self.gather():
+                        pass
+                case Order.SCORE:
+                    self.engine.logprobs([], temperature=1.0)
+                case Order.SAVE:
+                    self.saver.start(self.version, None)
+                case Order.SEAL:
+                    self.saver.finish()
+                case Order.LEAVE:
+                    return
+
+    def meet(self) -> tuple[bool, bool]:
+        """Whether any rank was told to stop, and whether a pending checkpoint is flushed on all."""
+        told = self.ranks.all((self.stop.is_set(), self.saver.sealed))
+        return any(stop for stop, _ in told), all(sealed for _, sealed in told)
+
+    def train(self) -> tuple[RankBatch, Staleness, StepStats, dict[str, float]]:
+        """The step of the present version; seconds are means over ranks."""
+        begin = time.perf_counter()
+        shard = self.coordinator.shard(self.version, self.ranks.rank, self.ranks.world)
+        share = rank_batch(shard, self.spec.recipe)
+        fetched = time.perf_counter()
+        done = self.engine.step(share.batch, self.loss)
+        self.probes = probe_sequences(shard, self.spec.weight_sync.probe_sequences)
+        self.version += 1
+        self.metrics.version.set(self.version)
+        own = {
+            "shard_seconds": fetched - begin,
+            "forward_backward_seconds": done.seconds.get("pack", 0.0) + done.seconds.get("compute", 0.0),
+            "optimizer_seconds": done.seconds.get("update", 0.0),
+        }
+        everyone = self.ranks.all((own, share.staleness))
+        seconds = {name: sum(s[name] for s, _ in everyone) / len(everyone) for name in own}
+        staleness = sum((s for _, s in everyone), Staleness())
+        return share, staleness, done, seconds
+
+    def gather(self) -> NamedTensors:
+        """Whole parameters, one by one, on rank 0; nothing on the others, in step with it."""
+        for bucket in self.engine.gather_parameters(self.bucket_bytes):
+            yield from zip(bucket.names, bucket.tensors, strict=False)
+
+    @property
+    def bucket_bytes(self) -> int:
+        return quantity_bytes(self.spec.weight_sync.bucket)
+
+
+class Leader:
+    """Rank 0's side: talks to the coordinator and the actors, gives the orders."""
+
+    def __init__(self, worker: Worker, publisher: Publisher, control: ActorControl) -> None:
+        self._worker = worker
+        self._publisher = publisher
+        self._control = control
+        self._coordinator = worker.coordinator
+        self._published = -1
+        self._wait_seconds = 0.0
+        self._checkpoint_seconds = 0.0
+        self._checkpoint_failures = 0
+        self._answered = time.monotonic()
+
+    def lead(self, snapshot: bytes | None, save_now: bool) -> None:
+        """From hello to the order to leave. ``save_now``: what was just learnt is in no checkpoint yet."""
+        w = self._worker
+        welcome = self._coordinator.hello(w.version, w.ranks.world, snapshot)
+        if welcome.next_step != w.version:
+            raise RuntimeError(f"the coordinator goes on at step {welcome.next_step}, not {w.version}")
+        self._published = welcome.published_version
+        log.info("hello: version %d, published %d", w.version, self._published)
+        if save_now:
+            self._save()
+        while not self._told_to_stop():
+            order = self._ask()
+            match order.action:
+                case wire.NextAction.TRAIN:
+                    self._train(order.step)
+                    if w.version > self._published:
+                        self._publish()
+                    if w.version % w.spec.checkpoint.every_steps == 0:
+                        self._save()
+                case wire.NextAction.PUBLISH:
+                    self._publish()
+                case wire.NextAction.WAIT:
+                    pass
+                case wire.NextAction.FINISH:
+                    log.info("finish: %s", order.reason)
+                    break
+        self._save()
+        self._seal()
+        self._tell(Order.LEAVE)
+
+    # --- orders -------------------------------------------------------------------------------------------
+
+    def _tell(self, order: Order) -> None:
+        self._worker.ranks.from_leader(order)
+
+    def _told_to_stop(self) -> bool:
+        self._tell(Order.MEET)
+        stop, sealed = self._worker.meet()
+        if sealed:
+            self._seal()
+        return stop
+
+    def _ask(self) -> wire.Next:
+        """The coordinator's word; WAIT while it does not answer, for a limited time."""
+        begin = time.perf_counter()
+        try:
+            order = self._coordinator.next(self._worker.version, POLL_SECONDS)
+            self._answered = time.monotonic()
+            return order
+        except CoordinatorUnreachable as error:
+            self._unanswered(error)
+            return wire.Next(action=wire.NextAction.WAIT, step=self._worker.version)
+        finally:
+            self._wait_seconds += time.perf_counter() - begin
+
+    def _unanswered(self, error: CoordinatorUnreachable) -> None:
+        silent = time.monotonic() - self._answered
+        if silent > COORDINATOR_SECONDS:
+            raise error
+        log.warning("the coordinator has not answered for %.0f s: %s", silent, error)
+        self._worker.stop.wait(min(2.0, 0.2 + silent / 10))
+
+    # --- a step -------------------------------------------------------------------------------------------
+
+    def _train(self, step: int) -> None:
+        w = self._worker
+        if step != w.version:
+            raise RuntimeError(f"told to train step {step} while holding version {w.version}")
+        self._tell(Order.TRAIN)
+        share, staleness, done, seconds = w.train()
+        phases = {
+            **seconds,
+            "wait_seconds": self._wait_seconds,
+            "checkpoint_seconds": self._checkpoint_seconds,
+        }
+        self._wait_seconds = self._checkpoint_seconds = 0.0
+        stats = share.stats | _stats(done, staleness) | phases
+        stats["checkpoint_failures"] = float(self._checkpoint_failures)
+        busy_seconds = seconds["forward_backward_seconds"] + seconds["optimizer_seconds"]
+        self._coordinator.report(step, stats, busy_seconds, done.trainable_tokens)
+        w.metrics.show(stats)
+        w.metrics.tokens.inc(done.trainable_tokens)
+        for name, value in phases.items():
+            w.metrics.seconds.labels(name.removesuffix("_seconds")).inc(value)
+        log.info(
+            "step %d: reward %.3f loss %.4f grad_norm %.3f ratio_max %.2f staleness %.2f/%d tokens %d busy %.2f s",
+            *(step, stats["reward_mean"], stats["loss"], stats["grad_norm"], stats["ratio_max"]),
+            *(stats["staleness_mean"], staleness.largest, done.trainable_tokens, busy_seconds),
+        )
+
+    # --- weights ------------------------------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        """Give the present version to everyone who holds less, once the coordinator lets it out."""
+        w = self._worker
+        members = self._permit()
+        if members is None:
+            return
+        outcome = self._publisher.publish(w.version, Weights(self._manifest(), self._stream), members)
+        stats = dict(outcome.stats)
+        holders = [m for m in members if m.member_id in outcome.updated]
+        if holders and w.probes:
+            begin = time.perf_counter()
+            stats |= probe(self._control, holders[w.version % len(holders)], w.version, w.probes, self._score)
+            stats["probe_seconds"] = time.perf_counter() - begin
+        self._coordinator.publish_commit(w.version, outcome.updated, outcome.failed, stats)
+        self._published = max(self._published, w.version)
+        w.metrics.show(stats)
+        w.metrics.published_version.set(self._published)
+        w.metrics.publishes.labels("failed" if outcome.failed else "ok").inc()
+        w.metrics.publish_members_failed.inc(len(outcome.failed))
+        w.metrics.seconds.labels("publish").inc(stats["publish_seconds"])
+        log.info(
+            "published version %d to %d of %d in %.3f s (pause %.3f transfer %.3f load %.3f resume %.3f) mismatch %s",
+            *(w.version, len(outcome.updated), len(members), stats["publish_seconds"]),
+            *(stats[f"publish_{phase}_seconds"] for phase in ("pause", "transfer", "load", "resume")),
+            f"{stats['mismatch_kl']:.2e}" if "mismatch_kl" in stats else "not measured",
+        )
+
+    def _permit(self) -> list[wire.Member] | None:
+        """Whom to publish to; None when told to stop while waiting for it."""
+        while True:
+            begin = time.perf_counter()
+            try:
+                permit = self._coordinator.publish_begin(self._worker.version, POLL_SECONDS)
+                self._answered = time.monotonic()
+                if permit.ready:
+                    return permit.members
+            except CoordinatorUnreachable as error:
+                self._unanswered(error)
+            finally:
+                self._wait_seconds += time.perf_counter() - begin
+            if self._told_to_stop():
+                return None
+
+    def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._worker.spec.trainer.zero_stage == 3:  # else rank 0 has all it needs
+            self._tell(Order.GATHER)
+        return self._worker.gather()
+
+    def _manifest(self) -> list[wire.TensorSpec]:
+        dtype = self._worker.spec.model.dtype
+        shapes = self._worker.engine.parameter_shapes()
+        return [wire.TensorSpec(name, dtype, list(shape)) for name, shape in shapes]
+
+    def _score(self, sequences: Sequence[ProbeSequence]) -> list[torch.Tensor]:
+        self._tell(Order.SCORE)
+        scored = self._worker.engine.logprobs(
+            [
+                PackedSequence(
+                    s.token_ids[: s.prompt_tokens].tolist(), s.token_ids[s.prompt_tokens :].tolist()
+                )
+                for s in sequences
+            ],
+            temperature=1.0,
+        )
+        return scored.per_sequence()
+
+    # --- checkpoints --------------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        """Begin a checkpoint of the present version, unless there is one. A failure is counted, not raised."""
+        w = self._worker
+        self._seal()
+        if w.saver.last_step == w.version:
+            return
+        begin = time.perf_counter()
+        try:
+            snapshot = self._coordinator.checkpoint_begin(w.version)
+        except CoordinatorUnreachable as error:
+            self._save_failed(str(error))
+            return
+        self._tell(Order.SAVE)
+        problem = w.saver.start(w.version, snapshot)
+        self._checkpoint_seconds += time.perf_counter() - begin
+        if problem is not None:
+            self._save_failed(problem)
+
+    def _seal(self) -> None:
+        """Finish a checkpoint that was begun, if there is one."""
+        w = self._worker
+        if not w.saver.pending:
+            return
+        begin = time.perf_counter()
+        self._tell(Order.SEAL)
+        saved = w.saver.finish()
+        self._checkpoint_seconds += time.perf_counter() - begin
+        if saved.error is not None:
+            self._save_failed(saved.error)
+            return
+        w.metrics.checkpoints.labels("ok").inc()
+        w.metrics.checkpoint_step.set(saved.step)
+        log.info("checkpoint %d is on disk (kept: %s)", saved.step, saved.kept_steps)
+        self._coordinator.checkpoint_commit(saved.step, saved.kept_steps)
+
+    def _save_failed(self, reason: str) -> None:
+        self._checkpoint_failures += 1
+        self._worker.metrics.checkpoints.labels("failed").inc()
+        log.error("checkpoint of version %d failed, the one before stays: %s", self._worker.version, reason)
+
+
+def _stats(done: StepStats, staleness: Staleness) -> dict[str, float]:
+    stats = {
+        "loss": done.loss,
+        "grad_norm": done.gradient_norm,
+        "entropy": done.entropy,
+        "learning_rate": done.learning_rate,
+        "applied": float(done.applied),
+        "trained_tokens": float(done.trainable_tokens),
+        "computed_tokens": float(done.tokens),
+        "padding_fraction": done.padding / max(1, done.tokens + done.padding),
+        "staleness_mean": staleness.total / max(1, staleness.tokens),
+        "staleness_max": float(staleness.largest),
+        "ratio_mean": 1.0,
+        "ratio_max": 1.0,
+    }
+    if done.ratios is not None:
+        stats |= {
+            "ratio_mean": done.ratios.ratio_mean,
+            "ratio_max": done.ratios.ratio_max,
+            "ratio_kl": done.ratios.kl_k3,
+            "effective_sample_fraction": done.ratios.effective_sample_fraction,
+        }
+    if done.fresh_ratios is not None and done.fresh_ratios.tokens:
+        stats["fresh_kl"] = done.fresh_ratios.kl_k3
+    return stats | {f"ratio_{name}_fraction": value for name, value in done.loss_means.items()}

@@ -1,0 +1,139 @@
+"""``python -m scalerl_trainer.main --listen HOST:PORT``: one rank of the trainer.
+
+Exit codes: 0 when the run has finished or after SIGTERM (a checkpoint is written first); 2 when starting
+again would not help (environment, run file, model, checkpoints of another shape or all damaged); 1 for
+everything else, after which all ranks are started again and go on from the last checkpoint.
+
+Training that left the road (a loss or gradient that is not finite, an exploding ratio) is exit code 1 as
+well: the update was not applied, no checkpoint is written, and the restart repeats the same batches from
+the last good checkpoint. If that is no accident it fails again, and the runtime's limit on restarts ends
+the run there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+import uuid
+from collections.abc import Sequence
+
+import torch
+
+from scalerl_api.load import SpecError, load_run
+from scalerl_api.process import EnvironmentProblem, ProcessEnvironment
+from scalerl_trainer.checkpoint import CheckpointError, CheckpointStore
+from scalerl_trainer.coordinator_client import Coordinator, Superseded
+from scalerl_trainer.engine import Engine, Rank, join
+from scalerl_trainer.errors import DivergedError, EngineError, ModelError
+from scalerl_trainer.loop import COORDINATOR_SECONDS, Leader, Worker
+from scalerl_trainer.metrics import Metrics, StatusServer
+from scalerl_trainer.models import load_model
+from scalerl_trainer.publish.control import ActorControl
+from scalerl_trainer.publish.publisher import PATIENCE, Publisher
+from scalerl_trainer.ranks import Ranks
+from scalerl_trainer.recipe import engine_settings, make_loss, publish_settings
+from scalerl_trainer.saving import Saver, WrongShape
+from scalerl_trainer.start import warm_up
+
+log = logging.getLogger("scalerl_trainer")
+
+TRAINER_HOST = "SCALERL_TRAINER_HOST"
+_BAD_INPUT = (EnvironmentProblem, SpecError, ModelError, EngineError, CheckpointError, WrongShape)
+
+
+def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop: threading.Event) -> None:
+    """One rank, from joining the others to leaving them."""
+    spec = load_run(environment.paths.run_file).spec
+    if spec.trainer.cpu_threads is not None:
+        torch.set_num_threads(spec.trainer.cpu_threads)
+    metrics = Metrics()
+    status = StatusServer(host, port, metrics)
+    device = join(rank, device="cuda" if spec.trainer.devices else "cpu")
+    timeout_seconds = 2 * COORDINATOR_SECONDS + PATIENCE * spec.weight_sync.timeout_seconds
+    ranks = Ranks(rank.rank, rank.world, timeout_seconds)
+    incarnation = ranks.from_leader(uuid.uuid4().hex if ranks.leads else None)
+
+    model = load_model(
+        str(environment.paths.base_model), dtype=spec.model.dtype, attention=spec.model.attention
+    )
+    engine = Engine(model, engine_settings(spec), device)
+    saver = Saver(CheckpointStore(environment.paths, spec.checkpoint.keep), ranks, engine)
+    version = saver.load()
+    warm = version is None and spec.warm_start is not None
+    if warm:
+        warm_up(engine, spec, environment.paths.base_model, ranks)
+
+    coordinator = Coordinator(
+        environment.coordinator_url, environment.token, incarnation, COORDINATOR_SECONDS, stop.is_set
+    )
+    worker = Worker(
+        spec=spec,
+        ranks=ranks,
+        engine=engine,
+        loss=make_loss(spec.recipe.loss),
+        coordinator=coordinator,
+        saver=saver,
+        metrics=metrics,
+        stop=stop,
+        version=version or 0,
+    )
+    status.ready.set()
+    if not ranks.leads:
+        worker.follow()
+        return
+    control = ActorControl(environment.token)
+    settings = publish_settings(spec, os.environ.get(TRAINER_HOST, "127.0.0.1"), device)
+    snapshot = saver.snapshot(version) if version is not None else None
+    Leader(worker, Publisher(settings, control), control).lead(snapshot, save_now=warm)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The process; see the module for what it returns."""
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    parser = argparse.ArgumentParser(prog="scalerl_trainer.main", description=__doc__)
+    parser.add_argument("--listen", required=True, metavar="HOST:PORT", type=_address)
+    host, port = parser.parse_args(argv).listen
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        run(ProcessEnvironment.read(), Rank.from_environment(os.environ), host, port, stop)
+    except _BAD_INPUT as problem:
+        log.error("%s", problem)
+        return 2
+    except DivergedError as problem:
+        log.critical("BROKEN: %s", problem)
+        return 1
+    except Superseded as problem:
+        log.error("%s", problem)
+        return 1
+    except Exception:
+        log.exception("crashed")
+        return 1
+    return 0
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def leave(code: int) -> None:
+    """End the process now: threads that are stuck in a collective would hold up an ordinary exit."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,52 @@
+"""From the run's spec to what the parts of the trainer are told."""
+
+from __future__ import annotations
+
+import torch
+
+from scalerl_api.fields import quantity_bytes
+from scalerl_api.spec import LossSpec, RunSpec
+from scalerl_trainer.algo.losses import Cispo, Grpo, Loss
+from scalerl_trainer.engine import EngineSettings
+from scalerl_trainer.publish.publisher import PublishSettings
+
+
+def engine_settings(spec: RunSpec) -> EngineSettings:
+    """Raises ``EngineError`` for combinations that cannot train."""
+    recipe, optimizer, trainer = spec.recipe, spec.recipe.optimizer, spec.trainer
+    return EngineSettings(
+        zero_stage=trainer.zero_stage,
+        dtype=spec.model.dtype,
+        learning_rate=float(optimizer.learning_rate),
+        betas=(float(optimizer.beta1), float(optimizer.beta2)),
+        epsilon=float(optimizer.epsilon),
+        weight_decay=float(optimizer.weight_decay),
+        warmup_steps=optimizer.warmup_steps,
+        max_gradient_norm=float(optimizer.max_gradient_norm),
+        row_tokens=trainer.row_tokens or spec.model.context_tokens,
+        rows_per_micro_batch=trainer.rows_per_micro_batch,
+        temperature=float(recipe.temperature),
+        activation_checkpointing=trainer.activation_checkpointing,
+        fp32_head=recipe.fp32_head,
+    )
+
+
+def make_loss(spec: LossSpec) -> Loss:
+    match spec.name:
+        case "CISPO":
+            return Cispo(float(spec.ratio_cap))
+        case "GRPO":
+            return Grpo(float(spec.clip_low), float(spec.clip_high))
+
+
+def publish_settings(spec: RunSpec, host: str, device: torch.device) -> PublishSettings:
+    """``host``: where actors reach this process."""
+    backend = spec.weight_backend
+    return PublishSettings(
+        host=host,
+        backend=backend,
+        bucket_bytes=quantity_bytes(spec.weight_sync.bucket),
+        timeout_seconds=float(spec.weight_sync.timeout_seconds),
+        workers_per_member=max(1, spec.generator.devices),
+        device=device if backend == "nccl" else torch.device("cpu"),
+    )

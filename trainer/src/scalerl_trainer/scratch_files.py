@@ -1,0 +1,168 @@
+"""A randomly initialised Llama as files, without importing torch or transformers.
+
+They take ten seconds to import, the files of a tiny model a tenth of one to write. What is written is what
+``LlamaForCausalLM`` would have saved: normal weights of standard deviation .02, norms of one, and a
+byte-level BPE tokenizer whose digits stand alone (arithmetic over merged digits is needlessly hard).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from scalerl_api.spec import ScratchModel
+from scalerl_trainer.models.memory import BYTES, Dtype
+
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+WHOLE_ALPHABET = 256
+STANDARD_DEVIATION = 0.02
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def write_scratch(
+    directory: Path,
+    model: ScratchModel,
+    texts: Iterable[str],
+    *,
+    seed: int,
+    dtype: Dtype,
+    context_tokens: int,
+) -> None:
+    """Config, tokenizer and weights into an existing ``directory``; the same arguments, the same bytes."""
+    tokenizer = train_tokenizer(texts, model.vocabulary_size)
+    vocabulary = tokenizer.get_vocab_size()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    _write_json(
+        directory / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "pad_token": PAD,
+            "eos_token": EOS,
+            "unk_token": UNKNOWN,
+            "model_max_length": context_tokens,
+        },
+    )
+    special = {"eos_token_id": tokenizer.token_to_id(EOS), "pad_token_id": tokenizer.token_to_id(PAD)}
+    _write_json(directory / "generation_config.json", special)
+    config = llama_config(model, vocabulary, dtype, context_tokens) | special
+    _write_json(directory / "config.json", config)
+    write_safetensors(directory / "model.safetensors", model, vocabulary, seed, dtype)
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
+    """Byte-level BPE of at most ``vocabulary_size`` tokens. Deterministic.
+
+    With room for all 256 bytes every text can be spelled; in a smaller vocabulary only what occurs in
+    ``texts`` can, and anything else becomes the unknown token.
+    """
+    tokenizer = Tokenizer(models.BPE(unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [PAD, EOS, UNKNOWN]
+    whole = vocabulary_size >= WHOLE_ALPHABET + len(special)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        special_tokens=special,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()) if whole else [],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def llama_config(
+    model: ScratchModel, vocabulary: int, dtype: Dtype, context_tokens: int
+) -> dict[str, object]:
+    """``config.json`` of a :class:`ScratchModel`."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": dtype,
+        "vocab_size": vocabulary,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.attention_heads,
+        "num_key_value_heads": model.attention_heads,
+        "head_dim": model.hidden_size // model.attention_heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "max_position_embeddings": context_tokens,
+        "tie_word_embeddings": model.tied_embeddings,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "initializer_range": STANDARD_DEVIATION,
+        "bos_token_id": None,
+    }
+
+
+def parameter_count(model: ScratchModel, vocabulary: int) -> int:
+    """Parameters of the model that :func:`initial_weights` makes."""
+    return sum(math.prod(shape) for _, shape in _shapes(model, vocabulary))
+
+
+def initial_weights(model: ScratchModel, vocabulary: int, seed: int) -> Iterator[tuple[str, Array]]:
+    """Names and float32 arrays; each tensor depends on ``seed`` and its own name alone."""
+    for name, shape in _shapes(model, vocabulary):
+        if name.endswith("norm.weight"):
+            yield name, np.ones(shape, np.float32)
+            continue
+        generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
+        yield name, generator.standard_normal(shape, np.float32) * np.float32(STANDARD_DEVIATION)
+
+
+def _shapes(model: ScratchModel, vocabulary: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, wide = model.hidden_size, model.intermediate_size
+    yield "model.embed_tokens.weight", (vocabulary, hidden)
+    for layer in range(model.layers):
+        prefix = f"model.layers.{layer}"
+        for part in "qkvo":
+            yield f"{prefix}.self_attn.{part}_proj.weight", (hidden, hidden)
+        yield f"{prefix}.mlp.gate_proj.weight", (wide, hidden)
+        yield f"{prefix}.mlp.up_proj.weight", (wide, hidden)
+        yield f"{prefix}.mlp.down_proj.weight", (hidden, wide)
+        yield f"{prefix}.input_layernorm.weight", (hidden,)
+        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
+    yield "model.norm.weight", (hidden,)
+    if not model.tied_embeddings:
+        yield "lm_head.weight", (vocabulary, hidden)
+
+
+def write_safetensors(path: Path, model: ScratchModel, vocabulary: int, seed: int, dtype: Dtype) -> None:
+    """The weights, one after the other, so that no more than one tensor is in memory.
+
+    The format: eight bytes with the length of a JSON header, the header, the tensors' bytes.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in _shapes(model, vocabulary):
+        begin, end = end, end + math.prod(shape) * BYTES[dtype]
+        kind = {"bfloat16": "BF16", "float32": "F32"}[dtype]
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, array in initial_weights(model, vocabulary, seed):
+            file.write((_bfloat16(array) if dtype == "bfloat16" else array.astype("<f4")).data)
+
+
+def _bfloat16(array: Array) -> Array:
+    """The upper halves, rounded to nearest even as torch does; none of these weights is NaN or huge."""
+    bits = np.ascontiguousarray(array, "<f4").view("<u4")
+    return np.asarray((bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16, "<u2")
+
+
+def _write_json(path: Path, data: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8")

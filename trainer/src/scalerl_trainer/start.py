@@ -1,0 +1,75 @@
+"""Before the first version exists: the supervised warm start on the task's own solutions."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scalerl_api.spec import RunSpec
+from scalerl_tasks import Task, open_task
+from scalerl_trainer.engine import Engine, StepStats
+from scalerl_trainer.errors import BadBatchError
+from scalerl_trainer.models import load_tokenizer
+from scalerl_trainer.ranks import Ranks
+from scalerl_trainer.sft import warm_start
+
+log = logging.getLogger(__name__)
+
+_LOG_EVERY_STEPS = 50
+
+
+def warm_up(engine: Engine, spec: RunSpec, model: Path, ranks: Ranks) -> None:
+    """``spec.warmStart`` on training prompts, which all ranks choose alike. A collective."""
+    wanted = spec.warm_start
+    assert wanted is not None
+    tokenizer = load_tokenizer(str(model), chat=spec.task.prompt.format == "Chat")
+    pairs = solved_pairs(open_task(spec.task), spec, tokenizer, wanted.steps * wanted.batch_size)
+
+    def show(step: int, stats: StepStats) -> None:
+        if ranks.leads and (step + 1) % _LOG_EVERY_STEPS == 0:
+            log.info("warm start %d/%d: loss %.4f", step + 1, wanted.steps, stats.loss)
+
+    done = warm_start(
+        engine,
+        tokenizer,
+        pairs,
+        steps=wanted.steps,
+        batch_size=wanted.batch_size,
+        learning_rate=float(wanted.learning_rate),
+        rank=ranks.rank,
+        world=ranks.world,
+        seed=spec.seed,
+        on_step=show,
+    )
+    if ranks.leads:
+        log.info("warm start: %d steps, loss %.4f, %.1f s", done.steps, done.loss, done.seconds)
+
+
+def solved_pairs(task: Task, spec: RunSpec, tokenizer: Any, most: int) -> list[tuple[list[int], str]]:
+    """Up to ``most`` training prompts, as tokens, with their worked solutions.
+
+    The tokens are those that the actor sends to the server: with the tokenizer's own special tokens for
+    ``Raw``, in the chat template for ``Chat``.
+
+    Raises:
+        BadBatchError: a prompt has neither solution nor answer.
+    """
+    order = np.random.default_rng(spec.seed).permutation(len(task.train))[:most]
+    pairs = []
+    for index in order:
+        prompt = task.train[int(index)]
+        rendered = task.render(prompt)
+        if spec.task.prompt.format == "Chat":
+            ids = tokenizer.apply_chat_template(
+                rendered.messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        else:
+            ids = tokenizer.encode(rendered.user, add_special_tokens=True)
+        try:
+            pairs.append((list(ids), prompt.worked_solution))
+        except ValueError as error:
+            raise BadBatchError(f"warmStart: {error}") from error
+    return pairs
