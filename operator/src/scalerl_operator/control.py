@@ -105,6 +105,7 @@ class LocalRun:
         self._drain_until: float | None = None
         self._wake = asyncio.Event()
         self._startup = Startup()
+        self._is_resumed: bool | None = None
         self._last_tick = self._started
         self._peak_memory_bytes = 0
 
@@ -189,8 +190,9 @@ class LocalRun:
         return None if decision is None else decision.reason
 
     def _nothing_to_drain(self) -> bool:
-        """Nothing was trained since the last checkpoint, or nobody is there to say otherwise."""
-        return self._status is None or self._status.phase is Phase.WAITING
+        """No lease was given yet, so nothing was trained since the last checkpoint."""
+        waiting = self._status is None or self._status.phase is Phase.WAITING
+        return waiting and self._startup.first_lease_seconds is None
 
     async def _may_leave(self, lifetime: Lifetime) -> bool:
         """All processes of a unit have exited 0: is the run over for them?"""
@@ -234,12 +236,17 @@ class LocalRun:
             return
         self._note_ready()
         status = self._status
-        counts = None if status is None else status.counts
-        if counts is not None and counts.leased + counts.acknowledged > 0 and status is not None:
-            elapsed = now - self._started
-            # A run that was resumed had its first lease in another life.
-            self._startup.first_lease_seconds = max(0.0, elapsed - min(status.wall_seconds, since))
-            return
+        if status is not None and self._is_resumed is None:
+            self._is_resumed = status.wall_seconds > 0 and status.step > 0
+        if status is not None and (status.phase is not Phase.WAITING or status.wall_seconds > 0):
+            # The coordinator's clock runs since the very first lease; one that was resumed brings its
+            # time along, and gives leases as soon as it no longer waits.
+            if not self._is_resumed:
+                self._startup.first_lease_seconds = max(0.0, now - self._started - status.wall_seconds)
+            elif status.phase is not Phase.WAITING:
+                self._startup.first_lease_seconds = now - self._started
+            if self._startup.first_lease_seconds is not None:
+                return
         what = self.waiting_for()
         self._startup.waited_seconds[what] = self._startup.waited_seconds.get(what, 0.0) + since
 

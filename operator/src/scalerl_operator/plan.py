@@ -1,6 +1,7 @@
 """Plan: what has to run for a spec, in words that no runtime owns. Pure.
 
-Arguments and environment may refer to variables as Kubernetes writes them, ``$(NAME)``. The values
+Arguments and environment may refer to variables as Kubernetes writes them, ``$(NAME)``; text that a
+user wrote goes through :func:`literal`, so that nothing in it is one. The values
 of the variables below are the runtime's to give, in the environment of every container; all other
 text is the same wherever the run lives.
 """
@@ -28,7 +29,7 @@ TRAINER_HOST = "SCALERL_TRAINER_HOST"
 MASTER_PORT = "master"
 """Name of a gang's rendezvous port; a new one for every start of the gang."""
 
-_REFERENCE = re.compile(r"\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
+_REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
 
 
 class Role(enum.StrEnum):
@@ -150,7 +151,7 @@ def port_variable(port: str) -> str:
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Replace every ``$(NAME)``.
+    """Replace every ``$(NAME)``, and ``$$`` by ``$``.
 
     >>> expand("--listen=$(SCALERL_BIND):$(SCALERL_PORT_HTTP)", {"SCALERL_BIND": "::", "SCALERL_PORT_HTTP": "80"})
     '--listen=:::80'
@@ -161,11 +162,22 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
     def value(match: re.Match[str]) -> str:
         name = match[1]
+        if name is None:
+            return "$"
         if name not in variables:
             raise UnknownVariable(f"$({name}) in {text!r}; known: {', '.join(sorted(variables))}")
         return variables[name]
 
     return _REFERENCE.sub(value, text)
+
+
+def literal(text: str) -> str:
+    """Text that :func:`expand` gives back as it is.
+
+    >>> literal("a$(b)"), expand(literal("a$(b)"), {})
+    ('a$$(b)', 'a$(b)')
+    """
+    return text.replace("$", "$$")
 
 
 def plan(run: ScaleRLRun) -> Plan:
@@ -203,8 +215,8 @@ def _environment(spec: RunSpec, *, offline: bool = True) -> dict[str, str]:
 
 def _volumes(spec: RunSpec, *, sources: bool, writable: bool = True) -> tuple[Volume, ...]:
     run = Volume(f"$({DIR})", writable=writable)
-    jsonl = (Volume(spec.task.jsonl.path),) if spec.task.jsonl else ()
-    model = (Volume(spec.model.path),) if sources and spec.model.path else ()
+    jsonl = (Volume(literal(spec.task.jsonl.path)),) if spec.task.jsonl else ()
+    model = (Volume(literal(spec.model.path)),) if sources and spec.model.path else ()
     return (run, *model, *jsonl)
 
 
@@ -310,7 +322,7 @@ def _server_options(spec: RunSpec) -> tuple[str, ...]:
         options += ["--kv-cache-bytes", str(quantity_bytes(generator.kv_cache))]
     if generator.cpu_threads:
         options += ["--threads", str(generator.cpu_threads)]
-    return (*options, *(("--", *generator.extra_args) if generator.extra_args else ()))
+    return (*options, *(("--", *map(literal, generator.extra_args)) if generator.extra_args else ()))
 
 
 def _trainer(spec: RunSpec) -> Workload:
@@ -349,6 +361,7 @@ __all__ = [
     "Volume",
     "Workload",
     "expand",
+    "literal",
     "plan",
     "port_variable",
 ]

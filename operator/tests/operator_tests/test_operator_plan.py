@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from operator_tests.children import run_spec
-from scalerl_operator.plan import Lifetime, Role, UnknownVariable, expand, plan, port_variable
+from scalerl_operator.plan import Lifetime, Role, UnknownVariable, expand, literal, plan, port_variable
 
 GIVEN = {
     "SCALERL_DIR": "/run",
@@ -106,9 +106,15 @@ def test_the_plan_knows_no_runtime() -> None:
     st.dictionaries(st.from_regex(r"[A-Z_][A-Z0-9_]{0,8}", fullmatch=True), st.text(max_size=8)), st.text()
 )
 def test_expansion_replaces_what_it_is_given_once(variables: dict[str, str], tail: str) -> None:
-    tail = tail.replace("$", "")
-    text = "|".join(f"$({name})" for name in variables) + tail
+    text = "|".join(f"$({name})" for name in variables) + literal(tail)
     assert expand(text, variables) == "|".join(variables.values()) + tail
+
+
+def test_what_a_user_wrote_is_never_a_variable() -> None:
+    argv = (
+        plan(run_spec(generator={"extraArgs": ["--x=$(HOME)$"]})).workload(Role.GENERATOR).containers[0].argv
+    )
+    assert expand(argv[-1], {}) == "--x=$(HOME)$"
 
 
 def test_an_unknown_variable_is_an_error_that_names_it() -> None:
