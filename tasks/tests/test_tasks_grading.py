@@ -220,8 +220,11 @@ async def test_a_hanging_group_does_not_hold_up_the_others():
 async def test_a_late_event_loop_is_not_the_graders_fault():
     async with GradingPool(VerifierConfig("exact"), timeout_seconds=1) as pool:
         await pool.score_group(FOUR, ["4"])
+        (pid,) = graders()
+        os.kill(pid, signal.SIGSTOP)  # until the loop is sure to wait for it
         group = asyncio.create_task(pool.score_group(FOUR, ["4"] * 50))
-        await asyncio.sleep(0.001)  # the request is out
+        await asyncio.sleep(0.1)
+        os.kill(pid, signal.SIGCONT)
         time.sleep(1.5)  # noqa: ASYNC251
         assert await group == [RIGHT] * 50
         assert pool.counts.timeouts == 0
@@ -317,6 +320,20 @@ async def test_a_stopped_grader_is_killed():
         wait_gone({pid})
 
 
+async def test_a_completion_that_kills_its_grader_twice_is_blamed():
+    async with GradingPool(FACTORS, timeout_seconds=60) as pool:
+        group = asyncio.create_task(pool.score_group(PRIME, [PRIME.answer, FOREVER, PRIME.answer]))
+        killed: set[int] = set()
+        async with asyncio.timeout(30):
+            while len(killed) < 2:
+                await asyncio.sleep(0.2)
+                for pid in graders() - killed:
+                    os.kill(pid, signal.SIGKILL)
+                    killed.add(pid)
+            graded = await group
+    assert graded == [RIGHT, Graded(0.0, "the grader died 2 times on this completion"), RIGHT]
+
+
 async def test_closing_ends_what_hangs_and_refuses_what_waits():
     pool = GradingPool(FACTORS, timeout_seconds=60)
     await pool.start()
@@ -367,7 +384,7 @@ def test_bad_limits(bad):
 
 
 HANGING_PARENT = """
-import asyncio
+import asyncio, os, sys, time
 from scalerl_tasks import GradingPool, GymTask, Prompt, VerifierConfig
 factors = VerifierConfig("reasoning-gym", task=GymTask("prime_factorization", {}, seed=1, size=5))
 forever = " × ".join(["9" * 4000] * 2000)
@@ -376,32 +393,40 @@ async def main():
         groups = [asyncio.create_task(pool.score_group(Prompt("1", "q", "2 × 3"), [forever])) for _ in "ab"]
         while pool.counts.forks < 2:
             await asyncio.sleep(0.01)
-        print("hanging", flush=True)
+        heir = 0
+        if sys.argv[1] == "parent with an heir":
+            heir = os.fork()  # holds copies of all our sockets
+            if heir == 0:
+                time.sleep(60)
+                os._exit(0)
+        print(heir, flush=True)
         await asyncio.gather(*groups)
 asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("victim", ["parent", "fork server"])
+@pytest.mark.parametrize("victim", ["parent", "parent with an heir", "fork server"])
 def test_graders_die_with_whoever_is_killed(victim):
     """Even while they are deep in C code that holds the interpreter's lock."""
-    with subprocess.Popen(
-        [sys.executable, "-c", HANGING_PARENT], stdout=subprocess.PIPE, text=True
-    ) as parent:
+    command = [sys.executable, "-c", HANGING_PARENT, victim]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        heir = 0
         try:
             assert parent.stdout is not None
-            assert parent.stdout.readline() == "hanging\n"
+            heir = int(parent.stdout.readline())
             time.sleep(0.3)
             (server,) = {pid for pid in children(parent.pid) if children(pid)}
             hanging = children(server)
             assert len(hanging) == 2
             assert all(map(alive, hanging))
-            os.kill(parent.pid if victim == "parent" else server, signal.SIGKILL)
+            os.kill(server if victim == "fork server" else parent.pid, signal.SIGKILL)
             wait_gone(hanging)
-            if victim == "parent":
+            if victim != "fork server":
                 wait_gone({server})
         finally:
             parent.kill()
+            if heir:
+                os.kill(heir, signal.SIGKILL)
 
 
 def test_the_pool_works_beside_threads_and_from_a_loop_in_a_thread():

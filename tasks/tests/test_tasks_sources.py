@@ -1,8 +1,11 @@
 """From a run's task section to prompts and grades."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
+import yaml
 
 from scalerl_api.spec import TaskSpec
 from scalerl_tasks import (
@@ -11,6 +14,7 @@ from scalerl_tasks import (
     VerifierConfig,
     VerifierError,
     check_answers,
+    check_template,
     open_grading_pool,
     open_jsonl,
     open_source,
@@ -59,6 +63,25 @@ def test_a_file_is_found_beside_the_run(tmp_path):
 def test_a_bad_template_is_found_before_anything_is_opened():
     with pytest.raises(TemplateError, match=r"unknown placeholder \{answer\}"):
         open_task(section(prompt={"template": "{prompt} {answer}"}))
+
+
+def test_a_memory_limit_that_is_no_use_is_refused():
+    with pytest.raises(VerifierError, match=r"task\.verifier\.memory is 32Mi; a grader needs at least 64Mi"):
+        open_grading_pool(section(verifier={"name": "exact", "memory": "32Mi"}))
+
+
+def test_the_sections_in_the_guide_are_valid(tmp_path):
+    guide = Path(__file__).parents[2] / "docs" / "tasks.md"
+    blocks = re.findall(r"^```yaml\n(.*?)^```", guide.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 3
+    for block in blocks:
+        spec = TaskSpec.model_validate(yaml.safe_load(block)["task"])
+        check_template(spec.prompt.template)
+        if spec.reasoning_gym is not None:
+            assert open_task(spec).train[0].text
+    (sample,) = re.findall(r"^```json\n(.*?)^```", guide.read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "sample.jsonl").write_text(sample)
+    assert open_jsonl(tmp_path / "sample.jsonl")[1].solution
 
 
 def test_answers_are_checked_against_the_verifier(tmp_path):

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scalerl_tasks.errors import SourceError
-from scalerl_tasks.grading.pool import GradingPool
+from scalerl_tasks.errors import SourceError, VerifierError
+from scalerl_tasks.grading.pool import MIN_MEMORY_BYTES, GradingPool
 from scalerl_tasks.gym import GymTask, ReasoningGymSource
 from scalerl_tasks.jsonl import JsonlSource
 from scalerl_tasks.prompts import Prompt, PromptSource, RenderedPrompt, check_template, render_prompt
@@ -43,14 +43,21 @@ def verifier_config(spec: TaskSpec) -> VerifierConfig:
 
 
 def open_grading_pool(spec: TaskSpec) -> GradingPool:
-    """The grading pool that a task section asks for; not started yet."""
+    """The grading pool that a task section asks for; not started yet.
+
+    Raises:
+        VerifierError: ``verifier.memory`` is too little to grade anything.
+    """
     from scalerl_api.fields import quantity_bytes  # whoever holds a TaskSpec has it imported already
 
+    memory_bytes = quantity_bytes(spec.verifier.memory)
+    if memory_bytes < MIN_MEMORY_BYTES:
+        raise VerifierError(f"task.verifier.memory is {spec.verifier.memory}; a grader needs at least 64Mi")
     return GradingPool(
         verifier_config(spec),
         workers=spec.verifier.workers,
         timeout_seconds=spec.verifier.timeout_seconds,
-        memory_bytes=quantity_bytes(spec.verifier.memory),
+        memory_bytes=memory_bytes,
     )
 
 

@@ -25,21 +25,23 @@ _PARENT_CHECK_SECONDS = 1.0
 
 
 def main(descriptor: int, parent: int) -> int:
-    with socket.socket(fileno=descriptor) as control:
+    """Serve the pool at the other end of ``descriptor`` until it goes away; the exit status is 0 then."""
+    with socket.socket(fileno=descriptor) as control, contextlib.suppress(ConnectionError):
         packet = control.recv(MAX_PACKET_BYTES)
         if not packet:
             return 0
         setup: Setup = pickle.loads(packet)  # noqa: S301 - from the pool, our parent
         try:
             verifier = _open(setup)
-        except BaseException as error:
+        except Exception as error:
             text = str(error) if isinstance(error, TaskError) else f"{type(error).__name__}: {error}"
             control.send(CONTROL.pack(protocol.BROKEN, 0) + text.encode("utf-8", "backslashreplace")[:4096])
             return 1
         gc.collect()
         gc.freeze()  # what is here stays shared with the graders
         control.send(CONTROL.pack(protocol.READY, 0))
-        return _ForkServer(control, verifier, setup, parent).run()
+        _ForkServer(control, verifier, setup, parent).run()
+    return 0
 
 
 def _open(setup: Setup) -> Verifier:
@@ -75,7 +77,8 @@ class _ForkServer:
         for end in (self._wake_reader, self._wake_writer):
             end.setblocking(False)
 
-    def run(self) -> int:
+    def run(self) -> None:
+        """Fork and kill as told, until the pool is gone; no grader is left then."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
         poll = select.poll()
@@ -91,9 +94,9 @@ class _ForkServer:
                 if self._control.fileno() in ready and not self._serve_one():
                     break
         finally:
+            signal.set_wakeup_fd(-1)
             for pid in self._graders:
                 os.kill(pid, signal.SIGKILL)
-        return 0
 
     def _serve_one(self) -> bool:
         packet, descriptors, _, _ = socket.recv_fds(self._control, MAX_PACKET_BYTES, 1)
