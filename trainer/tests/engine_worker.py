@@ -1,0 +1,225 @@
+"""One rank of the engine's tests: runs every scenario, writes what it saw to ``<out>/rank-<r>.pt``.
+
+All scenarios share one process per rank because importing torch, transformers and DeepSpeed takes longer than they do.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scalerl_trainer.algo.losses import Cispo, Loss, LossOutput, TokenBatch
+from scalerl_trainer.engine import Engine, EngineSettings, Rank, TrainBatch, join, leave
+from scalerl_trainer.engine.settings import Dtype
+from scalerl_trainer.errors import TrainerError
+from scalerl_trainer.models import load_model, load_tokenizer
+from scalerl_trainer.packing import Sequence
+from scalerl_trainer.sft import warm_start
+
+STEPS = 3
+VOCABULARY = 17
+SETTINGS = {
+    "learning_rate": 1e-2,
+    "warmup_steps": 2,
+    "max_gradient_norm": 0.05,
+    "row_tokens": 24,
+    "rows_per_micro_batch": 1,
+    "temperature": 0.8,
+    "epsilon": 1e-8,
+    "logit_chunk_bytes": 4 * 64 * 7,
+}
+
+
+def whole_batch(step: int) -> dict[str, Any]:
+    """The same on every rank and in the reference: 7 sequences, one without trainable tokens, forced tokens."""
+    generator = torch.Generator().manual_seed(100 + step)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
+
+    shapes = [(3, 9), (2, 4), (5, 1), (4, 12), (1, 6), (2, 3), (6, 8)]
+    sequences = []
+    for number, (prompt, completion) in enumerate(shapes):
+        trainable = [True] * completion
+        if number == 3:
+            trainable[4:9] = [False] * 5
+        if number == 5:
+            trainable = [False] * completion
+        sequences.append(Sequence(ids(prompt), ids(completion), trainable))
+    lengths = [sum(s.trainable or []) for s in sequences]
+    count = len(sequences)
+    return {
+        "sequences": sequences,
+        "lengths": lengths,
+        "advantages": torch.randn(count, generator=generator),
+        "weights": torch.rand(count, generator=generator) / 20,
+        "generator": [-4 + torch.randn(n, generator=generator) for n in lengths],
+    }
+
+
+def share(step: int, rank: int, world: int) -> TrainBatch:
+    """Ranks get different numbers of sequences and so of micro-batches."""
+    batch = whole_batch(step)
+    mine = list(range(7)) if world == 1 else [[0, 2, 3, 4, 5], [1, 6]][rank]
+    return TrainBatch(
+        [batch["sequences"][i] for i in mine],
+        batch["weights"][mine],
+        batch["advantages"][mine],
+        torch.cat([batch["generator"][i] for i in mine]),
+        torch.cat([torch.full((batch["lengths"][i],), i % 2 == 0) for i in mine]),
+    )
+
+
+def parameters(engine: Engine) -> dict[str, torch.Tensor]:
+    found = {}
+    for bucket in engine.gather_parameters(40_000):
+        found.update({n: t.float().clone() for n, t in zip(bucket.names, bucket.tensors, strict=False)})
+    return found
+
+
+class PoisonedGradient:
+    """A finite loss whose gradient is not: the slope of a square root at zero."""
+
+    def __call__(self, tokens: TokenBatch) -> LossOutput:
+        return LossOutput((tokens.logprobs_n - tokens.logprobs_n.detach()).abs().sqrt().sum())
+
+
+class PoisonedLoss:
+    def __call__(self, tokens: TokenBatch) -> LossOutput:
+        return LossOutput(tokens.logprobs_n.sum() * float("nan"))
+
+
+def caught(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except TrainerError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+class Scenarios:
+    def __init__(self, model: str, out: Path, rank: Rank, device: torch.device) -> None:
+        self.model, self.out, self.rank, self.device = model, out, rank, device
+
+    def engine(self, stage: int, dtype: Dtype = "float32", **changes: Any) -> Engine:
+        settings = EngineSettings(zero_stage=stage, dtype=dtype, **{**SETTINGS, **changes})
+        return Engine(load_model(self.model, dtype="float32"), settings, self.device)
+
+    def share(self, step: int) -> TrainBatch:
+        return share(step, self.rank.rank, self.rank.world)
+
+    def train(self, stage: int, dtype: Dtype = "float32", **changes: Any) -> dict[str, Any]:
+        """Steps, log-probabilities, save and resume in the middle."""
+        engine = self.engine(stage, dtype, **changes)
+        stats = [engine.step(self.share(step), Cispo()) for step in range(STEPS - 1)]
+        folder = self.out / f"state-{stage}-{dtype}-{len(changes)}"
+        if self.rank.rank == 0:
+            folder.mkdir()
+        torch.distributed.barrier()
+        engine.save(folder)
+        stats.append(engine.step(self.share(STEPS - 1), Cispo()))
+        logprobs = engine.logprobs([] if self.rank.rank else whole_batch(0)["sequences"])
+        final = parameters(engine)
+        engine.close()
+
+        resumed = self.engine(stage, dtype, **changes)
+        resumed.load(folder)
+        resumed.step(self.share(STEPS - 1), Cispo())
+        again = parameters(resumed)
+        resumed.close()
+        shutil.rmtree(folder, ignore_errors=True)
+        return {
+            "stats": stats,
+            "logprobs": logprobs,
+            "parameters": final,
+            "resumed": again,
+            "resumed_steps": resumed.steps_done,
+        }
+
+    def refuse(self, stage: int) -> dict[str, Any]:
+        """What must raise on all ranks, and leave the weights as they were."""
+        engine = self.engine(stage)
+        before = parameters(engine)
+        good = self.share(0)
+        nan = (
+            torch.full_like(good.generator_logprobs_n, float("nan"))
+            if self.rank.rank
+            else good.generator_logprobs_n
+        )
+        bad = TrainBatch(good.sequences, good.weights_s, good.advantages_s, nan)
+        long = TrainBatch([Sequence([1] * 20, [2] * 20)], torch.ones(1), torch.ones(1))
+        strange = TrainBatch([Sequence([1], [VOCABULARY + 500])], torch.ones(1), torch.ones(1))
+        far = TrainBatch(good.sequences, good.weights_s, good.advantages_s, good.generator_logprobs_n - 40)
+        empty = TrainBatch([], torch.zeros(0), torch.zeros(0), torch.zeros(0))
+        found: dict[str, Any] = {
+            "nan generator": caught(lambda: engine.step(bad, Cispo())),
+            "too long": caught(lambda: engine.step(long if self.rank.rank else good, Cispo())),
+            "strange": caught(lambda: engine.step(strange if self.rank.rank else good, Cispo())),
+            "empty": engine.step(empty, Cispo()),
+        }
+        after_bad_batches = parameters(engine)
+        stats = engine.step(good, Cispo())
+        found["usable after bad batches"] = stats.applied
+        engine.close()
+        poisons: list[tuple[str, TrainBatch, Loss]] = [
+            ("gradient", good, PoisonedGradient()),
+            ("loss", good, PoisonedLoss()),
+            ("ratio", far, Cispo()),
+        ]
+        found["unchanged"] = [_same(before, after_bad_batches)]
+        for name, batch, loss in poisons:
+            engine = self.engine(stage)
+            found[name] = caught(lambda e=engine, b=batch, f=loss: e.step(b, f))
+            found["unchanged"].append(_same(before, parameters(engine)))
+            found[f"after {name}"] = caught(lambda e=engine: e.step(good, Cispo()))
+            engine.close()
+        return found
+
+    def warm(self, stage: int) -> dict[str, Any]:
+        """A warm start lowers the loss and leaves an optimizer as new."""
+        engine = self.engine(stage, learning_rate=1e-3, max_gradient_norm=1.0, temperature=1.0)
+        tokenizer = load_tokenizer(self.model)
+        pairs = [(f"{i} + {i} =", f" {2 * i}") for i in range(8)]
+        losses: list[float] = []
+        common = {"batch_size": 8, "rank": self.rank.rank, "world": self.rank.world}
+        result = warm_start(
+            engine, tokenizer, pairs, steps=60, learning_rate=5e-3, **common,
+            on_step=lambda _, stats: losses.append(stats.loss),
+        )  # fmt: skip
+        state = [v for s in engine._deepspeed._base_optimizer.state.values() for v in s.values()]
+        clean = all(not bool(v.any()) for v in state)
+        engine.close()
+        return {"losses": losses, "result": result, "clean": clean, "steps_done": engine.steps_done}
+
+
+def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    model, out = sys.argv[1], Path(sys.argv[2])
+    rank = Rank.from_environment(os.environ)
+    scenarios = Scenarios(model, out, rank, join(rank, device="cpu", timeout_seconds=60))
+    compilers = [name for name in ("gcc", "g++", "cc", "c++", "ninja", "nvcc") if shutil.which(name)]
+    results: dict[str, Any] = {"compilers": compilers}
+    for stage in range(4):
+        results[f"train {stage}"] = scenarios.train(stage)
+    results["checkpointed 3"] = scenarios.train(3, activation_checkpointing=True)
+    for stage in (1, 2, 3):
+        results[f"bfloat16 {stage}"] = scenarios.train(stage, "bfloat16")
+    for stage in (0, 1, 3):
+        results[f"refuse {stage}"] = scenarios.refuse(stage)
+    results["warm"] = scenarios.warm(1)
+    torch.save(results, out / f"rank-{rank.rank}.pt")
+    leave()
+
+
+if __name__ == "__main__":
+    main()

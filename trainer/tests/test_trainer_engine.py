@@ -1,0 +1,225 @@
+"""Two real ranks under DeepSpeed against one process of plain torch, on a PATH without any compiler."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scalerl_trainer.models import ScratchSettings, load_model, make_scratch
+
+WORKER = Path(__file__).with_name("engine_worker.py")
+RANKS = 2
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    sizes = ScratchSettings(2, 32, 2, 48, vocabulary_size=64, context_tokens=64)
+    make_scratch(folder, sizes, [f"{i} + {i} = {2 * i}" for i in range(50)], seed=3)
+    return str(folder)
+
+
+def run_ranks(model: str, out: Path, world: int, timeout: float = 300) -> list[dict[str, Any]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    nothing = out / "empty-path"
+    nothing.mkdir()
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("CC", "CXX", "CUDA_HOME")
+    }
+    environment |= {
+        "PATH": str(nothing),
+        "TORCH_EXTENSIONS_DIR": str(out / "extensions"),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    logs = [out / f"rank-{rank}.log" for rank in range(world)]
+    processes = []
+    for rank in range(world):
+        with logs[rank].open("w") as log:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(WORKER), model, str(out)],
+                    env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    try:
+        codes = [process.wait(timeout) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert codes == [0] * world, "\n".join(log.read_text()[-3000:] for log in logs)
+    return [torch.load(out / f"rank-{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+@pytest.fixture(scope="module")
+def ranks(model: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    out = tmp_path_factory.mktemp("ranks")
+    results = run_ranks(model, out, RANKS)
+    assert not (out / "extensions").exists(), "DeepSpeed compiled something"
+    return results
+
+
+@pytest.fixture(scope="module")
+def reference(model: str) -> dict[str, Any]:
+    """Sequence by sequence, unpacked, with the library's own logits, torch's AdamW and the formula of CISPO."""
+    sys.path.insert(0, str(WORKER.parent))
+    try:
+        from engine_worker import SETTINGS, STEPS, whole_batch
+    finally:
+        sys.path.pop(0)
+    network = load_model(model, dtype="float32")
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1.0, eps=1e-8, weight_decay=0.01)
+    losses, norms = [], []
+
+    def logprobs(sequence: Any) -> torch.Tensor:
+        ids = torch.tensor([[*sequence.prompt, *sequence.completion]])
+        logits = network(ids).logits[0, len(sequence.prompt) - 1 : -1].float() / SETTINGS["temperature"]
+        chosen = logits.log_softmax(-1).gather(1, torch.tensor(sequence.completion)[:, None])[:, 0]
+        return chosen[torch.tensor(sequence.trainable)]
+
+    for step in range(STEPS):
+        batch = whole_batch(step)
+        total = torch.zeros(())
+        for i, sequence in enumerate(batch["sequences"]):
+            own = logprobs(sequence)
+            ratio = (own.detach() - batch["generator"][i]).exp().clamp(max=5.0)
+            total = total - (batch["weights"][i] * batch["advantages"][i] * ratio * own).sum()
+        optimizer.zero_grad()
+        total.backward()
+        norms.append(
+            float(torch.nn.utils.clip_grad_norm_(network.parameters(), SETTINGS["max_gradient_norm"]))
+        )
+        for group in optimizer.param_groups:
+            group["lr"] = SETTINGS["learning_rate"] * min(1.0, (step + 1) / SETTINGS["warmup_steps"])
+        optimizer.step()
+        losses.append(total.item())
+    with torch.no_grad():
+        final = torch.cat([logprobs(s) for s in whole_batch(0)["sequences"]])
+    return {
+        "losses": losses,
+        "norms": norms,
+        "parameters": {name: p.detach() for name, p in network.named_parameters()},
+        "logprobs": final,
+    }
+
+
+def test_no_compiler_was_there(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["compilers"] == []
+
+
+@pytest.mark.parametrize("run", ["train 0", "train 1", "train 2", "train 3", "checkpointed 3"])
+def test_two_ranks_do_what_plain_torch_does(
+    run: str, ranks: list[dict[str, Any]], reference: dict[str, Any]
+) -> None:
+    got = ranks[0][run]
+    assert [s.loss for s in got["stats"]] == pytest.approx(reference["losses"], rel=1e-4)
+    assert [s.gradient_norm for s in got["stats"]] == pytest.approx(reference["norms"], rel=1e-4)
+    assert min(reference["norms"]) > 0.05, "the clip must be active"
+    assert got["parameters"].keys() == reference["parameters"].keys()
+    for name, expected in reference["parameters"].items():
+        torch.testing.assert_close(got["parameters"][name], expected, rtol=1e-4, atol=2e-5, msg=name)
+    torch.testing.assert_close(got["logprobs"].logprobs_n, reference["logprobs"], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("run", ["train 0", "train 1", "train 2", "train 3"])
+def test_a_resumed_engine_takes_the_same_step(run: str, ranks: list[dict[str, Any]]) -> None:
+    got = ranks[0][run]
+    assert got["resumed_steps"] == 3
+    for name, expected in got["parameters"].items():
+        torch.testing.assert_close(got["resumed"][name], expected, rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bfloat16_follows_float32_as_far_as_it_can(
+    stage: int, ranks: list[dict[str, Any]], reference: dict[str, Any]
+) -> None:
+    got = ranks[0][f"bfloat16 {stage}"]
+    assert [s.loss for s in got["stats"]] == pytest.approx(reference["losses"], rel=0.1, abs=0.02)
+    assert [s.gradient_norm for s in got["stats"]] == pytest.approx(reference["norms"], rel=0.1)
+    for name, expected in got["parameters"].items():
+        torch.testing.assert_close(got["resumed"][name], expected, rtol=0, atol=0, msg=name)
+
+
+def test_all_ranks_report_the_same_whole_batch(ranks: list[dict[str, Any]]) -> None:
+    first, second = (rank["train 3"]["stats"][0] for rank in ranks)
+    assert first.trainable_tokens == second.trainable_tokens == 35
+    assert (first.loss, first.entropy, first.ratios) == (second.loss, second.entropy, second.ratios)
+    assert first.sequences == 7
+    assert first.ratios.tokens == 35
+    assert first.fresh_ratios.tokens == 9 + 1 + 6 + 8
+    assert first.loss_means["truncated"] == pytest.approx(round(first.loss_means["truncated"] * 35) / 35)
+    assert set(first.seconds) == {"pack", "compute", "update", "total"}
+    assert [rank["train 3"]["stats"][0].learning_rate for rank in ranks] == [5e-3, 5e-3]
+
+
+def test_other_ranks_hold_no_parameters(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[1]["train 3"]["parameters"] == {}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+class TestWhatIsRefused:
+    def test_a_bad_share_raises_everywhere_and_nothing_is_lost(
+        self, stage: int, ranks: list[dict[str, Any]]
+    ) -> None:
+        first, second = (rank[f"refuse {stage}"] for rank in ranks)
+        assert second["nan generator"].startswith("NonFiniteLogprobError: ")
+        assert (
+            first["nan generator"] == "BadBatchError: the share of rank 1 cannot be trained on; see its log"
+        )
+        assert second["too long"].startswith("SequenceTooLongError: sequence 0 has 40 tokens, a row holds 24")
+        assert first["too long"].startswith("BadBatchError: the share of rank 1")
+        assert second["strange"].startswith(
+            "BadBatchError: token id 517 is outside of the model's vocabulary"
+        )
+        assert first["strange"].startswith("BadBatchError: the share of rank 1")
+        assert first["usable after bad batches"]
+
+    def test_an_empty_batch_changes_nothing_and_says_so(
+        self, stage: int, ranks: list[dict[str, Any]]
+    ) -> None:
+        for rank in ranks:
+            stats = rank[f"refuse {stage}"]["empty"]
+            assert (stats.applied, stats.loss, stats.gradient_norm, stats.trainable_tokens) == (
+                False,
+                0.0,
+                0.0,
+                0,
+            )
+
+    def test_divergence_raises_everywhere_before_the_update(
+        self, stage: int, ranks: list[dict[str, Any]]
+    ) -> None:
+        for rank in ranks:
+            found = rank[f"refuse {stage}"]
+            assert found["gradient"].startswith("NonFiniteGradientError: step 0: gradient norm is ")
+            assert found["loss"].startswith("NonFiniteLossError: step 0: loss is nan")
+            assert found["ratio"].startswith("ExplodingRatioError: step 0: mean ratio is ")
+            for name in ("gradient", "loss", "ratio"):
+                assert found[f"after {name}"].startswith("EngineError: the last step failed")
+            assert found["unchanged"] == [True, True, True, True]
+
+
+def test_a_warm_start_learns_and_leaves_an_optimizer_as_new(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        warm = rank["warm"]
+        assert warm["losses"][0] > 3.0
+        assert warm["result"].loss < 0.8
+        assert warm["clean"]
+        assert warm["steps_done"] == 0
+    assert ranks[0]["warm"]["losses"] == ranks[1]["warm"]["losses"]

@@ -1,0 +1,191 @@
+"""Packing is exact: what a packed row answers is what each sequence alone would."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scalerl_trainer.errors import BadBatchError, SequenceTooLongError
+from scalerl_trainer.models import LogprobHead, Policy
+from scalerl_trainer.packing import PackedBatch, Sequence, pack
+
+VOCABULARY = 31
+
+
+@st.composite
+def shares(draw: st.DrawFn) -> list[Sequence]:
+    ids = st.integers(0, VOCABULARY - 1)
+    sequences = []
+    for _ in range(draw(st.integers(0, 9))):
+        prompt = draw(st.lists(ids, min_size=1, max_size=8))
+        completion = draw(st.lists(ids, max_size=12))
+        mask = draw(st.none() | st.lists(st.booleans(), min_size=len(completion), max_size=len(completion)))
+        sequences.append(Sequence(prompt, completion, mask))
+    return sequences
+
+
+@pytest.fixture(scope="module")
+def causal_lm() -> object:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def packed_logprobs(policy: Policy, batch: PackedBatch, temperature: float) -> torch.Tensor:
+    parts = []
+    for micro in batch.micro_batches:
+        logprobs_m, _ = policy(
+            micro.input_ids_bt, micro.position_ids_bt, micro.predict_at_m, micro.target_m, temperature
+        )
+        parts.append((micro.flat_m, logprobs_m))
+    whole = torch.zeros(batch.trainable)
+    for places, values in parts:
+        whole = whole.index_copy(0, places, values)
+    return whole
+
+
+def alone(causal_lm: object, sequences: list[Sequence], temperature: float) -> torch.Tensor:
+    found = [torch.zeros(0)]
+    for sequence in sequences:
+        ids = torch.tensor([[*sequence.prompt, *sequence.completion]])
+        logprobs = (causal_lm(ids).logits[0] / temperature).log_softmax(-1)  # type: ignore[operator]
+        at = [len(sequence.prompt) + place for place in sequence.trainable_places()]
+        found.append(logprobs[[p - 1 for p in at], ids[0, at]])
+    return torch.cat(found)
+
+
+@given(
+    sequences=shares(),
+    row=st.integers(20, 64),
+    rows=st.integers(1, 4),
+    temperature=st.sampled_from([1.0, 0.6]),
+)
+@settings(max_examples=40, deadline=None)
+def test_packed_log_probabilities_and_gradients_are_those_of_each_sequence_alone(
+    causal_lm: object, sequences: list[Sequence], row: int, rows: int, temperature: float
+) -> None:
+    policy = Policy(causal_lm, fp32_head=True, chunk_bytes=4 * VOCABULARY * 5)
+    batch = pack(sequences, row, rows)
+    packed, expected = packed_logprobs(policy, batch, temperature), alone(causal_lm, sequences, temperature)
+    torch.testing.assert_close(packed, expected, rtol=1e-4, atol=1e-5)
+    if batch.trainable:
+        direction = torch.linspace(-1, 1, batch.trainable)
+        parameters = list(policy.parameters())
+        ours = torch.autograd.grad((packed * direction).sum(), parameters)
+        theirs = torch.autograd.grad((expected * direction).sum(), parameters)
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@given(sequences=shares(), row=st.integers(20, 40), rows=st.integers(1, 4))
+@settings(max_examples=100, deadline=None)
+def test_every_trainable_token_is_predicted_once_and_rows_keep_their_limits(
+    sequences: list[Sequence], row: int, rows: int
+) -> None:
+    batch = pack(sequences, row, rows)
+    expected = [s.completion[p] for s in sequences for p in s.trainable_places()]
+    target: list[int] = [-1] * batch.trainable
+    seen = 0
+    for micro in batch.micro_batches:
+        b, t = micro.input_ids_bt.shape
+        assert t <= row
+        assert b * t <= row * rows
+        assert int(micro.position_ids_bt.max()) < row
+        for place, token in zip(micro.flat_m.tolist(), micro.target_m.tolist(), strict=True):
+            assert target[place] == -1
+            target[place] = token
+        seen += micro.input_ids_bt.numel()
+    assert target == expected
+    assert batch.trainable_s.tolist() == [len(s.trainable_places()) for s in sequences]
+    assert seen == batch.tokens + batch.padding
+
+
+def test_first_fit_decreasing_fills_rows() -> None:
+    # Lengths without the last token: 6, 5, 4, 3, 2 into rows of 10: [6, 4], [5, 3, 2].
+    batch = pack([Sequence([1], [2] * n) for n in (2, 4, 6, 5, 3)], row_tokens=10)
+    assert [m.input_ids_bt.shape[1] for m in batch.micro_batches] == [10, 10]
+    assert batch.padding == 0
+
+
+def test_rows_of_one_sequence_show_no_packing_so_that_no_mask_is_built() -> None:
+    batch = pack([Sequence([1], [2] * 9), Sequence([1], [2] * 7)], row_tokens=10, rows_per_micro_batch=2)
+    positions = batch.micro_batches[0].position_ids_bt
+    assert positions.tolist() == [list(range(9)), list(range(9))]
+
+
+def test_what_is_wrong_is_said() -> None:
+    with pytest.raises(SequenceTooLongError, match="sequence 1 has 5 tokens, a row holds 4"):
+        pack([Sequence([1], [2]), Sequence([1, 2], [3, 4, 5])], 4)
+    with pytest.raises(BadBatchError, match="at least one prompt token"):
+        Sequence([], [1])
+    with pytest.raises(BadBatchError, match="completion of 2 tokens has a mask of 1"):
+        Sequence([1], [1, 2], [True])
+    with pytest.raises(ValueError, match="must be positive"):
+        pack([], 0)
+
+
+def test_forced_tokens_carry_no_gradient() -> None:
+    """Changing what a forced token is changes later log-probabilities, but nothing pulls on its own."""
+    hidden = torch.randn(4, 8, requires_grad=True)
+    head = LogprobHead(torch.nn.Linear(8, 11, bias=False), fp32=True)
+    batch = pack([Sequence([1], [2, 3, 4, 5], [True, False, False, True])], 8)
+    micro = batch.micro_batches[0]
+    logprobs_m, _ = head(hidden.index_select(0, micro.predict_at_m), micro.target_m, 1.0, False)
+    logprobs_m.sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.abs().sum(1).gt(0).tolist() == [True, False, False, True]
+    assert micro.target_m.tolist() == [2, 5]
+
+
+class TestHead:
+    @pytest.mark.parametrize("chunk", [1, 3, 100])
+    @pytest.mark.parametrize("temperature", [1.0, 0.5])
+    def test_chunks_do_not_change_values_or_gradients(self, chunk: int, temperature: float) -> None:
+        torch.manual_seed(1)
+        linear = torch.nn.Linear(8, 13, bias=False)
+        hidden = torch.randn(7, 8, requires_grad=True)
+        target, direction = torch.randint(0, 13, (7,)), torch.randn(7)
+        head = LogprobHead(linear, fp32=True, chunk_bytes=4 * 13 * chunk)
+        got, entropy = head(hidden, target, temperature, True)
+        full = (linear(hidden) / temperature).log_softmax(-1)
+        torch.testing.assert_close(got, full.gather(1, target[:, None])[:, 0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(entropy, -(full.exp() * full).sum(-1), rtol=1e-5, atol=1e-5)
+        ours = torch.autograd.grad((got * direction).sum(), [hidden, linear.weight])
+        expected = torch.autograd.grad(
+            (full.gather(1, target[:, None])[:, 0] * direction).sum(), [hidden, linear.weight]
+        )
+        for a, b in zip(ours, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+    def test_float32_logits_of_a_bfloat16_model_are_more_exact(self) -> None:
+        torch.manual_seed(2)
+        linear = torch.nn.Linear(64, 500, bias=False).bfloat16()
+        hidden = (4 * torch.randn(50, 64)).bfloat16()
+        target = torch.randint(0, 500, (50,))
+        exact = (
+            (hidden.double() @ linear.weight.detach().double().t())
+            .log_softmax(-1)
+            .gather(1, target[:, None])[:, 0]
+        )
+        errors = {}
+        for fp32 in (True, False):
+            got, _ = LogprobHead(linear, fp32=fp32)(hidden, target, 1.0, False)
+            assert got.dtype == torch.float32
+            errors[fp32] = float((got.detach() - exact).abs().max())
+        assert errors[True] < 1e-5
+        assert errors[False] > 1e-3
