@@ -102,13 +102,13 @@ def test_past_forecasts_are_made_without_the_future() -> None:
     curve = simulated(n=60, reach=5, seed=1)
     changed = cf.Curve(curve.compute, np.where(np.arange(60) < 30, curve.reward, curve.reward * 0.5))
     one, two = cf.fit(curve).hindcasts[0], cf.fit(changed).hindcasts[0]
-    assert (one.made_at, one.predicted, one.sd) == (two.made_at, two.predicted, two.sd)
-    assert two.error < -0.1 < one.error
+    assert (one.made_at, one.until, one.sd) == (two.made_at, two.until, two.sd)
+    assert two.departure < -0.1 < one.departure
 
 
 def test_a_run_that_broke_its_forecasts_gets_wider_ones() -> None:
     def tau(error: float) -> float:
-        past = [Hindcast(1.0, 2.0, 0.5, 0.01, 0.005, 0.5 + error)]
+        past = [Hindcast(1.0, 2.0, error, 0.01)]
         choices = cf.FitSettings()
         return float(discrepancy_weights(past, choices) @ np.array(choices.discrepancy))
 

@@ -114,13 +114,13 @@ class PriorEdge(Message, frozen=True, kw_only=True):
 
 
 class PastForecast(Message, frozen=True, kw_only=True):
-    """What an earlier forecast of this run came to."""
+    """What an earlier forecast of this run came to: over the doubling of compute up to ``until`` the
+    rewards departed from it by ``departure``, of which noise and uncertainty explain ``sd``."""
 
     made_at: float
-    at: float
-    predicted: float
+    until: float
+    departure: float
     sd: float
-    seen: float
 
 
 class FitAnswer(Message, frozen=True, kw_only=True):

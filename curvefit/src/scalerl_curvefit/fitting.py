@@ -11,7 +11,7 @@ import numpy as np
 from .curve import Curve, FloatArray
 from .errors import ConstantRewardError, RequestError, TooFewPointsError
 from .families import Family
-from .hindcast import Hindcast, discrepancy_weights, hindcasts
+from .hindcast import Hindcast, discrepancy_weights, flatness, hindcasts
 from .moments import Moments, moments
 from .point import PointFit, point_fit
 from .posterior import QUICK, Nodes, Prior, grid_posterior, make_prior
@@ -71,7 +71,7 @@ class Fit:
     points_used: points at compute > 0; burn_in_points: how many of them count less; now: the last compute.
     nodes: the posterior of each family; family_weights: probability of each.
     hindcasts: what earlier forecasts of this run came to; discrepancy_weights: what that says of
-    `settings.discrepancy`.
+    `settings.discrepancy`; discrepancy_scale: what a flat curve takes off it.
     drawn: DRAWS curves of the main family, behind the estimates. seed: hash of points and settings; all draws follow from it.
     """
 
@@ -95,8 +95,14 @@ class Fit:
     family_weights: dict[Family, float]
     hindcasts: tuple[Hindcast, ...]
     discrepancy_weights: FloatArray
+    discrepancy_scale: float
     drawn: Draws
     seed: int
+
+    @property
+    def discrepancy(self) -> float:
+        """Posterior mean of the sd that forecasts gain with each doubling of compute beyond now."""
+        return self.discrepancy_scale * float(self.discrepancy_weights @ np.array(self.settings.discrepancy))
 
 
 def fit(curve: Curve, settings: FitSettings | None = None) -> Fit:
@@ -125,15 +131,13 @@ def fit(curve: Curve, settings: FitSettings | None = None) -> Fit:
     evidence = np.array([node.ln_evidence for node in nodes])
     share = np.exp(evidence - np.logaddexp.reduce(evidence))
     past = hindcasts(
-        points.compute,
-        points.reward,
-        settings.look_back,
-        lambda count: past_posterior(curve, settings, count),
+        points.compute, points.reward, settings, lambda count: past_posterior(curve, settings, count)
     )
     seed = content_seed(curve, settings)
     discrepancy = discrepancy_weights(past, settings)
-    tau = (np.array(settings.discrepancy), discrepancy)
     main = nodes[0]
+    scale = flatness(main, curve.now, settings)
+    tau = (scale * np.array(settings.discrepancy), discrepancy)
     drawn = sample((main,), np.ones(1), DRAWS, np.random.default_rng(seed), tau)
     a, before = _estimate(drawn.A), float(np.mean(drawn.Cmid > curve.now))
     doubts = _doubts(len(points.compute), a, before)
@@ -158,6 +162,7 @@ def fit(curve: Curve, settings: FitSettings | None = None) -> Fit:
         family_weights=dict(zip(settings.families, map(float, share), strict=True)),
         hindcasts=past,
         discrepancy_weights=discrepancy,
+        discrepancy_scale=scale,
         drawn=drawn,
         seed=seed,
     )
@@ -170,7 +175,7 @@ def draws(fitted: Fit, n: int = DRAWS) -> Draws:
     if n == DRAWS and len(fitted.nodes) == 1:
         return fitted.drawn
     weights = np.array([fitted.family_weights[node.family] for node in fitted.nodes])
-    tau = (np.array(fitted.settings.discrepancy), fitted.discrepancy_weights)
+    tau = (fitted.discrepancy_scale * np.array(fitted.settings.discrepancy), fitted.discrepancy_weights)
     return sample(fitted.nodes, weights, n, np.random.default_rng(fitted.seed), tau)
 
 

@@ -25,7 +25,7 @@ from functools import lru_cache
 from typing import Final
 
 import numpy as np
-from scipy.special import ndtr
+from scipy.special import log_ndtr
 
 from .curve import FloatArray
 from .families import Family, gain_share
@@ -274,10 +274,11 @@ def _integrate_a(
     a_sj = lowest[:, None] + step[:, None] * (np.arange(a_points) + 0.5)
     spread_sj = e0[:, None] + a_sj * (q[:, None] * a_sj - 2.0 * b[:, None])
     r0_sd_sj = np.sqrt(spread_sj / (dof * precision[:, None]))
-    rising_sj = ndtr((a_sj * (1.0 + slope[:, None]) - zero[:, None]) / r0_sd_sj)
-    ln_density_sj = forms.ln_prior_gr[g, r][:, None] - 0.5 * dof * np.log(spread_sj)
+    # In logarithms: points that fall all along leave next to no probability of a rising curve anywhere.
+    ln_rising_sj = log_ndtr((a_sj * (1.0 + slope[:, None]) - zero[:, None]) / r0_sd_sj)
+    ln_density_sj = forms.ln_prior_gr[g, r][:, None] - 0.5 * dof * np.log(spread_sj) + ln_rising_sj
     top = ln_density_sj.max()
-    weight_sj = np.exp(ln_density_sj - top) * rising_sj * step[:, None]
+    weight_sj = np.exp(ln_density_sj - top) * step[:, None]
     total = float(weight_sj.sum())
     ln_prior_volume = float(
         np.log((prior.ln_cmid[1] - prior.ln_cmid[0]) * prior.ln_b_sd * (prior.a_highest - prior.a_lowest))

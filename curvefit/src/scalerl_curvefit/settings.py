@@ -29,6 +29,8 @@ class FitSettings:
         either in pseudo-points.
     discrepancy, discrepancy_weights: sd τ that a forecast gains with each doubling of compute beyond
         now, since no run follows the equation exactly, and prior weights; see `hindcast`.
+    flat_gain, flat_share: what has stopped moving departs less: τ counts in full where the curve gained
+        at least flat_gain over its last doubling, in proportion below, never less than flat_share.
     look_back: past moments, as C_now divided by these, whose forecasts are checked to learn τ; none
         leaves τ at its prior.
     families: shapes that forecasts average over, by their evidence. A, B, Cmid are the sigmoid's.
@@ -52,6 +54,8 @@ class FitSettings:
     guess_dof: float = 1.0
     discrepancy: tuple[float, ...] = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
     discrepancy_weights: tuple[float, ...] = (0.15, 0.25, 0.25, 0.15, 0.12, 0.08)
+    flat_gain: float = 0.04
+    flat_share: float = 0.25
     look_back: tuple[float, ...] = (2.0, 4.0)
     families: tuple[Family, ...] = (Family.SIGMOID,)
 
@@ -72,6 +76,11 @@ class FitSettings:
         ):
             if getattr(self, name) <= 0:
                 raise SettingsError(f"{name} is {getattr(self, name):g}; it must be positive")
+        if self.flat_gain < 0 or not 0 < self.flat_share <= 1:
+            raise SettingsError(
+                f"flat_gain is {self.flat_gain:g} and flat_share {self.flat_share:g}; "
+                "the gain must not be negative and the share in (0, 1]"
+            )
         for name in ("cmid_below", "cmid_above"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name} is {getattr(self, name):g}; it is a factor of at least 1")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import re
 
-import numpy as np
-
 from scalerl_api import forecast as wire
 
 from ..curve import Curve, Segment
@@ -143,12 +141,10 @@ def _fit_answer(fitted: Fit, start: float) -> wire.FitAnswer:
             for edge in fitted.edges
         ],
         hindcasts=[
-            wire.PastForecast(
-                made_at=past.made_at, at=past.at, predicted=past.predicted, sd=past.sd, seen=past.seen
-            )
+            wire.PastForecast(made_at=past.made_at, until=past.until, departure=past.departure, sd=past.sd)
             for past in fitted.hindcasts
         ],
-        discrepancy=float(fitted.discrepancy_weights @ np.array(fitted.settings.discrepancy)),
+        discrepancy=fitted.discrepancy,
         p_before_cmid=fitted.p_before_cmid,
         points_used=fitted.points_used,
         now=fitted.now,
