@@ -88,7 +88,10 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             f"{counts['acknowledged']:,} = {counts['trained']:,} trained + {counts['filtered']:,} filtered "
             f"+ {counts['queued']:,} queued",
         ),
-        ("start to first lease", f"{words.seconds(startup['first_lease_seconds'])} ({waited})"),
+        (
+            "start to first lease",
+            words.seconds(startup["first_lease_seconds"]) + (f" ({waited})" if waited else ""),
+        ),
         ("peak memory", f"{summary['peak_memory_bytes'] / 2**30:.2f} GiB"),
     ]
     if summary["restarts"]:

@@ -131,6 +131,7 @@ class LocalRun:
             await asyncio.gather(*watchers, return_exceptions=True)
             if self._client is not None:
                 await self._client.__aexit__(None, None, None)
+        self._report()
         self._note_ready()
         restarts = {s.name: s.restarts for s in self._runtime.statuses() if s.restarts}
         return Outcome(

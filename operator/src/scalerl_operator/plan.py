@@ -203,6 +203,8 @@ def _probes(health: str, ready: str, port: str, *, stuck_seconds: int) -> tuple[
 def _environment(spec: RunSpec, *, offline: bool = True) -> dict[str, str]:
     environment = {
         "PYTHONUNBUFFERED": "1",
+        # A file in the folder where the user stands must not pass for a module.
+        "PYTHONSAFEPATH": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",

@@ -5,13 +5,15 @@ import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from operator_tests.children import run_spec, script, wait_until
 from scalerl_api.load import load_run
-from scalerl_operator.runtime.census import marked
+from scalerl_operator.runtime.census import kill_marked, marked
 from scalerl_operator.runtime.directory import (
     DirectoryProblem,
     RunDirectory,
@@ -100,36 +102,61 @@ HOLDER = """
     async def main():
         directory = RunDirectory.create(Path(sys.argv[1]), run_spec())
         env = environment() | {"SCALERL_DIR": str(directory.paths.root)}
-        stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
         child = ChildProcess.start(Command(
-            ["python", "-S", "-c", stubborn], env, directory.paths.logs / "x.log", "lock-test",
-            orphan_grace_seconds=1.0, held=(directory.lock_fd,)))
-        while child.pid is None:
-            await asyncio.sleep(.01)
-        (directory.paths.root / "up").touch()
+            ["python", "-S", "-c", sys.argv[2]], env, directory.paths.logs / "x.log", "lock-test",
+            orphan_grace_seconds=float(sys.argv[3]), held=(directory.lock_fd,)))
         await child.wait()
 
     asyncio.run(main())
 """
 
 
+CHILD = """
+import os, signal, sys, time
+def leave(*_):
+    time.sleep(.5); open(os.environ["SCALERL_DIR"] + "/left-in-order", "w"); sys.exit(0)
+signal.signal(15, {on_term})
+open(os.environ["SCALERL_DIR"] + "/up", "w")
+time.sleep(600)
+"""
+STUBBORN, ORDERLY = CHILD.format(on_term="signal.SIG_IGN"), CHILD.format(on_term="leave")
+
+
+@contextmanager
+def killed_run(tmp: Path, child: str, grace: float) -> Iterator[tuple[Path, list[int]]]:
+    """The directory of a run whose runtime was just killed -9, and what is left of it: leash and child."""
+    root = tmp / "run"
+    holder = subprocess.Popen(
+        [sys.executable, script(tmp, "holder", HOLDER), str(root), child, str(grace)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parents[1])])},
+    )
+    try:
+        wait_until((root / "up").exists)
+        left = marked("SCALERL_DIR", str(root))
+        assert len(left) == 2
+        holder.kill()
+        holder.wait()
+        yield root, left
+    finally:
+        holder.kill()
+        kill_marked("SCALERL_DIR", str(root))
+
+
 @pytest.mark.parametrize("also_leash", [False, True])
-def test_resume_after_kill_9_waits_until_nothing_of_the_old_run_is_left(
+def test_resume_after_kill_9_starts_when_nothing_of_the_old_run_is_left(
     tmp_path: Path, also_leash: bool
 ) -> None:
-    root = tmp_path / "run"
-    holder = subprocess.Popen(
-        [sys.executable, script(tmp_path, "holder", HOLDER), str(root)],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-    )
-    wait_until((root / "up").exists)
-    left = marked("SCALERL_DIR", str(root))
-    assert len(left) == 2  # leash and child
-    holder.kill()
-    if also_leash:
-        leash = next(p for p in left if b"leash.py" in Path(f"/proc/{p}/cmdline").read_bytes())
-        os.kill(leash, signal.SIGKILL)
-    holder.wait()
-    directory = RunDirectory.resume(root, run_spec())
-    assert marked("SCALERL_DIR", str(root)) == []
-    directory.release()
+    with killed_run(tmp_path, STUBBORN, 1.0) as (root, left):
+        if also_leash:
+            leash = next(p for p in left if b"leash.py" in Path(f"/proc/{p}/cmdline").read_bytes())
+            os.kill(leash, signal.SIGKILL)
+        directory = RunDirectory.resume(root, run_spec())
+        assert marked("SCALERL_DIR", str(root)) == []
+        directory.release()
+
+
+def test_resume_lets_the_old_run_leave_in_order(tmp_path: Path) -> None:
+    with killed_run(tmp_path, ORDERLY, 20.0) as (root, _):
+        directory = RunDirectory.resume(root, run_spec())
+        assert (root / "left-in-order").exists()
+        directory.release()
