@@ -23,7 +23,14 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 @pytest.fixture(scope="session")
 def forkserver() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "msgspec", "scalerl_api.weights"])
+    context.set_forkserver_preload(
+        [
+            "torch.distributed",
+            "transformers.models.llama.modeling_llama",
+            "scalerl_trainer.main",
+            "scalerl_coordinator.main",
+        ]
+    )
     return context
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalerl_api import wire
@@ -43,8 +43,7 @@ def sample_weights(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict[s
 
 def as_weights(tensors: dict[str, torch.Tensor], streams: list[int] | None = None) -> Weights:
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
-        for item in tensors.items():
-            yield item
+        yield from tensors.items()
         if streams is not None:
             streams.append(len(tensors))  # only when read to its end
 
@@ -64,6 +63,7 @@ def test_checksum_is_the_one_both_sides_agreed_on(name: str) -> None:
     assert checksum_u8(payload) == CHECKSUM_VECTORS[name]
 
 
+@settings(deadline=None)
 @given(
     shapes=st.lists(st.lists(st.integers(0, 7), max_size=3), min_size=1, max_size=12),
     dtypes=st.lists(st.sampled_from(["float32", "bfloat16", "int64", "uint8"]), min_size=12, max_size=12),

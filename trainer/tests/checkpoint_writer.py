@@ -1,0 +1,23 @@
+"""Saves checkpoints in a loop until it is killed. ``WRITER``: ``{"root": run directory, "keep": n}``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scalerl_api.paths import RunPaths
+from scalerl_trainer.checkpoint import CheckpointStore, files_in
+
+given: dict[str, Any] = WRITER  # type: ignore[name-defined]  # noqa: F821
+store = CheckpointStore(RunPaths(Path(given["root"])), given["keep"])
+step = max(store.steps(), default=0)
+while True:
+    step += 1
+    aside = store.begin(step)
+    (aside.directory / "state").mkdir()
+    for part in range(3):
+        data = np.random.default_rng([step, part]).bytes(200_000)
+        (aside.directory / "state" / f"part{part}").write_bytes(data)
+    store.commit(aside, b"snapshot %d" % step, store.record(aside, files_in(aside.directory)), {"ranks": "1"})

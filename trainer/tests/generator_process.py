@@ -1,0 +1,108 @@
+"""A generator without a model: takes weights like an actor, and answers leases with seeded random tokens.
+
+``GENERATOR``: ``{"actor": {...} as ACTOR in actor_process.py, "name", "coordinator", "run_file",
+"vocabulary", "seconds_per_group"}``.
+"""
+
+from __future__ import annotations
+
+import runpy
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+
+from scalerl_api import endpoints, wire
+from scalerl_api.load import load_run
+from scalerl_tasks import open_task
+
+given: dict[str, Any] = GENERATOR  # type: ignore[name-defined]  # noqa: F821
+module = runpy.run_path(str(Path(__file__).parent / "actor_process.py"), run_name="actor")
+actor: dict[str, Any] = given["actor"]
+headers = {"authorization": f"Bearer {actor['token']}", wire.WIRE_HEADER: str(wire.WIRE_VERSION)}
+http = httpx.Client(base_url=given["coordinator"], headers=headers, trust_env=False, timeout=20)
+task = open_task(load_run(Path(given["run_file"])).spec.task)
+
+
+class Unknown(Exception):
+    pass
+
+
+def call(path: str, message: wire.Struct, kind: type[Any]) -> Any:
+    while True:
+        try:
+            answer = http.post(path, content=msgspec.msgpack.encode(message))
+        except httpx.HTTPError:
+            time.sleep(0.1)
+            continue
+        if answer.status_code == 200:
+            return msgspec.msgpack.decode(answer.content, type=kind)
+        if answer.status_code == 404:
+            raise Unknown
+        raise RuntimeError(answer.text)
+
+
+def version() -> int:
+    taken = [int(p.stem[1:]) for p in Path(actor["directory"]).glob("v*.pt")]
+    return max(taken, default=-1)
+
+
+def completion(lease: wire.Lease, sample: int, held: int) -> wire.Completion:
+    random = np.random.default_rng([lease.slot, sample])
+    tokens = int(random.integers(2, 6))
+    return wire.Completion(
+        token_ids=random.integers(3, given["vocabulary"], tokens).astype("<i4").tobytes(),
+        logprobs=np.full(tokens, -np.log(given["vocabulary"]), "<f4").tobytes(),
+        versions=[wire.VersionSpan(held, 0)],
+        finish_reason="stop",
+        score=float((sample + lease.slot) % 2),
+    )
+
+
+def member() -> None:
+    port = Path(actor["directory"]) / "port"
+    while not port.exists():
+        time.sleep(0.01)
+    register = wire.Register(
+        name=given["name"], control_url=f"http://127.0.0.1:{port.read_text()}", task_digest=task.train.digest
+    )
+    while True:
+        try:
+            me = call(endpoints.MEMBERS, register, wire.Registered)
+            while True:
+                work(me)
+        except Unknown:
+            continue
+
+
+def work(me: wire.Registered) -> None:
+    held = version()
+    beat = wire.Heartbeat(
+        member_id=me.member_id, weight_version=held, healthy=True, busy_seconds=0.0, generated_tokens=0
+    )
+    call(endpoints.HEARTBEAT, beat, wire.Ack)
+    if held < 0:
+        time.sleep(0.1)
+        return
+    request = wire.LeaseRequest(member_id=me.member_id, weight_version=held, max_groups=4, wait_seconds=0.5)
+    for lease in call(endpoints.LEASE, request, wire.Leases).leases:
+        time.sleep(given["seconds_per_group"])
+        group = wire.Group(
+            lease_id=lease.lease_id,
+            split=lease.split,
+            slot=lease.slot,
+            prompt_index=lease.prompt_index,
+            prompt_id=lease.prompt_id,
+            prompt_token_ids=np.array([4, 5, 6], "<i4").tobytes(),
+            completions=[completion(lease, s, held) for s in range(lease.completions)],
+            generation_seconds=0.01,
+        )
+        call(endpoints.GROUPS, wire.Push(member_id=me.member_id, groups=[group]), wire.PushReply)
+
+
+threading.Thread(target=member, daemon=True).start()
+module["serve"](**actor)

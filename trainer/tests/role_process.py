@@ -1,0 +1,32 @@
+"""One role of a run as a process: ``ROLE`` is ``{"module": …, "argv": […], "environ": {…}, "log": path,
+"largest_file": bytes or None}``."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import resource
+import sys
+import traceback
+
+role = ROLE  # type: ignore[name-defined]  # noqa: F821  # given by whoever runs this file
+descriptor = os.open(role["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+os.dup2(descriptor, 1)
+os.dup2(descriptor, 2)
+os.environ.update(role["environ"])
+if role.get("largest_file") is not None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (role["largest_file"], role["largest_file"]))
+code = 70
+try:
+    import torch
+
+    torch.set_num_threads(1)
+    code = importlib.import_module(role["module"]).main(role["argv"])
+except SystemExit as leaving:
+    code = leaving.code if isinstance(leaving.code, int) else 1
+except BaseException:
+    traceback.print_exc()
+finally:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

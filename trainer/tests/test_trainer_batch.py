@@ -1,0 +1,160 @@
+"""From wire bytes to tensors: every rank agrees on the whole, and takes its own part of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scalerl_api import wire
+from scalerl_api.spec import RecipeSpec
+from scalerl_trainer.batch import Staleness, probe_sequences, rank_batch
+from scalerl_trainer.errors import BadBatchError
+
+STEP = 7
+
+
+def make_step(seed: int, groups: int, samples: int) -> tuple[list[wire.GroupMeta], list[wire.Sequence]]:
+    random = np.random.default_rng(seed)
+    metas, sequences = [], []
+    for group in range(groups):
+        scores = random.integers(0, 2, samples).astype(float).tolist()
+        lengths = random.integers(1, 9, samples).tolist()
+        filtered = len(set(scores)) == 1
+        metas.append(wire.GroupMeta(slot=group, scores=scores, completion_tokens=lengths, filtered=filtered))
+        if not filtered:
+            sequences += [sequence(random, group, sample, lengths[sample]) for sample in range(samples)]
+    return metas, sequences
+
+
+def sequence(random: Any, group: int, sample: int, tokens: int) -> wire.Sequence:
+    middle = int(random.integers(0, tokens + 1))
+    spans = [wire.VersionSpan(STEP - 2, 0), wire.VersionSpan(STEP, middle)]
+    return wire.Sequence(
+        group=group,
+        sample=sample,
+        prompt_token_ids=random.integers(0, 99, int(random.integers(1, 5))).astype("<i4").tobytes(),
+        token_ids=random.integers(0, 99, tokens).astype("<i4").tobytes(),
+        logprobs=(-random.random(tokens)).astype("<f4").tobytes(),
+        versions=spans,
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 999), groups=st.integers(1, 6), samples=st.integers(2, 5), world=st.integers(1, 4))
+def test_ranks_together_are_the_whole(seed: int, groups: int, samples: int, world: int) -> None:
+    metas, sequences = make_step(seed, groups, samples)
+    recipe = RecipeSpec()
+    whole = rank_batch(wire.Shard(step=STEP, groups=metas, sequences=sequences), recipe)
+    shares = [
+        rank_batch(wire.Shard(step=STEP, groups=metas, sequences=sequences[rank::world]), recipe)
+        for rank in range(world)
+    ]
+    for rank, share in enumerate(shares):
+        assert share.stats == whole.stats
+        torch.testing.assert_close(share.batch.weights_s, whole.batch.weights_s[rank::world], rtol=0, atol=0)
+        torch.testing.assert_close(
+            share.batch.advantages_s, whole.batch.advantages_s[rank::world], rtol=0, atol=0
+        )
+    assert sum((s.staleness for s in shares), Staleness()) == whole.staleness
+    if sequences:
+        lengths = torch.tensor([len(s.token_ids) // 4 for s in sequences])
+        assert float((whole.batch.weights_s * lengths).sum()) == pytest.approx(1.0)
+        assert float(whole.batch.advantages_s.square().mean()) == pytest.approx(1.0, rel=1e-4)
+
+
+def test_tokens_logprobs_and_freshness_line_up() -> None:
+    metas, sequences = make_step(3, 4, 3)
+    batch = rank_batch(wire.Shard(step=STEP, groups=metas, sequences=sequences), RecipeSpec()).batch
+    assert [list(s.completion) for s in batch.sequences] == [
+        np.frombuffer(s.token_ids, "<i4").tolist() for s in sequences
+    ]
+    assert [list(s.prompt) for s in batch.sequences] == [
+        np.frombuffer(s.prompt_token_ids, "<i4").tolist() for s in sequences
+    ]
+    flat = np.concatenate([np.frombuffer(s.logprobs, "<f4") for s in sequences])
+    assert batch.generator_logprobs_n is not None
+    assert batch.generator_logprobs_n.tolist() == flat.tolist()
+    fresh = [place >= s.versions[1].start for s in sequences for place in range(len(s.token_ids) // 4)]
+    assert batch.fresh_n is not None
+    assert batch.fresh_n.tolist() == fresh
+
+
+def test_golden_advantages_and_weights() -> None:
+    metas = [
+        wire.GroupMeta(slot=0, scores=[1.0, 0.0], completion_tokens=[3, 1], filtered=False),
+        wire.GroupMeta(slot=1, scores=[1.0, 1.0], completion_tokens=[2, 2], filtered=True),
+        wire.GroupMeta(slot=2, scores=[0.0, 1.0], completion_tokens=[2, 2], filtered=False),
+    ]
+    random = np.random.default_rng(0)
+    # This rank has the second of group 0 and the first of group 2.
+    sequences = [sequence(random, 0, 1, 1), sequence(random, 2, 0, 2)]
+    done = rank_batch(wire.Shard(step=STEP, groups=metas, sequences=sequences), RecipeSpec())
+    # Rewards ±1, centred ±1, and their root mean square over the unfiltered groups is 1.
+    assert done.batch.advantages_s.tolist() == pytest.approx([-1.0, -1.0], abs=1e-5)
+    # Prompt average over two prompts of four tokens each.
+    assert done.batch.weights_s.tolist() == [1 / 8, 1 / 8]
+    assert done.stats["reward_mean"] == pytest.approx(4 / 6)
+    assert done.stats["filtered_fraction"] == pytest.approx(1 / 3)
+
+
+def test_staleness_is_counted_by_token() -> None:
+    metas = [wire.GroupMeta(slot=0, scores=[1.0, 0.0], completion_tokens=[5, 1], filtered=False)]
+    spans = [wire.VersionSpan(4, 0), wire.VersionSpan(6, 2), wire.VersionSpan(7, 4)]
+    one = wire.Sequence(
+        group=0,
+        sample=0,
+        prompt_token_ids=b"\1\0\0\0",
+        token_ids=bytes(20),
+        logprobs=bytes(20),
+        versions=spans,
+    )
+    done = rank_batch(wire.Shard(step=STEP, groups=metas, sequences=[one]), RecipeSpec())
+    assert done.staleness == Staleness(tokens=5, total=3 + 3 + 1 + 1 + 0, largest=3)
+
+
+def test_a_step_without_a_single_unfiltered_group() -> None:
+    metas = [wire.GroupMeta(slot=0, scores=[1.0, 1.0], completion_tokens=[5, 1], filtered=True)]
+    done = rank_batch(wire.Shard(step=STEP, groups=metas, sequences=[]), RecipeSpec())
+    assert len(done.batch.sequences) == 0
+    assert done.stats["filtered_fraction"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"token_ids": bytes(4)}, "announced"),
+        ({"logprobs": bytes(4)}, "log-probabilities"),
+        ({"versions": []}, "spans"),
+        ({"versions": [wire.VersionSpan(1, 1)]}, "spans"),
+        ({"versions": [wire.VersionSpan(1, 0), wire.VersionSpan(2, 9)]}, "spans"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(change: dict[str, Any], message: str) -> None:
+    metas = [wire.GroupMeta(slot=0, scores=[1.0, 0.0], completion_tokens=[2, 1], filtered=False)]
+    fields: dict[str, Any] = {
+        "group": 0,
+        "sample": 0,
+        "prompt_token_ids": bytes(4),
+        "token_ids": bytes(8),
+        "logprobs": bytes(8),
+        "versions": [wire.VersionSpan(1, 0)],
+    }
+    shard = wire.Shard(step=STEP, groups=metas, sequences=[wire.Sequence(**(fields | change))])
+    with pytest.raises(BadBatchError, match=message):
+        rank_batch(shard, RecipeSpec())
+
+
+def test_probe_sequences_are_spread_over_the_share() -> None:
+    metas, sequences = make_step(1, 6, 4)
+    shard = wire.Shard(step=STEP, groups=metas, sequences=sequences)
+    chosen = probe_sequences(shard, 3)
+    assert len(chosen) == 3
+    assert chosen[0].token_ids.tobytes() == sequences[0].prompt_token_ids + sequences[0].token_ids
+    assert chosen[0].prompt_tokens == len(sequences[0].prompt_token_ids) // 4
+    assert len(probe_sequences(shard, 1000)) == len(sequences)
+    assert probe_sequences(shard, 0) == []

@@ -1,0 +1,341 @@
+"""Two real ranks, a real coordinator, generators that take real weights: whole runs, and what breaks them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import torch
+import yaml
+
+from scalerl_api import endpoints, wire
+from scalerl_api.load import parse_run
+from scalerl_api.paths import RunPaths
+from scalerl_trainer.prepare import prepare
+
+TOKEN = "secret"
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def until(true: Callable[[], Any], seconds: float = 60.0, what: str = "it") -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"{what} did not happen in {seconds:g} s"
+        time.sleep(0.05)
+
+
+class Run:
+    """A run directory and the processes of its roles."""
+
+    def __init__(self, processes: Any, root: Path, **changes: Any) -> None:
+        self._processes = processes
+        self.paths = RunPaths(root)
+        root.mkdir()
+        (root / "task.jsonl").write_text(
+            "".join(json.dumps({"prompt": f"{i}+{i}=", "answer": f"{2 * i}"}) + "\n" for i in range(60))
+        )
+        spec: dict[str, Any] = {
+            "model": {
+                "scratch": {"layers": 2, "hiddenSize": 32, "attentionHeads": 2, "intermediateSize": 48},
+                "dtype": "float32",
+                "contextTokens": 32,
+            },
+            "task": {
+                "jsonl": {"path": str(root / "task.jsonl")},
+                "verifier": {"name": "exact"},
+                "heldOut": {"size": 2},
+            },
+            "recipe": {
+                "promptsPerStep": 4,
+                "completionsPerPrompt": 3,
+                "maxCompletionTokens": 8,
+                "maxStalenessSteps": 2,
+                "optimizer": {"learningRate": "1e-3", "warmupSteps": 0},
+            },
+            "trainer": {"replicas": 2, "zeroStage": 1, "cpuThreads": 1},
+            "weightSync": {"bucket": "16Ki", "timeoutSeconds": 8, "probeSequences": 2},
+            "evaluation": {"everySteps": 100, "samplesPerPrompt": 1, "holdSeconds": 5},
+            "checkpoint": {"everySteps": 2, "keep": 2},
+            "budget": {"maxSteps": 6},
+        }
+        for path, value in changes.items():
+            section, _, name = path.partition("__")
+            spec.setdefault(section, {})[name] = value
+        manifest = {
+            "apiVersion": "scalerl.dev/v1alpha1",
+            "kind": "ScaleRLRun",
+            "metadata": {"name": "t"},
+            "spec": spec,
+        }
+        self.paths.run_file.write_text(yaml.safe_dump(manifest))
+        self.paths.token.write_text(TOKEN)
+        self.paths.logs.mkdir()
+        self.spec = parse_run(self.paths.run_file.read_text(), "run.yaml").spec
+        prepare(self.paths, self.spec, one_machine=True)
+        self.port = free_port()
+        self.coordinator: Any = None
+        self.ranks: list[Any] = []
+        self.generators: list[Any] = []
+        self.largest_file: dict[int, int] = {}
+
+    def _role(
+        self, module: str, name: str, listen: int, largest_file: int | None = None, **environ: str
+    ) -> Any:
+        return self._processes.run(
+            "role_process.py",
+            ROLE={
+                "module": module,
+                "argv": ["--listen", f"127.0.0.1:{listen}"],
+                "log": str(self.paths.logs / f"{name}.log"),
+                "largest_file": largest_file,
+                "environ": {
+                    "SCALERL_DIR": str(self.paths.root),
+                    "SCALERL_NAME": name,
+                    "SCALERL_COORDINATOR_URL": f"http://127.0.0.1:{self.port}",
+                    "SCALERL_TOKEN_FILE": str(self.paths.token),
+                    **environ,
+                },
+            },
+        )
+
+    def start_coordinator(self) -> None:
+        self.coordinator = self._role("scalerl_coordinator.main", "coordinator-0", self.port)
+
+    def start_trainer(self) -> None:
+        world = self.spec.trainer.replicas
+        master = free_port()
+        self.listens = [free_port() for _ in range(world)]
+        self.ranks = [
+            self._role(
+                "scalerl_trainer.main",
+                f"trainer-{rank}",
+                self.listens[rank],
+                largest_file=self.largest_file.get(rank),
+                RANK=str(rank),
+                WORLD_SIZE=str(world),
+                LOCAL_RANK=str(rank),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(master),
+            )
+            for rank in range(world)
+        ]
+
+    def start_generator(self, *faults: dict[str, Any], seconds_per_group: float = 0.0) -> Path:
+        name = f"generator-{len(self.generators)}"
+        directory = self.paths.root / name
+        directory.mkdir()
+        vocabulary = json.loads((self.paths.base_model / "config.json").read_text())["vocab_size"]
+        self.generators.append(
+            self._processes.run(
+                "generator_process.py",
+                GENERATOR={
+                    "actor": {"directory": directory, "token": TOKEN, "faults": list(faults)},
+                    "name": name,
+                    "coordinator": f"http://127.0.0.1:{self.port}",
+                    "run_file": str(self.paths.run_file),
+                    "vocabulary": vocabulary,
+                    "seconds_per_group": seconds_per_group,
+                },
+            )
+        )
+        return directory
+
+    def start(self, **generator: Any) -> Path:
+        self.start_coordinator()
+        directory = self.start_generator(**generator)
+        self.start_trainer()
+        return directory
+
+    def status(self) -> wire.Status | None:
+        headers = {"authorization": f"Bearer {TOKEN}", wire.WIRE_HEADER: str(wire.WIRE_VERSION)}
+        try:
+            answer = httpx.get(f"http://127.0.0.1:{self.port}{endpoints.STATUS}", headers=headers, timeout=5)
+        except httpx.HTTPError:
+            return None
+        return msgspec.msgpack.decode(answer.content, type=wire.Status) if answer.status_code == 200 else None
+
+    def step(self) -> int:
+        status = self.status()
+        return status.step if status else -1
+
+    def wait_trainer(self, seconds: float = 90.0) -> list[int]:
+        deadline = time.monotonic() + seconds
+        for rank in self.ranks:
+            rank.join(max(0.1, deadline - time.monotonic()))
+            assert not rank.is_alive(), (
+                f"a rank is still there after {seconds} s\n{self.log('trainer-0')[-4000:]}"
+            )
+        return [rank.exitcode for rank in self.ranks]
+
+    def log(self, name: str) -> str:
+        return (self.paths.logs / f"{name}.log").read_text()
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.paths.metrics.read_text().splitlines()]
+
+    def checkpoints(self) -> list[int]:
+        return sorted(int(p.name[5:]) for p in self.paths.checkpoints.glob("step-*"))
+
+
+@pytest.fixture
+def new_run(processes: Any, tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    made: list[Run] = []
+
+    def new(**changes: Any) -> Run:
+        made.append(Run(processes, tmp_path / f"run{len(made)}", **changes))
+        return made[-1]
+
+    yield new
+    for run in made:
+        for log in sorted(run.paths.logs.glob("*.log")):
+            print(f"--- {log.name}\n{log.read_text()[-5000:]}")
+
+
+def model_state(directory: Path) -> dict[str, torch.Tensor]:
+    """The weights in a ZeRO ≤ 2 checkpoint, by their transformers names."""
+    (file,) = directory.glob("state/*model_states.pt")
+    state = torch.load(file, weights_only=False)["module"]
+    return {
+        name.removeprefix("causal_lm."): tensor
+        for name, tensor in state.items()
+        if name.startswith("causal_lm.")
+    }
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_a_whole_run(new_run: Any, zero_stage: int) -> None:
+    run = new_run(trainer__zeroStage=zero_stage)
+    directory = run.start()
+    assert run.wait_trainer() == [0, 0]
+    status = run.status()
+    assert status is not None
+    assert (status.phase, status.step, status.published_version) == (wire.Phase.FINISHED, 6, 6)
+    assert status.counts.acknowledged == status.counts.trained + status.counts.filtered + status.counts.queued
+    assert run.checkpoints() == [4, 6]
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(6))
+    for name in (
+        "loss",
+        "grad_norm",
+        "entropy",
+        "ratio_max",
+        "reward_mean",
+        "staleness_max",
+        "shard_seconds",
+    ):
+        assert name in rows[-1], f"{name} is missing from {sorted(rows[-1])}"
+    assert all(row["staleness_max"] <= 2 for row in rows)
+    versions = sorted(int(p.stem[1:]) for p in directory.glob("v*.pt"))
+    assert versions == list(range(7)), "every version was published"
+    last = torch.load(directory / "v6.pt")
+    if zero_stage == 1:
+        trained = model_state(run.paths.checkpoint(6))
+        assert all(torch.equal(last[name], trained[name]) for name in last)
+    shapes = {name: tuple(tensor.shape) for name, tensor in last.items()}
+    first = torch.load(directory / "v0.pt")
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in first.items()}
+    assert not torch.equal(last["model.embed_tokens.weight"], first["model.embed_tokens.weight"])
+
+
+def test_zero_stages_publish_the_same_weights(new_run: Any) -> None:
+    """One update from the same data: ZeRO-3's gathered weights are ZeRO-1's."""
+    taken = []
+    for zero_stage in (1, 3):
+        run = new_run(trainer__zeroStage=zero_stage, budget__maxSteps=1, recipe__maxStalenessSteps=0)
+        directory = run.start()
+        assert run.wait_trainer() == [0, 0]
+        taken.append(torch.load(directory / "v1.pt"))
+    assert taken[0].keys() == taken[1].keys()
+    for name in taken[0]:
+        torch.testing.assert_close(taken[0][name], taken[1][name], rtol=1e-4, atol=1e-6)
+
+
+def test_sigterm_checkpoints_and_the_next_trainer_goes_on(new_run: Any) -> None:
+    run = new_run(budget__maxSteps=9, checkpoint__everySteps=100)
+    run.start(seconds_per_group=0.1)
+    until(lambda: run.step() >= 3)
+    for rank in run.ranks:
+        os.kill(rank.pid, signal.SIGTERM)
+    assert run.wait_trainer(30) == [0, 0]
+    step = run.step()
+    assert run.checkpoints() == [step], "of the very step it was stopped at"
+    run.start_trainer()
+    assert run.wait_trainer() == [0, 0]
+    assert f"hello: version {step}," in run.log("trainer-0")
+    assert run.step() == 9
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_the_others_and_training_goes_on(new_run: Any, victim: int) -> None:
+    run = new_run(budget__maxSteps=8)
+    run.start(seconds_per_group=0.05)
+    until(lambda: run.step() >= 3)
+    os.kill(run.ranks[victim].pid, signal.SIGKILL)
+    codes = run.wait_trainer(30)
+    assert codes[victim] == -signal.SIGKILL
+    assert codes[1 - victim] == 1
+    run.start_trainer()
+    assert run.wait_trainer() == [0, 0]
+    status = run.status()
+    assert status is not None
+    assert status.step == 8
+    assert status.counts.acknowledged == status.counts.trained + status.counts.filtered + status.counts.queued
+    assert [row["step"] for row in run.rows()] == list(range(8))
+
+
+def test_a_generator_killed_in_a_publish_stops_nothing(new_run: Any) -> None:
+    run = new_run()
+    run.start_coordinator()
+    survivor = run.start_generator(seconds_per_group=0.05)
+    run.start_generator({"at": "receive", "how": "kill", "version": 2, "bucket": 1})
+    run.start_trainer()
+    assert run.wait_trainer() == [0, 0]
+    assert run.step() == 6
+    assert (survivor / "v6.pt").exists()
+    assert "did not take it" in run.log("trainer-0")
+
+
+def test_the_coordinator_may_come_back(new_run: Any) -> None:
+    run = new_run()
+    run.start(seconds_per_group=0.05)
+    until(lambda: run.step() >= 2)
+    os.kill(run.coordinator.pid, signal.SIGKILL)
+    time.sleep(1)
+    run.start_coordinator()
+    assert run.wait_trainer() == [0, 0]
+    assert run.step() == 6
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_disk_that_is_full_fails_checkpoints_only(new_run: Any, rank: int) -> None:
+    """One rank cannot write files of more than 32 KiB: the other must neither hang nor keep its half."""
+    run = new_run(budget__maxSteps=5)
+    run.largest_file = {rank: 32 << 10}
+    run.start()
+    assert run.wait_trainer() == [0, 0]
+    assert run.step() == 5
+    assert run.rows()[-1]["checkpoint_failures"] == 2
+    assert "the one before stays" in run.log("trainer-0")
+    assert list(run.paths.checkpoints.iterdir()) == [], "neither a checkpoint nor a part of one"
+
+
+def test_bad_input_is_exit_2(new_run: Any) -> None:
+    run = new_run(trainer__zeroStage=0, model__dtype="bfloat16")
+    run.start()
+    assert run.wait_trainer(60) == [2, 2]
+    assert "choose stage 1" in run.log("trainer-0")

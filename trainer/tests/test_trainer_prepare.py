@@ -1,0 +1,207 @@
+"""Preparing a run's model: three sources, one folder, and every way to be told no."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from scalerl_api.load import parse_run
+from scalerl_api.paths import RunPaths
+from scalerl_api.spec import RunSpec
+from scalerl_trainer.models import load_model, load_tokenizer
+from scalerl_trainer.prepare import PrepareError, prepare
+
+SCRATCH = {"layers": 2, "hiddenSize": 32, "attentionHeads": 2, "intermediateSize": 48, "vocabularySize": 300}
+
+
+def make(root: Path, model: dict[str, Any] | None = None, **sections: Any) -> tuple[RunPaths, RunSpec]:
+    root.mkdir(exist_ok=True)
+    jsonl = root / "task.jsonl"
+    jsonl.write_text(
+        "".join(json.dumps({"prompt": f"{i}+1=", "answer": f"{i + 1}"}) + "\n" for i in range(40))
+    )
+    spec = {
+        "model": {"dtype": "float32", "contextTokens": 64} | (model or {"scratch": SCRATCH}),
+        "task": {"jsonl": {"path": str(jsonl)}, "verifier": {"name": "exact"}, "heldOut": {"size": 2}},
+        "recipe": {"maxCompletionTokens": 8},
+        "budget": {"maxSteps": 1},
+    } | sections
+    manifest = {
+        "apiVersion": "scalerl.dev/v1alpha1",
+        "kind": "ScaleRLRun",
+        "metadata": {"name": "t"},
+        "spec": spec,
+    }
+    (root / "run.yaml").write_text(yaml.safe_dump(manifest))
+    (root / "token").write_text("secret")
+    return RunPaths(root), parse_run((root / "run.yaml").read_text(), "run.yaml").spec
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_scratch_is_a_llama_that_transformers_loads(tmp_path: Path, dtype: Any, tied: bool) -> None:
+    paths, spec = make(tmp_path, {"scratch": SCRATCH | {"tiedEmbeddings": tied}, "dtype": dtype})
+    prepare(paths, spec, one_machine=True)
+    model = load_model(str(paths.base_model), dtype=dtype)
+    tokenizer = load_tokenizer(str(paths.base_model))
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+    weight = model.model.layers[1].mlp.gate_proj.weight.float()
+    assert weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert torch.equal(model.model.norm.weight.float(), torch.ones(32))
+    assert not torch.equal(weight, model.model.layers[0].mlp.gate_proj.weight.float())
+    text = "12+34=46 π"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids) == text
+    digits = [i for i in ids if tokenizer.decode([i]).isdigit()]
+    assert [tokenizer.decode([i]) for i in digits] == list("123446")
+
+
+def test_the_same_spec_gives_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        paths, spec = make(tmp_path / name)
+        prepare(paths, spec, one_machine=True)
+    for file in (tmp_path / "a" / "model").iterdir():
+        if file.name != "prepared.json":  # the task's path is in the digest of its source
+            assert file.read_bytes() == (tmp_path / "b" / "model" / file.name).read_bytes(), file.name
+
+
+def test_a_small_vocabulary_is_an_upper_bound(tmp_path: Path) -> None:
+    paths, spec = make(tmp_path, {"scratch": SCRATCH | {"vocabularySize": 64}})
+    prepare(paths, spec, one_machine=True)
+    tokenizer = load_tokenizer(str(paths.base_model))
+    assert len(tokenizer) <= 64
+    assert tokenizer.decode(tokenizer.encode("3+1=4")) == "3+1=4"
+    assert tokenizer.encode("é") == [tokenizer.unk_token_id] * 2, "nothing is dropped silently"
+
+
+def test_again_is_nothing_and_another_model_is_refused(tmp_path: Path) -> None:
+    paths, spec = make(tmp_path)
+    prepare(paths, spec, one_machine=True)
+    before = {f: f.stat().st_mtime_ns for f in paths.base_model.iterdir()}
+    prepare(paths, spec, one_machine=True)
+    assert {f: f.stat().st_mtime_ns for f in paths.base_model.iterdir()} == before
+    _, other = make(tmp_path, {"scratch": SCRATCH | {"layers": 3}})
+    with pytest.raises(PrepareError, match="another run directory"):
+        prepare(paths, other, one_machine=True)
+
+
+def test_path_is_linked_and_checked(tmp_path: Path) -> None:
+    source, spec = make(tmp_path / "source")
+    prepare(source, spec, one_machine=True)
+    paths, spec = make(tmp_path / "run", {"path": str(source.base_model)})
+    prepare(paths, spec, one_machine=True)
+    weights = "model.safetensors"
+    assert (paths.base_model / weights).samefile(source.base_model / weights)
+    prepare(paths, spec, one_machine=True)
+
+
+def test_a_crash_leaves_nothing_that_looks_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths, spec = make(tmp_path)
+
+    def crash(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("scalerl_trainer.prepare._check", crash)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(paths, spec, one_machine=True)
+    assert not paths.base_model.exists()
+
+
+def broken(tmp_path: Path, change: Any) -> dict[str, Any]:
+    source, spec = make(tmp_path / "source")
+    prepare(source, spec, one_machine=True)
+    change(source.base_model)
+    return {"path": str(source.base_model)}
+
+
+def edit(name: str, **values: Any) -> Any:
+    def change(directory: Path) -> None:
+        data = json.loads((directory / name).read_text()) | values
+        (directory / name).write_text(json.dumps({k: v for k, v in data.items() if v is not None}))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: (d / "config.json").unlink(), "model.path.*config.json"),
+        (lambda d: (d / "model.safetensors").unlink(), r"model.path.*safetensors"),
+        (edit("tokenizer_config.json", eos_token=None), "end-of-sequence"),
+        (edit("config.json", max_position_embeddings=32), r"model.contextTokens: 64 asked for.*32"),
+    ],
+)
+def test_a_model_folder_that_lacks_something(tmp_path: Path, change: Any, message: str) -> None:
+    paths, spec = make(tmp_path / "run", broken(tmp_path, change))
+    with pytest.raises(PrepareError, match=message):
+        prepare(paths, spec, one_machine=True)
+    assert not paths.base_model.exists()
+
+
+def test_a_chat_format_needs_a_chat_template(tmp_path: Path) -> None:
+    paths, spec = make(tmp_path)
+    task = spec.task.model_copy(update={"prompt": spec.task.prompt.model_copy(update={"format": "Chat"})})
+    with pytest.raises(PrepareError, match=r"task\.prompt\.format"):
+        prepare(paths, spec.model_copy(update={"task": task}), one_machine=True)
+
+
+def test_a_model_larger_than_memory_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    huge = {"layers": 64, "hiddenSize": 8192, "attentionHeads": 64, "intermediateSize": 65536}
+    paths, spec = make(tmp_path, {"scratch": huge})
+    with pytest.raises(PrepareError, match=r"model.scratch: 120,\d+ M parameters: .* GiB"):
+        prepare(paths, spec, one_machine=True)
+    assert not paths.base_model.exists()
+
+
+def test_all_roles_together_must_fit_on_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = {"replicas": 8, "zeroStage": 1}
+    monkeypatch.setattr("scalerl_trainer.prepare.memory_bytes", lambda: 4 << 20)
+    paths, spec = make(tmp_path, trainer=trainer)
+    with pytest.raises(PrepareError, match="8 trainer ranks"):
+        prepare(paths, spec, one_machine=True)
+    prepare(paths, spec, one_machine=False)
+
+
+def test_the_process_names_the_field_and_leaves_with_2(tmp_path: Path) -> None:
+    paths, _ = make(tmp_path, {"path": str(tmp_path / "nowhere")})
+    environ = {
+        "SCALERL_DIR": str(tmp_path),
+        "SCALERL_NAME": "prepare",
+        "SCALERL_COORDINATOR_URL": "http://127.0.0.1:9",
+        "SCALERL_TOKEN_FILE": str(paths.token),
+        "PATH": "/usr/bin:/bin",
+    }
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys, scalerl_trainer.prepare as p; c = p.main(); assert 'torch' not in sys.modules; sys.exit(c)",
+        ],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "model.path" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_hub_model_that_is_not_there_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    paths, spec = make(tmp_path / "run", {"hub": {"name": "nobody/nothing"}})
+    with pytest.raises(PrepareError, match=r"model\.hub: nobody/nothing at revision main"):
+        prepare(paths, spec, one_machine=True)
