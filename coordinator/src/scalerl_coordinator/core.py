@@ -98,11 +98,11 @@ class Core:
     def commit(self, record: r.AnyRecord, blob: bytes = b"") -> None:
         """Apply one record, and queue it for the journal."""
         state = self.state
-        drops_groups = isinstance(record, r.CheckpointCommitted | r.TrainerJoined | r.Restored)
-        before = {g.lease_id for g in state.groups.values()} if drops_groups else set()
+        sweeping = isinstance(record, r.CheckpointCommitted | r.TrainerJoined | r.Restored | r.Published)
+        before = {g.lease_id for g in state.groups.values()} if sweeping else set()
         state.apply(record)
         self.outbox.append((record, blob))
-        if drops_groups:
+        if sweeping:
             self.forgotten |= before - {g.lease_id for g in state.groups.values()}
             self.book.resync({i: lease.holder for i, lease in state.leases.items()}, self.meter.last)
         match record:

@@ -206,11 +206,12 @@ class Journal:
             raise CorruptJournal(
                 str(self.directory), 0, f"the groups of {len(missing)} leases are not in any segment"
             )
-        self._blobs = {key: at for key, at in self._blobs.items() if key in wanted}
-        for segment in {at.segment for at in self._blobs.values()}:
+        blobs = {key: at for key, at in self._blobs.items() if key in wanted}
+        for segment in sorted({at.segment for at in blobs.values()}):
             path = self._path("segment", segment)
             if not path.exists():
                 raise CorruptJournal(str(path), 0, "the segment is missing, and groups of it are wanted")
+        self._blobs = blobs
 
     # --- appending ------------------------------------------------------------------------------
 

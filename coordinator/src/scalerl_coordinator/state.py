@@ -276,6 +276,10 @@ class State(msgspec.Struct):
     def _trainer_joined(self, record: r.TrainerJoined) -> None:
         self.incarnation, self.world_size = record.incarnation, record.world_size
         self.finish_reason = ""  # whoever says hello has not left; a stop still stands
+        for step in range(self.version, record.version):
+            # A checkpoint from ahead, after a trainer that could not load it went further back: the batches of
+            # these steps are the ones it has trained on; only their reports are gone.
+            self._advance(step, {}, 0)
         if record.version == self.version:
             return
         if record.version < self.first_kept_step:
@@ -311,15 +315,21 @@ class State(msgspec.Struct):
         self.identity, self.nonce, self.next_lease = identity, nonce, number
 
     def _step_trained(self, record: r.StepTrained) -> None:
-        sums = sum_step(record.step, self.step_groups(record.step))
-        self.marks[record.step] = self.line
-        self.line = extend(self.line, sums, record.trained_tokens, record.stats.get("mismatch_kl"))
-        self.version = record.step + 1
+        self.usage.trainer_busy_seconds += record.busy_seconds
+        self._advance(
+            record.step, {**record.stats, "busy_seconds": record.busy_seconds}, record.trained_tokens
+        )
+
+    def _advance(self, step: int, stats: dict[str, float], trained_tokens: int) -> None:
+        """The line grows by ``step``, which is closed."""
+        sums = sum_step(step, self.step_groups(step))
+        self.marks[step] = self.line
+        self.line = extend(self.line, sums, trained_tokens, stats.get("mismatch_kl"))
+        self.version = step + 1
         self.fates.trained += sums.trained_rollouts
         self.fates.queued -= sums.trained_rollouts
-        self.usage.trainer_busy_seconds += record.busy_seconds
         row: dict[str, float] = {
-            "step": record.step,
+            "step": step,
             "version": self.version,
             "wall_seconds": self.usage.wall_seconds,
             "device_seconds": self.usage.device_seconds,
@@ -334,13 +344,12 @@ class State(msgspec.Struct):
             "staleness_mean": sums.staleness_sum / sums.staleness_tokens if sums.staleness_tokens else 0.0,
             "staleness_max": sums.staleness_max,
             "generated_tokens": self.usage.generated_tokens,
-            "trained_tokens": record.trained_tokens,
-            "busy_seconds": record.busy_seconds,
+            "trained_tokens": trained_tokens,
         }
         for name, value in self.publish_stats.items():
             row[name if name == "mismatch_kl" else f"publish_{name}"] = value
         self.publish_stats = {}
-        self.rows[record.step] = self.last_row = {**record.stats, **row}
+        self.rows[step] = self.last_row = {**stats, **row}
 
     def _published(self, record: r.Published) -> None:
         if record.version < self.published:

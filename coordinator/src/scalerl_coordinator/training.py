@@ -64,7 +64,7 @@ class Training:
             raise Refusal("bad-request", "incarnation is empty")
         if state.fresh and request.snapshot is not None:
             self._restore(request.snapshot, request.version)
-        if request.version > state.version:
+        if not all(state.closed(step) for step in range(state.version, request.version)):
             raise Refusal(
                 "no-state",
                 f"the trainer's checkpoint is of version {request.version}, the journal knows {state.version} steps; "

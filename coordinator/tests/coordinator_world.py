@@ -1,0 +1,232 @@
+"""A coordinator without sockets and disk, for tests of its decisions: settings, and a journal in a bytearray."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from coordinator_client import make_group
+
+from scalerl_api import wire
+from scalerl_coordinator import frames
+from scalerl_coordinator import records as r
+from scalerl_coordinator.core import Core
+from scalerl_coordinator.curriculum import SeededEpochs
+from scalerl_coordinator.rollouts import Rollouts
+from scalerl_coordinator.settings import Identity, Settings
+from scalerl_coordinator.state import State
+from scalerl_coordinator.training import Training
+
+TRAIN_PROMPTS = 7
+
+
+def make_settings(**changes: Any) -> Settings:
+    """Three prompts a step, two completions each, k = 1, a point every second version over two held-out prompts."""
+    identity = Identity(
+        prompts_per_step=3,
+        completions_per_prompt=2,
+        max_completion_tokens=8,
+        max_staleness_steps=1,
+        zero_variance_filter=True,
+        seed=11,
+        train_digest="train",
+        held_out_digest="held-out",
+        held_out_prompts=2,
+        evaluation_samples=2,
+    )
+    fields = {name: changes.pop(name) for name in list(changes) if name in Identity.__struct_fields__}
+    values: dict[str, Any] = {
+        "temperature": 1.0,
+        "evaluation_temperature": 0.5,
+        "evaluation_every": 2,
+        "hold_seconds": 60.0,
+        "lease_seconds": 100.0,
+        "max_steps": None,
+        "generator_devices": 1,
+        "trainer_devices": 2,
+    }
+    return Settings(identity=msgspec.structs.replace(identity, **fields), **{**values, **changes})
+
+
+class World:
+    """A coordinator, its journal, and the time. Crashes lose what was not acknowledged, and nothing else."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.now = 0.0
+        self.process = 0
+        self.member_ids = 0
+        self.log = bytearray(frames.segment_header(1))
+        self.acknowledged = len(self.log)
+        self.core: Core
+        self._begin(State())
+
+    def _begin(self, state: State) -> None:
+        self.process += 1
+        curriculum = SeededEpochs(TRAIN_PROMPTS, self.settings.identity.seed)
+        self.core = Core.begin(self.settings, curriculum, state, f"p{self.process}", self.now)
+        self.rollouts = Rollouts(self.core)
+        self.training = Training(self.core)
+        self.write()
+
+    @property
+    def state(self) -> State:
+        return self.core.state
+
+    # --- the journal ----------------------------------------------------------------------------
+
+    def write(self) -> None:
+        """What was decided goes to the journal, not yet known to be on disk."""
+        for record, blob in self.core.outbox:
+            for part in frames.encode_frame(r.encode(record), blob, self.acknowledged):
+                self.log += part
+        self.core.outbox.clear()
+
+    def acknowledge(self) -> None:
+        """It is on disk, and answers go out."""
+        self.write()
+        self.acknowledged = len(self.log)
+
+    def replay(self) -> State:
+        state = State()
+        for frame in frames.read_segment(memoryview(bytes(self.log)), "log", 1, last=True):
+            state.apply(r.decode(frame.header))
+        return state
+
+    def crash(self, keep: int) -> None:
+        """The process dies; of what was not acknowledged, ``keep`` bytes reached the disk."""
+        self.write()
+        del self.log[min(self.acknowledged + keep, len(self.log)) :]
+        end = len(frames.segment_header(1))
+        for frame in frames.read_segment(memoryview(bytes(self.log)), "log", 1, last=True):
+            end = frame.end
+        del self.log[end:]
+        self._begin(self.replay())
+        self.acknowledge()
+
+    def lose_volume(self) -> None:
+        """The coordinator starts again with an empty directory."""
+        self.log = bytearray(frames.segment_header(1))
+        self.acknowledged = len(self.log)
+        self._begin(State())
+        self.acknowledge()
+
+    # --- shorthands -----------------------------------------------------------------------------
+
+    def register(self, name: str, held: list[str] | None = None) -> str:
+        self.member_ids += 1
+        member_id = f"{name}/{self.member_ids}"
+        request = wire.Register(name=name, control_url="u", task_digest="train", held_leases=held or [])
+        self.rollouts.register(request, member_id, self.now)
+        return member_id
+
+    def beat(self, member_id: str, version: int, **changes: Any) -> None:
+        values = {"healthy": True, "busy_seconds": 0.0, "generated_tokens": 0, **changes}
+        self.rollouts.heartbeat(
+            wire.Heartbeat(member_id=member_id, weight_version=version, **values), self.now
+        )
+
+    def lease(self, member_id: str, version: int, groups: int = 100) -> list[wire.Lease]:
+        request = wire.LeaseRequest(
+            member_id=member_id, weight_version=version, max_groups=groups, wait_seconds=0
+        )
+        self.rollouts.arrive(request, self.now)
+        leases = self.rollouts.offer(member_id, groups, self.now)
+        return [] if leases is None else leases.leases
+
+    def push(self, member_id: str, group: wire.Group) -> wire.PushResult:
+        return self.rollouts.push(member_id, group, msgspec.msgpack.encode(group), self.now)[0]
+
+    def serve(self, member_id: str, version: int, groups: int = 100, **changes: Any) -> list[wire.Lease]:
+        """Lease, and push it all."""
+        leases = self.lease(member_id, version, groups)
+        for lease in leases:
+            assert self.push(member_id, make_group(lease, version=version, **changes)) == "accepted"
+        return leases
+
+    def hello(self, incarnation: str, version: int = 0, snapshot: bytes | None = None) -> wire.TrainerWelcome:
+        request = wire.TrainerHello(incarnation=incarnation, version=version, world_size=1, snapshot=snapshot)
+        return self.training.hello(request, self.now)
+
+    def next(self, incarnation: str) -> wire.Next | None:
+        request = wire.NextRequest(incarnation=incarnation, version=self.state.version, wait_seconds=0)
+        return self.training.next(request, self.now)
+
+    def report(self, incarnation: str, step: int, **stats: float) -> dict[str, float] | None:
+        request = wire.StepReport(
+            incarnation=incarnation, step=step, stats=stats, busy_seconds=0.5, trained_tokens=10
+        )
+        return self.training.step(request, self.now)
+
+    def begin_publish(self, incarnation: str) -> wire.PublishPermit | None:
+        request = wire.PublishBegin(incarnation=incarnation, version=self.state.version, wait_seconds=0)
+        return self.training.publish_begin(request, self.now)
+
+    def commit_publish(
+        self, incarnation: str, updated: list[str], failed: list[str] | None = None, **stats: float
+    ) -> None:
+        request = wire.PublishCommit(
+            incarnation=incarnation,
+            version=self.state.version,
+            updated=updated,
+            failed=failed or [],
+            stats=stats,
+        )
+        self.training.publish_commit(request, self.now)
+
+    def publish(self, incarnation: str, **stats: float) -> list[str]:
+        """Begin and commit to everyone permitted."""
+        permit = self.begin_publish(incarnation)
+        assert permit is not None
+        updated = [m.member_id for m in permit.members]
+        self.commit_publish(incarnation, updated, **stats)
+        return updated
+
+    def checkpoint(self, incarnation: str, kept: list[int]) -> bytes:
+        begin = wire.CheckpointBegin(incarnation=incarnation, step=self.state.version)
+        snapshot = self.training.checkpoint_begin(begin, self.now).snapshot
+        commit = wire.CheckpointCommit(incarnation=incarnation, step=self.state.version, kept_steps=kept)
+        self.training.checkpoint_commit(commit, self.now)
+        return snapshot
+
+    def plan(self, incarnation: str, step: int, rank: int = 0, world_size: int = 1) -> Any:
+        request = wire.ShardRequest(incarnation=incarnation, step=step, rank=rank, world_size=world_size)
+        return self.training.plan_shard(request)
+
+    def pass_time(self, seconds: float, beats: dict[str, int] | None = None) -> None:
+        """Let time pass in ticks of a second; members in ``beats`` (id → version) send heartbeats."""
+        for _ in range(int(seconds)):
+            self.now += 1.0
+            for member_id, version in (beats or {}).items():
+                if member_id in self.core.membership.members:
+                    self.beat(member_id, version)
+            self.core.tick(self.now)
+            self.training.tick(self.now)
+
+
+def check_consistency(world: World) -> None:
+    """What holds after every record."""
+    state, identity = world.state, world.settings.identity
+    size, rollouts = identity.prompts_per_step, identity.completions_per_prompt
+    fates = state.fates
+    assert fates.acknowledged == fates.trained + fates.filtered + fates.queued
+    assert min(fates.trained, fates.filtered, fates.queued) >= 0
+    untrained = {slot: g for slot, g in state.groups.items() if slot // size >= state.version}
+    assert fates.queued == rollouts * sum(not g.filtered for g in untrained.values())
+    # Every issued slot is somewhere, and in one place.
+    leased = [lease.slot for lease in state.leases.values() if lease.split is wire.Split.TRAIN]
+    places = sorted([*leased, *state.reissue, *state.groups])
+    assert places == list(range(state.first_kept_step * size, state.next_slot))
+    assert sorted(state.prompts) == places
+    assert set(state.lapsed) <= set(state.reissue)
+    assert all(state.closed(step) for step in range(state.first_kept_step, state.version))
+    assert set(state.marks) == set(range(state.first_kept_step, state.version)) or not state.rows
+    for version, evaluation in state.evaluations.items():
+        held = [
+            lease.slot
+            for lease in state.leases.values()
+            if lease.split is wire.Split.HELD_OUT and lease.policy_version == version
+        ]
+        assert sorted([*held, *evaluation.todo, *evaluation.results]) == list(range(evaluation.prompts))
+    assert len({p.version for p in state.points}) == len(state.points)
+    assert sorted(world.core.book._open) == sorted(state.leases)

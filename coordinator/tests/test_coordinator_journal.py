@@ -1,0 +1,273 @@
+"""The journal on a real disk: torn tails, damage, group commit, rotation, a disk that is full and has room again."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from scalerl_coordinator import frames
+from scalerl_coordinator.frames import CorruptJournal
+from scalerl_coordinator.journal import Disk, Journal, JournalLocked, JournalRefused
+
+
+async def open_journal(directory: Path, **options) -> tuple[Journal, list[bytes]]:
+    """A started journal, and the records it held."""
+    journal = Journal(directory, **options)
+    try:
+        _, replayed = journal.recover()
+        records = []
+        for item in replayed:
+            records.append(bytes(item.header))
+            if item.has_blob:
+                journal.index(bytes(item.header).decode(), item.location)
+        await journal.start()
+    except BaseException:
+        await journal.close()
+        raise
+    return journal, records
+
+
+async def written(directory: Path, count: int, **options) -> None:
+    """A journal of ``count`` records r0, r1, …, every second with a blob, each acknowledged by itself."""
+    journal, _ = await open_journal(directory, **options)
+    for at in range(count):
+        name = f"r{at}"
+        journal.append(name.encode(), name if at % 2 else None, bytes(100 + at) if at % 2 else b"")
+        await journal.durable()
+    await journal.close()
+
+
+async def test_what_is_durable_comes_back_with_its_blobs(tmp_path):
+    await written(tmp_path, 6)
+    journal, records = await open_journal(tmp_path)
+    assert records == [f"r{at}".encode() for at in range(6)]
+    assert [len(blob) for blob in journal.read(["r5", "r1"])] == [105, 101]
+    journal.append(b"more", None)
+    await journal.durable()
+    await journal.close()
+    journal, records = await open_journal(tmp_path)
+    assert records[-1] == b"more"
+    await journal.close()
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_cut_anywhere_a_prefix_comes_back(tmp_path_factory, data):
+    directory = tmp_path_factory.mktemp("cut")
+
+    async def run() -> None:
+        await written(directory, 6)
+        path = directory / "segment-00000001"
+        whole = path.read_bytes()
+        path.write_bytes(whole[: data.draw(st.integers(0, len(whole)))])
+        journal, records = await open_journal(directory)
+        assert records == [f"r{at}".encode() for at in range(len(records))]
+        journal.append(b"after", None)
+        await journal.durable()
+        await journal.close()
+        journal, again = await open_journal(directory)
+        assert again == [*records, b"after"]
+        await journal.close()
+
+    asyncio.run(run())
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damage_to_acknowledged_bytes_is_named_and_never_passed_over(tmp_path_factory, data):
+    directory = tmp_path_factory.mktemp("damage")
+
+    async def run() -> None:
+        await written(directory, 6)
+        path = directory / "segment-00000001"
+        whole = bytearray(path.read_bytes())
+        offsets = [f.offset for f in frames.read_segment(memoryview(bytes(whole)), "x", 1, last=True)]
+        # The last frame's own damage cannot be told from a torn tail; all others are below its ``synced``.
+        at = data.draw(st.integers(0, offsets[-1] - 1))
+        whole[at] ^= data.draw(st.integers(1, 255))
+        path.write_bytes(whole)
+        expected = max((o for o in [0, *offsets] if o <= at), default=0)
+        with pytest.raises(CorruptJournal, match="segment-00000001, offset") as caught:
+            await open_journal(directory)
+        assert caught.value.offset == (expected if at >= offsets[0] else 0)
+
+    asyncio.run(run())
+
+
+async def test_unacknowledged_frames_after_a_hole_are_a_torn_tail(tmp_path):
+    """A power cut may keep a later page of a batch and lose an earlier one."""
+    await written(tmp_path, 2)
+    path = tmp_path / "segment-00000001"
+    synced = path.stat().st_size
+    lost, kept = (b"".join(frames.encode_frame(name, b"", synced)) for name in (b"lost", b"kept"))
+    path.write_bytes(path.read_bytes() + bytes(len(lost)) + kept)
+    journal, records = await open_journal(tmp_path)
+    assert records == [b"r0", b"r1"]
+    await journal.close()
+
+
+async def test_damage_in_a_finished_segment_or_a_missing_one_is_an_error(tmp_path):
+    journal, _ = await open_journal(tmp_path)
+    for at in range(3):
+        journal.append(f"r{at}".encode(), f"r{at}", bytes(50))
+        journal.rotate(b"state")
+        await journal.durable()
+    journal.append(b"r3", None)
+    await journal.durable()
+    await journal.close()
+    names = sorted(p.name for p in tmp_path.iterdir())
+    # Older segments stay for their blobs, the newest snapshot alone is kept.
+    assert names == ["lock", *[f"segment-0000000{n}" for n in (1, 2, 3, 4)], "snapshot-00000004"]
+    for victim, message in (("segment-00000004", "is missing"), ("snapshot-00000004", "damaged")):
+        path = tmp_path / victim
+        whole = path.read_bytes()
+        path.unlink() if message == "is missing" else path.write_bytes(whole[:-1])
+        with pytest.raises(CorruptJournal, match=message):
+            await open_journal(tmp_path)
+        path.write_bytes(whole)
+    journal, records = await open_journal(tmp_path)
+    assert records == [b"r3"]
+    assert [len(blob) for blob in journal.read(["r0", "r1", "r2"])] == [50, 50, 50]
+    (tmp_path / "segment-00000002").unlink()
+    with pytest.raises(CorruptJournal, match="segment-00000002"):
+        journal.retain(["r1"])
+    journal.forget(["r0", "r1"])
+    journal.rotate(b"state")
+    await journal.close()
+    assert sorted(p.name for p in tmp_path.glob("segment*")) == ["segment-00000003", "segment-00000005"]
+
+
+async def test_a_damaged_blob_is_found_when_it_is_read(tmp_path):
+    journal, _ = await open_journal(tmp_path)
+    journal.append(b"r", "r", bytes(1000))
+    await journal.durable()
+    path = tmp_path / "segment-00000001"
+    whole = bytearray(path.read_bytes())
+    whole[-10] ^= 1
+    path.write_bytes(whole)
+    with pytest.raises(CorruptJournal, match="offset 16"):
+        journal.read(["r"])
+    with pytest.raises(KeyError):
+        journal.read(["never"])
+    await journal.close()
+
+
+async def test_a_crash_between_segment_and_snapshot_replays_more(tmp_path):
+    await written(tmp_path, 3)
+    (tmp_path / "segment-00000002").write_bytes(b"")  # created, header not yet there
+    (tmp_path / "snapshot-00000002.tmp").write_bytes(b"half")
+    journal, records = await open_journal(tmp_path)
+    assert len(records) == 3
+    journal.append(b"more", None)
+    await journal.durable()
+    await journal.close()
+    assert not list(tmp_path.glob("*.tmp"))
+    journal, records = await open_journal(tmp_path)
+    assert records == [b"r0", b"r1", b"r2", b"more"]
+    await journal.close()
+
+
+async def test_a_directory_has_one_owner(tmp_path):
+    journal, _ = await open_journal(tmp_path)
+    with pytest.raises(JournalLocked, match="another coordinator"):
+        Journal(tmp_path)
+    await journal.close()
+    journal, _ = await open_journal(tmp_path)
+    await journal.close()
+
+
+class SlowDisk(Disk):
+    """Counts syncs, and takes its time over each."""
+
+    syncs = 0
+
+    def sync(self, fd: int) -> None:
+        self.syncs += 1
+        super().sync(fd)
+
+
+async def test_what_waits_together_is_synced_together(tmp_path):
+    disk = SlowDisk()
+    journal, _ = await open_journal(tmp_path, disk=disk)
+    before = disk.syncs
+
+    async def one(at: int) -> None:
+        journal.append(f"r{at}".encode(), None)
+        await journal.durable()
+
+    await asyncio.gather(*(one(at) for at in range(200)))
+    assert disk.syncs - before < 20
+    await journal.close()
+
+
+class FullDisk(Disk):
+    """Takes ``room`` more bytes, then is full; a write may be cut short, as a real one is."""
+
+    room = 10**9
+
+    def write(self, fd: int, data) -> int:
+        if self.room <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        count = super().write(fd, data[: self.room])
+        self.room -= count
+        return count
+
+
+@pytest.mark.parametrize("room", [0, 1, 30, 90])
+async def test_a_full_disk_refuses_whole_and_recovers(tmp_path, room):
+    disk = FullDisk()
+    journal, _ = await open_journal(tmp_path, disk=disk)
+    went_back = []
+    journal.on_refusal = lambda: went_back.append([bytes(i.header) for i in journal.recover()[1]])
+    journal.append(b"before", None)
+    await journal.durable()
+    disk.room = room
+    journal.append(b"a", "a", bytes(200))
+    first = asyncio.create_task(journal.durable())
+    await asyncio.sleep(0)
+    journal.append(b"b", None)
+    with pytest.raises(JournalRefused, match="No space left"):
+        await first
+    assert went_back == [[b"before"]]
+    with pytest.raises(JournalRefused):
+        journal.check()
+    assert journal.refusing is not None
+    disk.room = 10**9
+    async with asyncio.timeout(10):
+        while journal.refusing is not None:
+            await asyncio.sleep(0.05)
+    journal.append(b"after", "after", bytes(10))
+    await journal.durable()
+    assert journal.read(["after"]) == [bytes(10)]
+    await journal.close()
+    assert not list(tmp_path.glob("*.tmp"))
+    journal, records = await open_journal(tmp_path)
+    assert records == [b"before", b"after"]
+    await journal.close()
+
+
+async def test_a_snapshot_that_finds_no_room_changes_nothing(tmp_path):
+    disk = FullDisk()
+    journal, _ = await open_journal(tmp_path, disk=disk)
+    journal.append(b"r0", None)
+    await journal.durable()
+    disk.room = frames.SEGMENT_HEADER.size + 5
+    journal.rotate(bytes(1000))
+    async with asyncio.timeout(5):
+        while journal.figures.rotations == 0:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+    disk.room = 10**9
+    journal.append(b"r1", None)
+    await journal.durable()
+    await journal.close()
+    assert not list(tmp_path.glob("snapshot*"))
+    journal, records = await open_journal(tmp_path)
+    assert records == [b"r0", b"r1"]
+    await journal.close()

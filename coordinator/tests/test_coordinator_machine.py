@@ -1,0 +1,321 @@
+"""Anything may happen in any order: the counts add up, nothing acknowledged is lost, the batches are the same.
+
+A random walk over generators that come, go, repeat themselves and answer late, a trainer that falls back to any
+kept checkpoint, and a coordinator that dies at any byte of its journal or loses it whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from coordinator_client import make_group
+from coordinator_world import TRAIN_PROMPTS, World, check_consistency, make_settings
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from scalerl_api import wire
+from scalerl_api.wire import NextAction, PushResult, Split
+from scalerl_coordinator.curriculum import SeededEpochs
+from scalerl_coordinator.membership import UnknownMember
+
+NAMES = ("g0", "g1", "g2")
+
+
+class Coordinator(RuleBasedStateMachine):
+    """See the module."""
+
+    @initialize(k=st.integers(0, 3), max_steps=st.none() | st.integers(2, 6), spare=st.booleans())
+    def begin(self, k: int, max_steps: int | None, spare: bool) -> None:
+        self.world = World(
+            make_settings(max_staleness_steps=k, max_steps=max_steps, zero_variance_filter=spare)
+        )
+        self.k, self.max_steps = k, max_steps
+        self.members: dict[str, tuple[str, int]] = {}  # name → (member id, version it holds)
+        self.work: list[tuple[str, wire.Lease]] = []  # handed out, by whom; some of it is lost meanwhile
+        self.accepted: dict[str, wire.Group] = {}  # training groups acknowledged
+        self.trained: dict[int, list[str]] = {}  # lease ids by step, on the present line
+        self.incarnation = ""
+        self.trainers = 0
+        self.checkpoints: dict[int, tuple[bytes, dict[int, list[str]]]] = {}  # snapshot, and what was trained
+        self.unpublished = False
+        self.point_versions: set[int] = set()
+
+    # --- an ordinary while ----------------------------------------------------------------------
+
+    @rule(data=st.data(), rounds=st.integers(1, 4))
+    def everyone_works(self, data: st.DataObject, rounds: int) -> None:
+        self._everyone_works(data, rounds)
+
+    @rule(data=st.data(), rounds=st.integers(1, 4))
+    def everyone_works_again(self, data: st.DataObject, rounds: int) -> None:
+        """The same once more, so that a walk gets somewhere between its disasters."""
+        self._everyone_works(data, rounds)
+
+    def _everyone_works(self, data: st.DataObject, rounds: int) -> None:
+        if not self.incarnation:
+            self._hello(max(self.checkpoints, default=0))
+        for _ in range(rounds):
+            for name in NAMES[:2]:
+                if name not in self.members:
+                    self.register(name, False)
+                self.beat(name, True, 0)
+                self.lease(name, 3)
+            for at in range(len(self.work) - 1, -1, -1):
+                if data.draw(st.integers(0, 5), label="delivers"):
+                    self._push(at, not data.draw(st.integers(0, 2), label="flat"))
+            if not self.unpublished:
+                self.trainer_goes_on()
+            if self.unpublished:
+                self.trainer_publishes(set())
+            self.world.pass_time(3, dict(self.members.values()))
+
+    # --- generators -----------------------------------------------------------------------------
+
+    @rule(name=st.sampled_from(NAMES), keeps=st.booleans())
+    def register(self, name: str, keeps: bool) -> None:
+        held = [lease.lease_id for holder, lease in self.work if holder == name] if keeps else []
+        version = self.members.get(name, ("", -1))[1] if keeps else -1
+        self.members[name] = (self.world.register(name, held), version)
+        self.world.acknowledge()
+
+    @rule(name=st.sampled_from(NAMES), healthy=st.booleans(), tokens=st.integers(0, 9))
+    def beat(self, name: str, healthy: bool, tokens: int) -> None:
+        self._as_member(name, lambda i, v: self.world.beat(i, v, healthy=healthy, generated_tokens=tokens))
+
+    @rule(name=st.sampled_from(NAMES), groups=st.integers(1, 8))
+    def lease(self, name: str, groups: int) -> None:
+        leases = self._as_member(name, lambda i, v: self.world.lease(i, v, groups)) or []
+        self.work += [(name, lease) for lease in leases]
+        for lease in leases:
+            if lease.split is Split.TRAIN:
+                assert lease.slot // 3 - self.members[name][1] <= self.k
+                assert self.max_steps is None or lease.slot < 3 * self.max_steps
+                assert lease.prompt_index == SeededEpochs(TRAIN_PROMPTS, 11).choose(lease.slot)
+
+    @precondition(lambda self: self.work)
+    @rule(data=st.data(), flat=st.booleans())
+    def push(self, data: st.DataObject, flat: bool) -> None:
+        self._push(data.draw(st.integers(0, len(self.work) - 1)), flat)
+
+    def _push(self, at: int, flat: bool) -> None:
+        name, lease = self.work.pop(at)
+        group = self._group(name, lease, flat)
+        result = self._as_member(name, lambda i, _: self.world.push(i, group))
+        if result is None:
+            self.work.append((name, lease))
+        elif result is PushResult.ACCEPTED and lease.split is Split.TRAIN:
+            self.accepted[group.lease_id] = group
+        else:
+            assert result in (PushResult.ACCEPTED, PushResult.LATE)
+
+    @precondition(lambda self: self.accepted)
+    @rule(data=st.data(), name=st.sampled_from(NAMES))
+    def push_again(self, data: st.DataObject, name: str) -> None:
+        group = self.accepted[data.draw(st.sampled_from(sorted(self.accepted)))]
+        before = self.world.state.fates.acknowledged
+        result = self._as_member(name, lambda i, _: self.world.push(i, group))
+        assert result in (None, PushResult.DUPLICATE, PushResult.LATE)
+        assert self.world.state.fates.acknowledged == before
+
+    @precondition(lambda self: self.work)
+    @rule(data=st.data(), bad=st.sampled_from(["nan", "short", "future", "slot"]))
+    def push_spoiled(self, data: st.DataObject, bad: str) -> None:
+        name, lease = data.draw(st.sampled_from(self.work))
+        group = self._group(name, lease, False)
+        completion = group.completions[0]
+        broken: dict[str, Any] = {
+            "nan": {"logprobs": b"\x00\x00\xc0\x7f" * completion.tokens},
+            "short": {"token_ids": completion.token_ids[:-4]},
+            "future": {"versions": [wire.VersionSpan(10_000, 0)]},
+            "slot": {},
+        }[bad]
+        fields = {name: getattr(completion, name) for name in wire.Completion.__struct_fields__}
+        spoiled = wire.Completion(**{**fields, **broken})
+        values = {name: getattr(group, name) for name in wire.Group.__struct_fields__}
+        values["completions"] = [spoiled, *group.completions[1:]]
+        if bad == "slot":
+            values["prompt_index"] += 1
+        result = self._as_member(name, lambda i, _: self.world.push(i, wire.Group(**values)))
+        assert result in (None, PushResult.INVALID, PushResult.LATE)
+
+    @precondition(lambda self: self.work)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        name, lease = self.work.pop(data.draw(st.integers(0, len(self.work) - 1)))
+        request = lambda i: wire.Release(member_id=i, lease_ids=[lease.lease_id], reason="no")  # noqa: E731
+        self._as_member(name, lambda i, _: self.world.rollouts.release(request(i), self.world.now))
+
+    @rule(seconds=st.sampled_from([1, 5, 20, 120]), alive=st.sets(st.sampled_from(NAMES)))
+    def pass_time(self, seconds: int, alive: set[str]) -> None:
+        beats = {i: v for name, (i, v) in self.members.items() if name in alive}
+        self.world.pass_time(seconds, beats)
+        self.world.acknowledge()
+
+    # --- the trainer ----------------------------------------------------------------------------
+
+    @precondition(lambda self: not self.incarnation)
+    @rule()
+    def trainer_starts(self) -> None:
+        self._hello(max(self.checkpoints, default=0))
+
+    @precondition(lambda self: self.incarnation)
+    @rule(data=st.data())
+    def trainer_crashes(self, data: st.DataObject) -> None:
+        self._hello(data.draw(st.sampled_from(sorted(self.checkpoints) or [0])))
+
+    @precondition(lambda self: self.incarnation and not self.unpublished)
+    @rule()
+    def trainer_goes_on(self) -> None:
+        world = self.world
+        following = world.next(self.incarnation)
+        world.acknowledge()
+        if following is None:
+            return
+        if following.action is NextAction.PUBLISH:
+            self.unpublished = True
+        elif following.action is NextAction.TRAIN:
+            step = following.step
+            plan = world.plan(self.incarnation, step)
+            assert [g.slot for g in plan.groups] == [3 * step, 3 * step + 1, 3 * step + 2]
+            for lease_id in plan.lease_ids:
+                # Acknowledged, or accepted just before a crash that kept it without the answer going out.
+                group = self.accepted.get(lease_id)
+                if group is not None:
+                    assert group.prompt_index == SeededEpochs(TRAIN_PROMPTS, 11).choose(group.slot)
+                    assert step - min(s.version for c in group.completions for s in c.versions) <= self.k
+            assert step == len(self.trained)
+            self.trained[step] = plan.lease_ids
+            assert world.report(self.incarnation, step, loss=1.0) is not None
+            assert world.report(self.incarnation, step, loss=1.0) is None  # its answer was lost
+            self.unpublished = world.state.version > world.state.published
+        elif following.action is NextAction.FINISH:
+            assert self.max_steps == world.state.version
+        world.acknowledge()
+
+    @precondition(lambda self: self.incarnation and self.unpublished)
+    @rule(failing=st.sets(st.sampled_from(NAMES)))
+    def trainer_publishes(self, failing: set[str]) -> None:
+        world = self.world
+        permit = world.begin_publish(self.incarnation)
+        if permit is not None:
+            failed = [m.member_id for m in permit.members if m.name in failing]
+            updated = [m.member_id for m in permit.members if m.name not in failing]
+            for name, (member_id, _) in self.members.items():
+                if member_id in updated:
+                    self.members[name] = (member_id, world.state.version)
+            world.commit_publish(self.incarnation, updated, failed, mismatch_kl=0.001)
+            self.unpublished = False
+        world.acknowledge()
+
+    @precondition(lambda self: self.incarnation)
+    @rule(keep=st.integers(1, 2))
+    def trainer_checkpoints(self, keep: int) -> None:
+        version = self.world.state.version
+        kept = sorted({*self.checkpoints, version})[-keep:]
+        kept = kept if version in kept else [*kept, version]
+        snapshot = self.world.checkpoint(self.incarnation, kept)
+        self.checkpoints = {v: s for v, s in self.checkpoints.items() if v in kept}
+        self.checkpoints[version] = snapshot, dict(self.trained)
+        self.world.acknowledge()
+
+    # --- the coordinator ------------------------------------------------------------------------
+
+    @rule(data=st.data(), name=st.sampled_from(NAMES), keep=st.integers(0, 2000))
+    def coordinator_crashes(self, data: st.DataObject, name: str, keep: int) -> None:
+        """With a lease or a push under way whose answer never goes out."""
+        world = self.world
+        before = world.state.fates.acknowledged
+        member = self.members.get(name)
+        if member is not None and member[0] in world.core.membership.members:
+            world.lease(*member, 2)
+            for at, (holder, lease) in enumerate(self.work):
+                if holder == name and data.draw(st.booleans()):
+                    world.push(member[0], self._group(name, lease, False))
+                    del self.work[at]
+                    break
+        world.crash(keep)
+        assert world.state.fates.acknowledged >= before
+        for lease_id, group in self.accepted.items():
+            if group.slot >= 3 * world.state.first_kept_step:
+                assert world.state.groups[group.slot].lease_id == lease_id
+
+    @precondition(lambda self: self.checkpoints and self.incarnation)
+    @rule(really=st.integers(0, 3))
+    def volume_is_lost(self, really: int) -> None:
+        if really:
+            return
+        self.world.lose_volume()
+        version = max(self.checkpoints)
+        self.accepted = {i: g for i, g in self.accepted.items() if g.slot < 3 * version}
+        self.checkpoints = {version: self.checkpoints[version]}
+        self.point_versions = set()
+        snapshot, self.trained = self.checkpoints[version]
+        self._hello(version, snapshot)
+
+    # --- what holds -----------------------------------------------------------------------------
+
+    @invariant()
+    def consistent(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        check_consistency(self.world)
+        state = self.world.state
+        assert state.line.staleness_max <= self.k
+        assert state.version == len(self.trained)
+        versions = {p.version for p in state.points}
+        assert self.point_versions <= versions
+        self.point_versions = versions
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.write()
+            assert self.world.replay().encode() == self.world.state.encode()
+
+    # --- helpers --------------------------------------------------------------------------------
+
+    def _as_member(self, name: str, act: Any) -> Any:
+        """``act(member id, version)``; a member that is not known registers again, as an actor does."""
+        if name not in self.members:
+            return None
+        member_id, version = self.members[name]
+        try:
+            result = act(member_id, version)
+        except UnknownMember:
+            self.register(name, True)
+            return None
+        self.world.acknowledge()
+        return result
+
+    def _group(self, name: str, lease: wire.Lease, flat: bool) -> wire.Group:
+        newest = max(lease.policy_version, self.members[name][1])
+        if newest > self.world.core.newest_possible:
+            newest = lease.policy_version
+        scores = [1.0] * lease.completions if flat else None
+        return make_group(lease, version=min(newest, lease.policy_version), scores=scores)
+
+    def _hello(self, version: int, snapshot: bytes | None = None) -> None:
+        self.trainers += 1
+        self.incarnation = f"t{self.trainers}"
+        lost = {step: ids for step, ids in self.trained.items() if step >= version}
+        self.trained = {step: ids for step, ids in self.trained.items() if step < version}
+        welcome = self.world.hello(self.incarnation, version, snapshot)
+        for step in range(len(self.trained), version):  # a checkpoint from ahead of the one before
+            self.trained[step] = [g.lease_id for g in self.world.state.step_groups(step)]
+        self.world.acknowledge()
+        assert welcome.next_step == version
+        self.unpublished = False
+        for step, lease_ids in lost.items():  # the very same batches again
+            if not snapshot:
+                assert [g.lease_id for g in self.world.state.step_groups(step)] == lease_ids
+
+
+@pytest.mark.slow
+class TestCoordinator(Coordinator.TestCase):
+    settings = settings(
+        max_examples=250,
+        stateful_step_count=70,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    )

@@ -1,0 +1,282 @@
+"""The pure parts: slots, curriculum, batcher, clock, evaluation, membership, leases, checks, accounting."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import msgspec
+import pytest
+from coordinator_client import make_group
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scalerl_api import wire
+from scalerl_coordinator.accounting import Accepted, sum_step
+from scalerl_coordinator.batcher import Item, balance, zero_variance
+from scalerl_coordinator.checks import BadGroup, measure
+from scalerl_coordinator.clock import LogicalClock
+from scalerl_coordinator.curriculum import SeededEpochs, lease_seed
+from scalerl_coordinator.evaluation import Evaluation, PromptResult, due, summarize
+from scalerl_coordinator.leases import LeaseBook
+from scalerl_coordinator.membership import Membership, UnknownMember
+from scalerl_coordinator.slots import lease_limit, slots_of, staleness, step_of
+
+# --- slots ---------------------------------------------------------------------------------------
+
+
+@given(version=st.integers(0, 50), size=st.integers(1, 9), k=st.integers(0, 9))
+def test_no_slot_below_the_limit_is_more_than_k_steps_away(version, size, k):
+    limit = lease_limit(version, size, k, None)
+    assert staleness(step_of(limit - 1, size), version) == k
+    assert staleness(step_of(limit, size), version) == k + 1
+    assert limit - 1 in slots_of(step_of(limit - 1, size), size)
+
+
+# --- curriculum ----------------------------------------------------------------------------------
+
+
+@given(prompts=st.integers(1, 300), seed=st.integers(0, 5), epoch=st.integers(0, 3))
+def test_an_epoch_gives_every_prompt_once(prompts, seed, epoch):
+    curriculum = SeededEpochs(prompts, seed)
+    chosen = [curriculum.choose(epoch * prompts + i) for i in range(prompts)]
+    assert sorted(chosen) == list(range(prompts))
+
+
+def test_epochs_and_seeds_differ_and_never_change():
+    first = [SeededEpochs(1000, 0).choose(i) for i in range(6)]
+    assert first == [295, 609, 508, 276, 986, 206]
+    assert [SeededEpochs(1000, 0).choose(1000 + i) for i in range(6)] != first
+    assert [SeededEpochs(1000, 1).choose(i) for i in range(6)] != first
+    assert 0 <= SeededEpochs(10**8, 0).choose(10**12) < 10**8
+
+
+def test_lease_seeds_fit_a_signed_word_and_differ_by_split():
+    assert 0 <= lease_seed(0, "train", 7) < 2**31
+    assert lease_seed(0, "train", 7) == lease_seed(0, "train", 7) != lease_seed(0, "held_out", 7)
+
+
+# --- batcher -------------------------------------------------------------------------------------
+
+
+def test_zero_variance_is_about_equality_not_about_being_right():
+    assert zero_variance([1.0, 1.0]) and zero_variance([0.0]) and not zero_variance([0.0, 1e-9])
+
+
+@given(tokens=st.lists(st.integers(1, 2000), max_size=60), ranks=st.integers(1, 7), order=st.randoms())
+def test_shards_are_a_partition_balanced_and_independent_of_order(tokens, ranks, order):
+    items = [Item(at // 4, at % 4, n) for at, n in enumerate(tokens)]
+    shares = balance(items, ranks)
+    assert sorted((i.group, i.sample) for share in shares for i in share) == [
+        (i.group, i.sample) for i in items
+    ]
+    loads = [sum(i.tokens for i in share) for share in shares]
+    # Greedy: nobody is ahead of the lightest by more than the last sequence it got.
+    assert max(loads) - min(loads) <= max(tokens, default=0)
+    if len(items) >= ranks:
+        assert all(shares)
+    shuffled = list(items)
+    order.shuffle(shuffled)
+    assert balance(shuffled, ranks) == shares
+
+
+# --- clock ---------------------------------------------------------------------------------------
+
+
+@given(readings=st.lists(st.floats(-1e6, 1e6), max_size=30))
+def test_the_clock_never_goes_back_and_never_jumps(readings):
+    clock = LogicalClock(0.0, longest_gap_seconds=2.0)
+    times = [clock.read(reading) for reading in readings]
+    steps = [b - a for a, b in zip([0.0, *times], times, strict=False)]
+    assert all(0 <= step <= 2.0 for step in steps)
+
+
+def test_the_clock_stands_while_nobody_is_listened_to():
+    clock = LogicalClock(0.0)
+    assert clock.read(1.0) == 1.0
+    assert clock.read(2.0, awake=False) == 1.0
+    assert clock.read(3.0) == 2.0
+
+
+# --- evaluation ----------------------------------------------------------------------------------
+
+
+def test_a_point_is_the_mean_over_prompts_with_its_standard_error():
+    results = {
+        0: PromptResult("a", 4.0, 4, 40, 0, False),
+        1: PromptResult("b", 1.0, 4, 20, 2, True),
+        2: PromptResult("c", 0.0, 4, 12, 1, False),
+    }
+    point = summarize(Evaluation(8, 1234, [], results, 3), "digest", 10.0, 30.0)
+    assert point.reward == pytest.approx((1 + 0.25 + 0) / 3)
+    variance = sum((m - point.reward) ** 2 for m in (1, 0.25, 0)) / 2
+    assert point.standard_error == pytest.approx(math.sqrt(variance / 3))
+    assert (point.samples, point.prompts, point.mixed_versions) == (12, 3, True)
+    assert (point.truncated_fraction, point.mean_tokens) == (3 / 12, 6.0)
+    assert (point.work_tokens, point.wall_seconds, point.device_seconds) == (1234, 10.0, 30.0)
+
+
+def test_the_last_version_of_a_budget_is_measured_whatever_its_number():
+    assert due(0, 10, 25) and due(25, 10, 25) and not due(25, 10, None)
+
+
+# --- membership ----------------------------------------------------------------------------------
+
+
+def test_four_missed_heartbeats_lose_a_member_and_a_new_incarnation_replaces_the_old():
+    membership = Membership(2.0)
+    first = membership.register("g/1", "g", "u", 0.0)
+    assert membership.lost(8.0) == []
+    membership.get("g/1", 8.0)
+    assert membership.lost(16.0) == []
+    assert membership.lost(16.1) == ["g"]
+    with pytest.raises(UnknownMember, match="register again"):
+        membership.get("g/1", 17.0)
+    membership.register("g/2", "g", "u", 17.0)
+    membership.register("g/3", "g", "u", 17.0)
+    assert list(membership.members) == ["g/3"]
+    assert first.name == "g"
+
+
+def test_holders_of_before_a_restart_have_the_same_patience():
+    membership = Membership(2.0)
+    membership.expect({"g", "h"}, 0.0)
+    membership.register("h/1", "h", "u", 1.0)
+    assert membership.lost(8.5) == ["g"]
+    assert membership.lost(8.9) == []
+
+
+def test_a_message_from_before_a_publish_does_not_take_its_version_back():
+    membership = Membership(2.0)
+    member = membership.register("g/1", "g", "u", 0.0)
+    membership.set_version(member, 5, 10.0)
+    assert not membership.report_version(member, 4, 10.5)
+    assert member.version == 5
+    assert membership.report_version(member, -1, 13.0)  # its server has restarted
+    assert member.version == -1
+
+
+def test_a_member_that_fails_publishes_is_asked_ever_more_rarely():
+    membership = Membership(2.0)
+    waits = []
+    now = 0.0
+    for _ in range(9):
+        member = membership.register("g/1", "g", "u", now)
+        membership.failed_publish("g", now)
+        start = now
+        while not membership.publishable(now):
+            now += 0.5
+        assert membership.backoff_over(now - 0.5, now)
+        waits.append(now - start)
+    assert waits == [5, 10, 20, 40, 80, 160, 300, 300, 300]
+    membership.set_version(member, 1, now)
+    membership.failed_publish("g", now)
+    assert not membership.publishable(now + 4.5) and membership.publishable(now + 5)
+
+
+# --- leases --------------------------------------------------------------------------------------
+
+
+def test_leases_expire_in_order_of_issue_and_only_open_ones():
+    book = LeaseBook(10.0)
+    for at, name in enumerate("abc"):
+        book.add(name, "g", float(at))
+    book.remove("a")
+    assert book.expired(10.5) == []
+    assert book.expired(11.0) == ["b"]
+    assert book.of("g") == {"b", "c"}
+    assert book.abandoned("g", ["c"], 5.0) == ["b"]
+    assert book.abandoned("g", ["c"], 1.0) == []
+
+
+def test_known_deadlines_survive_a_resync_and_new_ones_start_now():
+    book = LeaseBook(10.0)
+    book.add("a", "g", 0.0)
+    book.resync({"a": "g", "b": "h"}, 5.0)
+    assert book.expired(10.0) == ["a"]
+    book.resync({"b": "h"}, 10.0)
+    assert book.of("g") == set() and book.expired(14.9) == [] and book.expired(15.0) == ["b"]
+
+
+def test_a_slot_that_comes_back_waits_longer_each_time_but_not_the_first():
+    book = LeaseBook(10.0)
+    waits = []
+    for _ in range(9):
+        spoiled = book.spoil(3, "bad", 0.0)
+        waits.append(spoiled.not_before)
+    assert waits == [0, 1, 2, 4, 8, 16, 32, 60, 60]
+    assert book.waits(3, 59.0) and not book.waits(3, 60.0) and book.wait_over(59.0, 60.0)
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+LEASE = wire.Lease(
+    lease_id="x-0",
+    split=wire.Split.TRAIN,
+    slot=0,
+    prompt_index=1,
+    prompt_id="p",
+    completions=2,
+    max_tokens=8,
+    temperature=1.0,
+    seed=0,
+    remaining_seconds=1.0,
+    policy_version=3,
+)
+GOOD = make_group(LEASE, tokens=4)
+
+
+def changed(**changes: object) -> wire.Group:
+    """The good group with its second completion changed."""
+    broken = msgspec.structs.replace(GOOD.completions[1], **changes)
+    return msgspec.structs.replace(GOOD, completions=[GOOD.completions[0], broken])
+
+
+def test_a_sound_group_is_summed_up():
+    spans = [wire.VersionSpan(2, 0), wire.VersionSpan(3, 1)]
+    measured = measure(changed(versions=spans, finish_reason="length"), 2, 8, 3)
+    assert measured.lengths == [4, 4]
+    assert measured.scores == [0.0, 1.0]
+    assert (measured.truncated, measured.oldest_version, measured.newest_version) == (1, 2, 3)
+    assert measured.version_tokens == 4 * 3 + 2 + 3 * 3
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        (msgspec.structs.replace(GOOD, completions=GOOD.completions[:1]), "1 completions, leased for 2"),
+        (msgspec.structs.replace(GOOD, prompt_token_ids=b"abc"), "prompt_token_ids has 3 bytes"),
+        (changed(token_ids=b""), r"completions\[1\]: token_ids has 0 bytes"),
+        (changed(token_ids=b"\0" * 15), "token_ids has 15 bytes"),
+        (changed(logprobs=b"\0" * 12), "4 tokens but 3 log-probabilities"),
+        (changed(token_ids=b"\0" * 36, logprobs=b"\0" * 36), "9 tokens, leased for at most 8"),
+        (changed(logprobs=struct.pack("<4f", -1, math.nan, -1, -1)), "not finite"),
+        (changed(logprobs=struct.pack("<4f", -1, -math.inf, -1, -1)), "not finite"),
+        (changed(logprobs=struct.pack("<4f", -1, 0.5, -1, -1)), "above 0"),
+        (changed(token_ids=struct.pack("<4i", 1, 2, -3, 4)), "a token id is negative"),
+        (changed(versions=[]), "does not start at token 0"),
+        (changed(versions=[wire.VersionSpan(3, 1)]), "does not start at token 0"),
+        (changed(versions=[wire.VersionSpan(2, 0), wire.VersionSpan(3, 4)]), "not ascending inside"),
+        (changed(versions=[wire.VersionSpan(2, 0), wire.VersionSpan(3, 0)]), "not ascending inside"),
+        (changed(versions=[wire.VersionSpan(4, 0)]), r"version 4 is outside 0\.\.3"),
+        (changed(versions=[wire.VersionSpan(-1, 0)]), "version -1 is outside"),
+        (changed(score=math.nan), "score nan is outside"),
+        (changed(score=1.5), "score 1.5 is outside"),
+    ],
+)
+def test_an_unsound_group_is_named(group, message):
+    with pytest.raises(BadGroup, match=message):
+        measure(group, 2, 8, 3)
+
+
+# --- accounting ----------------------------------------------------------------------------------
+
+
+def test_step_sums_count_staleness_over_trained_tokens_only():
+    trained = Accepted("a", 3, [4, 6], [0.0, 1.0], 1, 2, 4 * 2 + 6 * 4)
+    filtered = Accepted("b", 3, [5, 5], [1.0, 1.0], 0, 0, 0, filtered=True)
+    sums = sum_step(5, [trained, filtered])
+    assert (sums.groups, sums.filtered_groups, sums.rollouts, sums.trained_rollouts) == (2, 1, 4, 2)
+    assert (sums.work_tokens, sums.truncated, sums.score_sum) == (20, 1, 3.0)
+    assert (sums.staleness_tokens, sums.staleness_max) == (10, 3)
+    assert sums.staleness_sum == 4 * 3 + 6 * 1
