@@ -23,7 +23,7 @@ LEFTOVER_SECONDS: Final = 45.0
 
 
 class DirectoryProblem(Exception):
-    """The directory cannot be used; the message says why and what to do. ``leftovers``: nothing was changed."""
+    """The directory cannot be used; the message says why and what to do. Nothing in it was changed."""
 
 
 class RunDirectory:
