@@ -1,7 +1,7 @@
 """A generator without a model: takes weights like an actor, and answers leases with seeded random tokens.
 
 ``GENERATOR``: ``{"actor": {...} as ACTOR in actor_process.py, "name", "coordinator", "run_file",
-"vocabulary", "seconds_per_group"}``.
+"vocabulary", "seconds_per_group", "logprob"}``.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def completion(lease: wire.Lease, sample: int, held: int) -> wire.Completion:
     tokens = int(random.integers(2, 6))
     return wire.Completion(
         token_ids=random.integers(3, given["vocabulary"], tokens).astype("<i4").tobytes(),
-        logprobs=np.full(tokens, -np.log(given["vocabulary"]), "<f4").tobytes(),
+        logprobs=np.full(tokens, given["logprob"] or -np.log(given["vocabulary"]), "<f4").tobytes(),
         versions=[wire.VersionSpan(held, 0)],
         finish_reason="stop",
         score=float((sample + lease.slot) % 2),

@@ -135,7 +135,9 @@ class Run:
             for rank in range(world)
         ]
 
-    def start_generator(self, *faults: dict[str, Any], seconds_per_group: float = 0.0) -> Path:
+    def start_generator(
+        self, *faults: dict[str, Any], seconds_per_group: float = 0.0, logprob: float | None = None
+    ) -> Path:
         name = f"generator-{len(self.generators)}"
         directory = self.paths.root / name
         directory.mkdir()
@@ -150,6 +152,7 @@ class Run:
                     "run_file": str(self.paths.run_file),
                     "vocabulary": vocabulary,
                     "seconds_per_group": seconds_per_group,
+                    "logprob": logprob,
                 },
             )
         )
@@ -327,11 +330,52 @@ def test_a_disk_that_is_full_fails_checkpoints_only(new_run: Any, rank: int) -> 
     run = new_run(budget__maxSteps=5)
     run.largest_file = {rank: 32 << 10}
     run.start()
-    assert run.wait_trainer() == [0, 0]
+    assert run.wait_trainer() == [1, 0], "all steps are trained, but their result could not be saved"
     assert run.step() == 5
     assert run.rows()[-1]["checkpoint_failures"] == 2
     assert "the one before stays" in run.log("trainer-0")
     assert list(run.paths.checkpoints.iterdir()) == [], "neither a checkpoint nor a part of one"
+
+
+def test_a_warm_start_is_saved_before_the_first_step(new_run: Any) -> None:
+    run = new_run(budget__maxSteps=1, warmStart__steps=3, warmStart__batchSize=4)
+    directory = run.start()
+    assert run.wait_trainer() == [0, 0]
+    assert "warm start: 3 steps" in run.log("trainer-0")
+    assert run.checkpoints() == [0, 1]
+    published = torch.load(directory / "v0.pt")
+    saved = model_state(run.paths.checkpoint(0))
+    assert all(torch.equal(published[name], saved[name]) for name in published)
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(new_run: Any) -> None:
+    run = new_run(budget__maxSteps=8)
+    run.start(seconds_per_group=0.1)
+    until(lambda: run.step() >= 3)
+    for rank in run.ranks:
+        os.kill(rank.pid, signal.SIGTERM)
+    assert run.wait_trainer(30) == [0, 0]
+    before, newest = run.checkpoints()
+    (file,) = run.paths.checkpoint(newest).glob("state/*model_states.pt")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    run.start_trainer()
+    assert run.wait_trainer() == [0, 0]
+    assert f"checkpoint {newest} is damaged" in run.log("trainer-0")
+    assert f"hello: version {before}," in run.log("trainer-0")
+    assert run.step() == 8
+    assert [row["step"] for row in run.rows()] == list(range(8))
+
+
+def test_training_that_left_the_road_is_not_applied(new_run: Any) -> None:
+    """The generator's log-probabilities are of no policy the trainer knows."""
+    run = new_run(checkpoint__everySteps=1)
+    run.start(logprob=-60.0)
+    assert run.wait_trainer() == [1, 1]
+    assert "BROKEN: step 0" in run.log("trainer-0")
+    assert run.step() == 0
+    assert run.checkpoints() == []
 
 
 def test_bad_input_is_exit_2(new_run: Any) -> None:

@@ -6,6 +6,12 @@ What lives here
     ``models``    a policy from the hub, from a folder, or from scratch; its head; its size in bytes
     ``engine``    the update itself; the one place that imports DeepSpeed
     ``sft``       supervised warm start through the same engine
+    ``prepare``   the run's model into its directory, checked, before anything starts
+    ``main``      one rank's process; ``loop`` is what it does, ``ranks`` how ranks talk, ``recipe`` and ``start``
+                  turn the spec into what the parts are told
+    ``batch``     a share of a step, from the wire to tensors
+    ``publish``   weights to the generators
+    ``saving``    checkpoints as all ranks make them together, ``checkpoint`` their files
     ``errors``    everything that this package raises on purpose
 
 What never lives here

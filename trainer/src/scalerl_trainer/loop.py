@@ -35,6 +35,7 @@ from scalerl_api.fields import quantity_bytes
 from scalerl_api.spec import RunSpec
 from scalerl_trainer.algo.losses import Loss
 from scalerl_trainer.batch import RankBatch, Staleness, probe_sequences, rank_batch
+from scalerl_trainer.checkpoint import CheckpointError
 from scalerl_trainer.coordinator_client import Coordinator, CoordinatorUnreachable
 from scalerl_trainer.engine import Engine, StepStats
 from scalerl_trainer.metrics import Metrics
@@ -149,7 +150,12 @@ class Leader:
         self._answered = time.monotonic()
 
     def lead(self, snapshot: bytes | None, save_now: bool) -> None:
-        """From hello to the order to leave. ``save_now``: what was just learnt is in no checkpoint yet."""
+        """From hello to the order to leave. ``save_now``: what was just learnt is in no checkpoint yet.
+
+        Raises:
+            CheckpointError: what was trained last is in no checkpoint.
+            CoordinatorError, RankLost, DivergedError: see the modules.
+        """
         w = self._worker
         welcome = self._coordinator.hello(w.version, w.ranks.world, snapshot)
         if welcome.next_step != w.version:
@@ -177,6 +183,10 @@ class Leader:
         self._save()
         self._seal()
         self._tell(Order.LEAVE)
+        if w.saver.last_step != w.version:
+            raise CheckpointError(
+                f"version {w.version} could not be saved; what was trained since the checkpoint before is lost"
+            )
 
     # --- orders -------------------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 Exit codes: 0 when the run has finished or after SIGTERM (a checkpoint is written first); 2 when starting
 again would not help (environment, run file, model, checkpoints of another shape or all damaged); 1 for
-everything else, after which all ranks are started again and go on from the last checkpoint.
+everything else (also when the last checkpoint could not be written), after which all ranks are started
+again and go on from the last checkpoint.
 
 Training that left the road (a loss or gradient that is not finite, an exploding ratio) is exit code 1 as
 well: the update was not applied, no checkpoint is written, and the restart repeats the same batches from
@@ -25,7 +26,7 @@ import torch
 
 from scalerl_api.load import SpecError, load_run
 from scalerl_api.process import EnvironmentProblem, ProcessEnvironment
-from scalerl_trainer.checkpoint import CheckpointError, CheckpointStore
+from scalerl_trainer.checkpoint import CheckpointStore
 from scalerl_trainer.coordinator_client import Coordinator, Superseded
 from scalerl_trainer.engine import Engine, Rank, join
 from scalerl_trainer.errors import DivergedError, EngineError, ModelError
@@ -36,13 +37,13 @@ from scalerl_trainer.publish.control import ActorControl
 from scalerl_trainer.publish.publisher import PATIENCE, Publisher
 from scalerl_trainer.ranks import Ranks
 from scalerl_trainer.recipe import engine_settings, make_loss, publish_settings
-from scalerl_trainer.saving import Saver, WrongShape
+from scalerl_trainer.saving import Saver, Unusable
 from scalerl_trainer.start import warm_up
 
 log = logging.getLogger("scalerl_trainer")
 
 TRAINER_HOST = "SCALERL_TRAINER_HOST"
-_BAD_INPUT = (EnvironmentProblem, SpecError, ModelError, EngineError, CheckpointError, WrongShape)
+_BAD_INPUT = (EnvironmentProblem, SpecError, ModelError, EngineError, Unusable)
 
 
 def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop: threading.Event) -> None:

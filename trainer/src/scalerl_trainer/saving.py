@@ -31,8 +31,8 @@ SEAL_SECONDS = 1800.0
 """Flushing and hashing take no longer than this, or the checkpoint has failed."""
 
 
-class WrongShape(TrainerError):
-    """The newest checkpoint is of a run with other ranks, ZeRO stage or dtype."""
+class Unusable(TrainerError):
+    """There are checkpoints, but none that this run can go on from; starting again would not help."""
 
 
 @dataclass
@@ -153,8 +153,7 @@ class Saver:
         """Load the newest checkpoint that is whole; its step, or None when there is none at all.
 
         Raises:
-            CheckpointError: there are some, and none is whole.
-            WrongShape: the newest whole one does not fit this run.
+            Unusable: there are some, and none is whole, or the newest whole one does not fit this run.
         """
         if self._ranks.leads:
             self._store.clean()
@@ -170,7 +169,7 @@ class Saver:
             if self._ranks.leads:
                 self._store.set_aside(step, errors[0])
         if steps:
-            raise CheckpointError(
+            raise Unusable(
                 f"none of the checkpoints {sorted(steps)} is whole (see the log for each); they are set aside "
                 "as damaged-*: put a good copy in place, or begin a new run"
             )
@@ -187,7 +186,7 @@ class Saver:
         except CheckpointError as error:
             return str(error)
         if manifest.shape != self._shape:
-            raise WrongShape(
+            raise Unusable(
                 f"checkpoint {step} was written with {manifest.shape}, this run has {self._shape}: resume with the "
                 "same trainer.replicas, trainer.zeroStage and model.dtype"
             )

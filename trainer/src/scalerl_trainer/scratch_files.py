@@ -109,12 +109,12 @@ def llama_config(
 
 def parameter_count(model: ScratchModel, vocabulary: int) -> int:
     """Parameters of the model that :func:`initial_weights` makes."""
-    return sum(math.prod(shape) for _, shape in _shapes(model, vocabulary))
+    return sum(math.prod(shape) for _, shape in parameter_shapes(model, vocabulary))
 
 
 def initial_weights(model: ScratchModel, vocabulary: int, seed: int) -> Iterator[tuple[str, Array]]:
     """Names and float32 arrays; each tensor depends on ``seed`` and its own name alone."""
-    for name, shape in _shapes(model, vocabulary):
+    for name, shape in parameter_shapes(model, vocabulary):
         if name.endswith("norm.weight"):
             yield name, np.ones(shape, np.float32)
             continue
@@ -122,7 +122,7 @@ def initial_weights(model: ScratchModel, vocabulary: int, seed: int) -> Iterator
         yield name, generator.standard_normal(shape, np.float32) * np.float32(STANDARD_DEVIATION)
 
 
-def _shapes(model: ScratchModel, vocabulary: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def parameter_shapes(model: ScratchModel, vocabulary: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, wide = model.hidden_size, model.intermediate_size
     yield "model.embed_tokens.weight", (vocabulary, hidden)
     for layer in range(model.layers):
@@ -146,7 +146,7 @@ def write_safetensors(path: Path, model: ScratchModel, vocabulary: int, seed: in
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, shape in _shapes(model, vocabulary):
+    for name, shape in parameter_shapes(model, vocabulary):
         begin, end = end, end + math.prod(shape) * BYTES[dtype]
         kind = {"bfloat16": "BF16", "float32": "F32"}[dtype]
         header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [begin, end]}

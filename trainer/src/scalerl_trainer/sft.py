@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any
@@ -23,17 +24,23 @@ from scalerl_trainer.engine import Engine, StepStats, TrainBatch
 from scalerl_trainer.errors import BadBatchError
 from scalerl_trainer.packing import Sequence
 
+# Examples whose mean probability is compared with ``stop_at``: ±.03 at .25, were each solved or not.
+STOP_WINDOW_EXAMPLES = 256
 # Share of the steps over which the learning rate rises; it falls linearly to a tenth over the rest.
 WARMUP_FRACTION = 0.05
 FINAL_FRACTION = 0.1
+# The loss of this many steps is averaged before it is held against ``stop_at_loss``.
+STOP_WINDOW = 5
 
 
 @dataclass(frozen=True, slots=True)
 class WarmStartStats:
-    """``loss``: mean negative log-likelihood per solution token (nats) over the last tenth of the steps."""
+    """``loss``: mean negative log-likelihood per solution token (nats), and ``solved``: mean probability that sampling
+    gives exactly the worked solution, both over the last 256 examples, each taken before it was trained on."""
 
     steps: int
     loss: float
+    solved: float
     trainable_tokens: int
     tokens: int
     seconds: float
@@ -76,13 +83,19 @@ def warm_start(
     rank: int,
     world: int,
     seed: int = 0,
+    stop_at: float | None = None,
     on_step: Callable[[int, StepStats], None] | None = None,
 ) -> WarmStartStats:
     """Train on (prompt, worked solution) pairs; a collective: every rank passes the same arguments but ``rank``.
 
     Each of ``steps`` updates takes ``batch_size`` pairs over all ranks, drawn without replacement until all were seen,
-    in an order that ``seed`` fixes. The loss is the mean over the batch's solution tokens. Raises ``BadBatchError``
-    for empty pairs, and what ``Engine.step`` raises.
+    in an order that ``seed`` fixes. The loss is the mean over the batch's solution tokens.
+
+    With ``stop_at`` it ends as soon as that share of the last examples would be solved by sampling. What small models
+    learn, they learn suddenly, at a step that differs between seeds: with a number of steps alone the base is either
+    hopeless or finished. As long as there are more pairs than steps take, this is measured on unseen examples.
+
+    Raises ``BadBatchError`` for empty pairs, and what ``Engine.step`` raises.
     """
     if not pairs:
         raise BadBatchError("a warm start needs at least one pair of prompt and solution")
@@ -91,7 +104,7 @@ def warm_start(
     begin = time.perf_counter()
     order = _endless(len(pairs), seed)
     encoded: dict[int, Sequence] = {}
-    last: list[float] = []
+    window = deque[StepStats](maxlen=max(1, STOP_WINDOW_EXAMPLES // batch_size))
     trainable = tokens = 0
     for step in range(steps):
         batch = []
@@ -108,12 +121,20 @@ def warm_start(
         )
         trainable += stats.trainable_tokens
         tokens += stats.tokens
-        if step >= steps - max(1, steps // 10):
-            last.append(stats.loss)
+        window.append(stats)
         if on_step is not None:
             on_step(step, stats)
+        if stop_at is not None and len(window) == window.maxlen and _solved(window) >= stop_at:
+            break
     engine.reset_optimizer()
-    return WarmStartStats(steps, sum(last) / len(last), trainable, tokens, time.perf_counter() - begin)
+    loss = sum(stats.loss for stats in window) / len(window)
+    return WarmStartStats(step + 1, loss, _solved(window), trainable, tokens, time.perf_counter() - begin)
+
+
+def _solved(window: Iterable[StepStats]) -> float:
+    """Mean probability of a whole solution; the loss reports its sum per trainable token."""
+    sums = [stats.loss_means["solved"] * stats.trainable_tokens for stats in window]
+    return sum(sums) / sum(stats.sequences for stats in window)
 
 
 def _endless(count: int, seed: int) -> Iterator[int]:

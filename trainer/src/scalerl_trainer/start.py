@@ -39,6 +39,7 @@ def warm_up(engine: Engine, spec: RunSpec, model: Path, ranks: Ranks) -> None:
         steps=wanted.steps,
         batch_size=wanted.batch_size,
         learning_rate=float(wanted.learning_rate),
+        stop_at_loss=float(wanted.stop_at_loss),
         rank=ranks.rank,
         world=ranks.world,
         seed=spec.seed,
