@@ -103,9 +103,8 @@ def test_the_papers_grid_search_finds_the_grid_point() -> None:
         r0=0.2,
     )
     assert found.fits == 117
-    np.testing.assert_allclose(
-        [found.point.A, found.point.Cmid, found.point.B], [0.61, 6000.0, 1.92], rtol=1e-3
-    )
+    np.testing.assert_allclose([found.A, found.Cmid, found.B], [0.61, 6000.0, 1.92], rtol=1e-3)
+    np.testing.assert_allclose(found.reward(compute), truth.reward(compute), atol=1e-4)
     assert found.edges == ()
 
 

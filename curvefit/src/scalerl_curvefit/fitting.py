@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from .curve import Curve, FloatArray
 from .errors import ConstantRewardError, RequestError, TooFewPointsError
 from .families import Family
-from .hindcast import Hindcast, discrepancy_weights, flatness, hindcasts
+from .hindcast import MOST_P_BEFORE_CMID, Hindcast, discrepancy_weights, flatness, hindcasts
 from .moments import Moments, moments
 from .point import PointFit, point_fit
 from .posterior import QUICK, Nodes, Prior, grid_posterior, make_prior
@@ -22,7 +22,6 @@ MIN_POINTS: Final = 4
 """A curve has four parameters."""
 ENOUGH_POINTS: Final = 10
 WIDEST_A: Final = 0.15
-MOST_P_BEFORE_CMID: Final = 0.2
 """Below ENOUGH_POINTS points, with a 90 % interval of A wider than WIDEST_A, or with more than this
 probability that Cmid still lies ahead, the asymptote is not identifiable."""
 DRAWS: Final = 2000
@@ -71,7 +70,7 @@ class Fit:
     points_used: points at compute > 0; burn_in_points: how many of them count less; now: the last compute.
     nodes: the posterior of each family; family_weights: probability of each.
     hindcasts: what earlier forecasts of this run came to; discrepancy_weights: what that says of
-    `settings.discrepancy`; discrepancy_scale: what a flat curve takes off it.
+    `settings.discrepancy`; discrepancy_scale: what a flat curve takes off it, or a doubtful one adds.
     drawn: DRAWS curves of the main family, behind the estimates. seed: hash of points and settings; all draws follow from it.
     """
 
@@ -136,11 +135,12 @@ def fit(curve: Curve, settings: FitSettings | None = None) -> Fit:
     seed = content_seed(curve, settings)
     discrepancy = discrepancy_weights(past, settings)
     main = nodes[0]
-    scale = flatness(main, curve.now, settings)
-    tau = (scale * np.array(settings.discrepancy), discrepancy)
+    tau = (np.array(settings.discrepancy), discrepancy)
     drawn = sample((main,), np.ones(1), DRAWS, np.random.default_rng(seed), tau)
     a, before = _estimate(drawn.A), float(np.mean(drawn.Cmid > curve.now))
     doubts = _doubts(len(points.compute), a, before)
+    scale = settings.doubtful_factor if doubts else flatness(main, curve.now, settings)
+    drawn = replace(drawn, discrepancy=scale * drawn.discrepancy)
     return Fit(
         curve=curve,
         settings=settings,
@@ -272,7 +272,7 @@ def _estimate(values: FloatArray) -> Estimate:
 def _doubts(points: int, a: Estimate, before: float) -> tuple[str, ...]:
     doubts = []
     if points < ENOUGH_POINTS:
-        doubts.append(f"{points} points after burn-in, fewer than {ENOUGH_POINTS}")
+        doubts.append(f"{points} points, fewer than {ENOUGH_POINTS}")
     if a.width > WIDEST_A:
         doubts.append(f"90 % interval of A is {a.width:.2f} wide, more than {WIDEST_A}")
     if before > MOST_P_BEFORE_CMID:

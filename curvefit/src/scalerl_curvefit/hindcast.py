@@ -1,8 +1,8 @@
 """How well this run's own past forecasts came true, and what that says of the next one.
 
 No run follows the equation exactly. The forecast therefore departs from it by f·τ·log2(C/C_now)·N(0, 1)
-beyond now, where f ≤ 1 is smaller for a curve that has become flat (`flatness`), and τ is learned from
-the run. The points up to C_now/2 (and C_now/4) are fitted as they
+beyond now, where f is 2.5 while the asymptote is not identifiable, at most 1 once it is, and smaller for a
+curve that has become flat (`flatness`), and τ is learned from the run. The points up to C_now/2 (and C_now/4) are fitted as they
 stood then; over the doubling that followed, the rewards departed from that fit by d for each doubling of
 compute, d = Σ h·(seen − predicted)/Σ h² with h = log2(C/C_then). Each d weighs a grid of τ,
 
@@ -25,6 +25,8 @@ from .families import gain_share
 from .posterior import Nodes
 from .settings import FitSettings
 
+MOST_P_BEFORE_CMID: Final = 0.2
+"""With more probability than this that half of the gain lies ahead, nothing is known of the asymptote."""
 MIN_POINTS: Final = 8
 """Points that a past moment needs to be worth a forecast."""
 BINS: Final = 24
@@ -64,7 +66,10 @@ def hindcasts(
             continue
         nodes = fit_head(count)
         departure, sd = _departure(nodes, then, compute[after], reward[after])
-        made.append(Hindcast(then, float(compute[after][-1]), departure, sd, flatness(nodes, then, settings)))
+        ahead = float(nodes.weight_sj[nodes.ln_cmid_s > np.log(then)].sum())
+        doubtful = ahead > MOST_P_BEFORE_CMID
+        scale = settings.doubtful_factor if doubtful else flatness(nodes, then, settings)
+        made.append(Hindcast(then, float(compute[after][-1]), departure, sd, scale))
     return tuple(made)
 
 

@@ -11,7 +11,6 @@ from scipy.optimize import OptimizeWarning, curve_fit
 
 from .curve import Curve, FloatArray
 from .errors import RequestError, TooFewPointsError
-from .point import PointFit
 
 ARTICLE_A: Final = np.arange(0.500, 0.7451, 0.005)
 """A of the article's code: .500 … .745 in steps of .005 (50 values) [S]."""
@@ -23,11 +22,23 @@ CMID_VALUES: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class GridSearch:
-    """The best pair of the grid, how many `curve_fit` calls it took, and whether it lies on an edge."""
+    """The best pair of the grid, how many `curve_fit` calls it took, and whether it lies on an edge.
 
-    point: PointFit
+    B is whatever `curve_fit` found, which nothing keeps positive.
+    """
+
+    A: float
+    B: float
+    Cmid: float
+    R0: float
+    residual_sd: float
     fits: int
     edges: tuple[str, ...]
+
+    def reward(self, compute: FloatArray | float) -> FloatArray:
+        """R at compute > 0."""
+        share = 1.0 / (1.0 + (self.Cmid / np.asarray(compute, dtype=np.float64)) ** self.B)
+        return np.asarray(self.R0 + (self.A - self.R0) * share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +110,15 @@ def paper_grid_search(
         for side, at in (("low", 0), ("high", size - 1))
         if index == at
     ]
-    point = PointFit(float(a_grid[i]), b, float(cmid_grid[j]), start, float(np.sqrt(best_sse / compute.size)))
-    return GridSearch(point, fits, tuple(edges))
+    return GridSearch(
+        A=float(a_grid[i]),
+        B=b,
+        Cmid=float(cmid_grid[j]),
+        R0=start,
+        residual_sd=float(np.sqrt(best_sse / compute.size)),
+        fits=fits,
+        edges=tuple(edges),
+    )
 
 
 def power_law(curve: Curve) -> PowerLaw:

@@ -29,8 +29,11 @@ class FitSettings:
         either in pseudo-points.
     discrepancy, discrepancy_weights: sd τ that a forecast gains with each doubling of compute beyond
         now, since no run follows the equation exactly, and prior weights; see `hindcast`.
-    flat_gain, flat_share: what has stopped moving departs less: τ counts in full where the curve gained
-        at least flat_gain over its last doubling, in proportion below, never less than flat_share.
+    doubtful_factor: τ counts so many times while the asymptote is not identifiable: then the forecast
+        rests on the assumed shape more than on the points.
+    flat_gain, flat_share: once it is, what has stopped moving departs less: τ counts in full where the
+        curve gained at least flat_gain over its last doubling, in proportion below, never less than
+        flat_share.
     look_back: past moments, as C_now divided by these, whose forecasts are checked to learn τ; none
         leaves τ at its prior.
     families: shapes that forecasts average over, by their evidence. A, B, Cmid are the sigmoid's.
@@ -54,6 +57,7 @@ class FitSettings:
     guess_dof: float = 1.0
     discrepancy: tuple[float, ...] = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
     discrepancy_weights: tuple[float, ...] = (0.15, 0.25, 0.25, 0.15, 0.12, 0.08)
+    doubtful_factor: float = 2.5
     flat_gain: float = 0.04
     flat_share: float = 0.25
     look_back: tuple[float, ...] = (2.0, 4.0)
@@ -73,6 +77,7 @@ class FitSettings:
             "noise_dof",
             "guess_dof",
             "burn_in_sd_factor",
+            "doubtful_factor",
         ):
             if getattr(self, name) <= 0:
                 raise SettingsError(f"{name} is {getattr(self, name):g}; it must be positive")
