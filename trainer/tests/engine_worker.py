@@ -192,10 +192,19 @@ class Scenarios:
             engine, tokenizer, pairs, steps=60, learning_rate=5e-3, **common,
             on_step=lambda _, stats: losses.append(stats.loss),
         )  # fmt: skip
+        stopped = warm_start(
+            engine, tokenizer, pairs, steps=200, learning_rate=5e-3, stop_at=0.5, **common
+        )  # fmt: skip
         state = [v for s in engine._deepspeed._base_optimizer.state.values() for v in s.values()]
         clean = all(not bool(v.any()) for v in state)
         engine.close()
-        return {"losses": losses, "result": result, "clean": clean, "steps_done": engine.steps_done}
+        return {
+            "losses": losses,
+            "result": result,
+            "stopped": stopped,
+            "clean": clean,
+            "steps_done": engine.steps_done,
+        }
 
 
 def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

@@ -220,6 +220,8 @@ def test_a_warm_start_learns_and_leaves_an_optimizer_as_new(ranks: list[dict[str
         warm = rank["warm"]
         assert warm["losses"][0] > 3.0
         assert warm["result"].loss < 0.8
+        assert warm["stopped"].solved >= 0.5
+        assert 32 <= warm["stopped"].steps < 200
         assert warm["clean"]
         assert warm["steps_done"] == 0
     assert ranks[0]["warm"]["losses"] == ranks[1]["warm"]["losses"]

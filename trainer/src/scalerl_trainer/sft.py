@@ -29,8 +29,6 @@ STOP_WINDOW_EXAMPLES = 256
 # Share of the steps over which the learning rate rises; it falls linearly to a tenth over the rest.
 WARMUP_FRACTION = 0.05
 FINAL_FRACTION = 0.1
-# The loss of this many steps is averaged before it is held against ``stop_at_loss``.
-STOP_WINDOW = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +60,7 @@ def encode_pair(tokenizer: Any, prompt: str | Items[int], solution: str) -> Sequ
 def learning_rate_at(step: int, steps: int, peak: float) -> float:
     """Linear rise over the first 5 % of the steps, linear fall to a tenth of ``peak`` at the last.
 
-    >>> [learning_rate_at(step, 100, 1.0) for step in (0, 4, 99)]
+    >>> [round(learning_rate_at(step, 100, 1.0), 6) for step in (0, 4, 99)]
     [0.2, 1.0, 0.1]
     """
     rising = max(1, round(steps * WARMUP_FRACTION))
