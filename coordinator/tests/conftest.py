@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 import pytest
 import yaml
+from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -21,7 +23,14 @@ from coordinator_client import Client
 
 from scalerl_api.load import parse_run
 from scalerl_api.paths import RunPaths
-from scalerl_tasks import open_task
+from scalerl_coordinator.core import Core
+from scalerl_coordinator.curriculum import SeededEpochs
+from scalerl_coordinator.files import RunFiles
+from scalerl_coordinator.journal import Journal
+from scalerl_coordinator.server import Server
+from scalerl_coordinator.settings import Settings
+from scalerl_coordinator.store import load_state
+from scalerl_tasks import Prompt, open_task
 
 TOKEN = "secret"
 
@@ -108,6 +117,57 @@ class Process:
         return self.process.wait(15)
 
 
+class _Prompts:
+    """A prompt source without a task."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.digest = name
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Prompt:
+        return Prompt(id=f"{self.digest}/{index}", text="", answer="")
+
+
+@dataclass
+class Local:
+    """A coordinator in the test's own process, on a real socket and a real directory."""
+
+    port: int
+    server: Server
+    paths: RunPaths
+    digest: str = "train"
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@pytest.fixture
+async def local(tmp_path: Path) -> AsyncIterator[Local]:
+    """Faster than a process, for what does not need one."""
+    settings = Settings.of_run(
+        parse_run(run_text(), "test"), train_digest="train", held_out_digest="held-out", held_out_prompts=3
+    )
+    paths = RunPaths(tmp_path)
+    journal = Journal(paths.journal)
+    core = Core.begin(settings, SeededEpochs(397, 0), load_state(journal), "local", 0.0)
+    await journal.start()
+    server = Server(core, journal, RunFiles(paths), TOKEN, _Prompts("train", 397), _Prompts("held-out", 3))
+    await server.start()
+    runner = web.AppRunner(server.app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield Local(runner.addresses[0][1], server, paths)
+    finally:
+        server.stop_polls()
+        await runner.cleanup()
+        await server.close()
+
+
 @pytest.fixture
 def coordinator(tmp_path: Path) -> Iterator[Process]:
     """A coordinator process, not yet started; killed at the end whatever happens."""
@@ -119,6 +179,13 @@ def coordinator(tmp_path: Path) -> Iterator[Process]:
 
 @pytest.fixture
 async def client(coordinator: Process) -> AsyncIterator[Client]:
-    """A client of it."""
+    """A client of the process."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:
         yield Client(session, coordinator.url, TOKEN)
+
+
+@pytest.fixture
+async def visitor(local: Local) -> AsyncIterator[Client]:
+    """A client of the coordinator in this process."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:
+        yield Client(session, local.url, TOKEN)

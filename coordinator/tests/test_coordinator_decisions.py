@@ -82,7 +82,8 @@ def test_leases_end_with_their_deadline_and_late_groups_are_dropped_and_counted(
     world.pass_time(99, {world.member: 0})
     assert world.state.leases
     world.pass_time(2, {world.member: 0})
-    assert not world.state.leases and world.state.fates.expired_leases == 1
+    assert not world.state.leases
+    assert world.state.fates.expired_leases == 1
     other = world.register("h")
     again = world.lease(other, 0, 1)[0]
     assert again.slot == lease.slot
@@ -96,7 +97,8 @@ def test_a_late_group_is_welcome_while_nobody_else_has_its_slot(world):
     world.pass_time(101, {world.member: 0})
     assert world.state.reissue == [0]
     assert world.push(world.member, make_group(lease)) is PushResult.ACCEPTED
-    assert world.state.reissue == [] and world.state.fates.acknowledged == 2
+    assert world.state.reissue == []
+    assert world.state.fates.acknowledged == 2
     assert world.push(world.member, make_group(lease)) is PushResult.DUPLICATE
     assert world.state.fates.duplicate == 2
     check_consistency(world)
@@ -141,7 +143,8 @@ def test_after_a_coordinator_crash_holders_have_the_patience_of_members(world):
     world.pass_time(8)
     assert len(world.state.leases) == 2
     world.pass_time(2)
-    assert world.state.leases == {} and world.state.reissue == [0, 1]
+    assert world.state.leases == {}
+    assert world.state.reissue == [0, 1]
 
 
 def test_an_answer_that_never_arrived_is_noticed_at_the_next_heartbeats(world):
@@ -152,7 +155,8 @@ def test_an_answer_that_never_arrived_is_noticed_at_the_next_heartbeats(world):
     assert len(world.state.leases) == 2  # these say nothing about leases
     world.pass_time(2, {world.member: 0})
     world.beat(world.member, 0, held_leases=[held.lease_id])
-    assert list(world.state.leases) == [held.lease_id] and world.state.reissue == [lost.slot]
+    assert list(world.state.leases) == [held.lease_id]
+    assert world.state.reissue == [lost.slot]
 
 
 def test_a_stale_group_is_dropped_and_its_slot_issued_again():
@@ -161,7 +165,8 @@ def test_a_stale_group_is_dropped_and_its_slot_issued_again():
     leases = world.lease(world.member, 1)
     assert [lease.slot for lease in leases] == [3, 4, 5]
     assert world.push(world.member, make_group(leases[0], version=0)) is PushResult.STALE
-    assert world.state.fates.stale == 2 and world.state.reissue == [3]
+    assert world.state.fates.stale == 2
+    assert world.state.reissue == [3]
 
 
 def test_a_slot_that_keeps_coming_back_waits_and_is_told_about(world):
@@ -275,7 +280,8 @@ def test_forgotten_steps_are_made_anew_from_zero_and_from_nowhere_else(world):
     for _ in range(3):
         train(world)
     world.checkpoint("t", [2, 3])
-    assert world.state.first_kept_step == 2 and min(world.state.groups) == 6
+    assert world.state.first_kept_step == 2
+    assert min(world.state.groups) == 6
     assert len(world.core.forgotten) == 6
     with pytest.raises(Refusal) as caught:
         world.hello("t2", 1)
@@ -294,7 +300,8 @@ def test_metrics_rows_are_kept_until_a_checkpoint_has_them(world):
     train(world)
     train(world)
     world.checkpoint("t", [2])
-    assert world.state.rows == {} and view(world.core).last_step_stats["step"] == 1
+    assert world.state.rows == {}
+    assert view(world.core).last_step_stats["step"] == 1
 
 
 def test_reports_that_are_not_finite_or_out_of_step_are_refused(world):
@@ -359,7 +366,8 @@ def test_a_hold_ends_when_nobody_can_make_the_point(world):
     assert world.begin_publish("t") is None
     world.pass_time(2)
     permit = world.begin_publish("t")
-    assert permit.ready and permit.members == []
+    assert permit.ready
+    assert permit.members == []
     assert world.state.evaluations[2].released
 
 

@@ -60,7 +60,9 @@ def test_lease_seeds_fit_a_signed_word_and_differ_by_split():
 
 
 def test_zero_variance_is_about_equality_not_about_being_right():
-    assert zero_variance([1.0, 1.0]) and zero_variance([0.0]) and not zero_variance([0.0, 1e-9])
+    assert zero_variance([1.0, 1.0])
+    assert zero_variance([0.0])
+    assert not zero_variance([0.0, 1e-9])
 
 
 @given(tokens=st.lists(st.integers(1, 2000), max_size=60), ranks=st.integers(1, 7), order=st.randoms())
@@ -117,7 +119,9 @@ def test_a_point_is_the_mean_over_prompts_with_its_standard_error():
 
 
 def test_the_last_version_of_a_budget_is_measured_whatever_its_number():
-    assert due(0, 10, 25) and due(25, 10, 25) and not due(25, 10, None)
+    assert due(0, 10, 25)
+    assert due(25, 10, 25)
+    assert not due(25, 10, None)
 
 
 # --- membership ----------------------------------------------------------------------------------
@@ -171,7 +175,8 @@ def test_a_member_that_fails_publishes_is_asked_ever_more_rarely():
     assert waits == [5, 10, 20, 40, 80, 160, 300, 300, 300]
     membership.set_version(member, 1, now)
     membership.failed_publish("g", now)
-    assert not membership.publishable(now + 4.5) and membership.publishable(now + 5)
+    assert not membership.publishable(now + 4.5)
+    assert membership.publishable(now + 5)
 
 
 # --- leases --------------------------------------------------------------------------------------
@@ -195,7 +200,9 @@ def test_known_deadlines_survive_a_resync_and_new_ones_start_now():
     book.resync({"a": "g", "b": "h"}, 5.0)
     assert book.expired(10.0) == ["a"]
     book.resync({"b": "h"}, 10.0)
-    assert book.of("g") == set() and book.expired(14.9) == [] and book.expired(15.0) == ["b"]
+    assert book.of("g") == set()
+    assert book.expired(14.9) == []
+    assert book.expired(15.0) == ["b"]
 
 
 def test_a_slot_that_comes_back_waits_longer_each_time_but_not_the_first():
@@ -205,7 +212,9 @@ def test_a_slot_that_comes_back_waits_longer_each_time_but_not_the_first():
         spoiled = book.spoil(3, "bad", 0.0)
         waits.append(spoiled.not_before)
     assert waits == [0, 1, 2, 4, 8, 16, 32, 60, 60]
-    assert book.waits(3, 59.0) and not book.waits(3, 60.0) and book.wait_over(59.0, 60.0)
+    assert book.waits(3, 59.0)
+    assert not book.waits(3, 60.0)
+    assert book.wait_over(59.0, 60.0)
 
 
 # --- checks --------------------------------------------------------------------------------------

@@ -250,6 +250,7 @@ class Server:
                 raise _Answer(400, "bad-request", str(problem).replace("`$", f"`$.groups[{index}]")) from None
 
         def take(now: float) -> list[tuple[wire.PushResult, str | None]]:
+            self._core.membership.get(request.member_id, now)
             return [
                 self._rollouts.push(request.member_id, group, bytes(raw), now)
                 for group, raw in zip(groups, request.groups, strict=True)
@@ -402,8 +403,9 @@ class Server:
                 reply = await handler(message)
             finally:
                 self._in_flight_bytes -= len(body)
-            # Nothing leaves before everything it rests upon is on disk.
-            await self._journal.durable()
+            if path != endpoints.HEARTBEAT:
+                # Nothing leaves before everything it rests upon is on disk; that somebody lives rests upon nothing.
+                await self._journal.durable()
             return _response(reply if isinstance(reply, bytes) else msgspec.msgpack.encode(reply))
 
         return self._guarded(path, answer)

@@ -1,0 +1,235 @@
+"""The server over real HTTP: who is let in, what is refused and how, and clients that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import time
+
+import aiohttp
+import msgspec
+import pytest
+from coordinator_client import Answer, Client, make_group
+
+from scalerl_api import endpoints, wire
+
+
+@pytest.fixture
+async def serving(local, visitor):
+    """A coordinator with a trainer and a member that holds version 0."""
+    member = await visitor.register("g", local.digest)
+    await visitor.hello("t")
+    await visitor.publish("t", 0)
+    await visitor.heartbeat(member, 0)
+    visitor.member = member
+    return visitor
+
+
+async def test_probes_and_metrics_need_no_token(local, visitor):
+    for path in (endpoints.HEALTH, endpoints.READY):
+        async with visitor.session.get(local.url + path) as response:
+            assert response.status == 200
+    async with visitor.session.get(local.url + endpoints.METRICS) as response:
+        text = await response.text()
+    assert 'scalerl_coordinator_rollouts{fate="queued"} 0.0' in text
+    assert 'scalerl_coordinator_phase{phase="waiting"} 1.0' in text
+
+
+@pytest.mark.parametrize(
+    "authorization", [None, "", "Bearer wrong", "Bearer ", "secret", "Bearer s\u00e9cret"]
+)
+async def test_without_the_token_nothing_is_answered(local, visitor, authorization):
+    headers = {wire.WIRE_HEADER: str(wire.WIRE_VERSION)}
+    if authorization is not None:
+        headers["Authorization"] = authorization
+    for method, path in (("GET", endpoints.STATUS), ("POST", endpoints.LEASE), ("POST", endpoints.STOP)):
+        async with visitor.session.request(method, local.url + path, headers=headers) as response:
+            assert response.status == 401
+            problem = msgspec.msgpack.decode(await response.read(), type=wire.Problem)
+            assert problem.error == "unauthorized"
+
+
+@pytest.mark.parametrize("version", [None, "0", "2", "one"])
+async def test_another_wire_version_is_refused_with_both_numbers(local, visitor, version):
+    visitor.headers.pop(wire.WIRE_HEADER)
+    if version is not None:
+        visitor.headers[wire.WIRE_HEADER] = version
+    with pytest.raises(Answer) as caught:
+        await visitor.register("g", local.digest)
+    assert (caught.value.status, caught.value.error) == (426, "wire-version")
+    assert f"you speak wire version {version or 'none'}, the coordinator 1" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "Input data was truncated"),
+        (b"\xc1", "malformed"),
+        (b"{json}", "Expected `object`"),
+        (msgspec.msgpack.encode({"member_id": 3}), r"Expected `str`, got `int` - at `\$.member_id`"),
+        (msgspec.msgpack.encode({"member_id": "m"}), "missing required field `groups`"),
+        (msgspec.msgpack.encode({"member_id": "m", "groups": [], "x": 1}), "unknown field `x`"),
+        (
+            msgspec.msgpack.encode({"member_id": "m", "groups": [{"lease_id": 1}]}),
+            r"Expected `str`, got `int` - at `\$.groups\[0\].lease_id`",
+        ),
+    ],
+)
+async def test_garbage_is_answered_with_what_is_wrong_where(local, visitor, body, message):
+    with pytest.raises(Answer, match=message) as caught:
+        await visitor.post(endpoints.GROUPS, body, wire.PushReply)
+    assert (caught.value.status, caught.value.error) == (400, "bad-request")
+
+
+async def test_numbers_that_are_none_are_refused(serving):
+    for wait in (float("nan"), float("inf"), -1.0):
+        with pytest.raises(Answer, match="wait_seconds") as caught:
+            await serving.lease(serving.member, 0, 1, wait=wait)
+        assert caught.value.status == 400
+    with pytest.raises(Answer, match="max_groups is 0"):
+        await serving.lease(serving.member, 0, 0)
+    with pytest.raises(Answer, match="busy_seconds nan"):
+        await serving.heartbeat(serving.member, 0, busy=float("nan"))
+
+
+async def test_bodies_have_a_limit_and_a_length(local, visitor):
+    with pytest.raises(Answer, match="at most 1048576 are taken") as caught:
+        await visitor.post(endpoints.LEASE, io.BytesIO(bytes(2**20 + 1)), wire.Leases)
+    assert (caught.value.status, caught.value.error) == (413, "too-large")
+
+    async def chunks():
+        yield b"x"
+
+    async with visitor.session.post(
+        visitor.url + endpoints.LEASE, data=chunks(), headers=visitor.headers
+    ) as response:
+        assert response.status == 413
+
+
+async def test_a_member_nobody_knows_has_to_register(serving):
+    group = make_group((await serving.lease(serving.member, 0, 1)).leases[0])
+    for call in (
+        lambda: serving.heartbeat("g/none", 0),
+        lambda: serving.lease("g/none", 0, 1),
+        lambda: serving.push("g/none", []),
+        lambda: serving.push("g/none", [group]),
+    ):
+        with pytest.raises(Answer, match="register again") as caught:
+            await call()
+        assert (caught.value.status, caught.value.error) == (404, "unknown-member")
+
+
+async def test_a_superseded_trainer_is_told_so_even_while_it_waits(serving):
+    waiting = asyncio.create_task(serving.next("t", 0, wait=20))
+    await asyncio.sleep(0.2)
+    await serving.hello("t2")
+    started = time.monotonic()
+    with pytest.raises(Answer) as caught:
+        await waiting
+    assert (caught.value.status, caught.value.error) == (409, "superseded")
+    assert time.monotonic() - started < 2
+
+
+async def test_long_polls_are_woken_by_what_they_wait_for(local, serving):
+    """Publishing wakes an actor that polls; the last group of a step wakes the trainer."""
+    second = await serving.register("h", local.digest)
+    poll = asyncio.create_task(serving.lease(second, -1, 64, wait=20))
+    trainer = asyncio.create_task(serving.next("t", 0, wait=20))
+    assert (await trainer).action is wire.NextAction.PUBLISH
+    await serving.publish("t", 0)
+    leases = (await asyncio.wait_for(poll, 2)).leases
+    assert len(leases) == 3 + 12
+    trainer = asyncio.create_task(serving.next("t", 0, wait=20))
+    reply = await serving.push(second, [make_group(lease) for lease in leases])
+    assert set(reply.results) == {wire.PushResult.ACCEPTED}
+    assert (await asyncio.wait_for(trainer, 2)).action is wire.NextAction.TRAIN
+
+
+async def test_a_client_that_is_gone_takes_its_poll_with_it(local, serving):
+    """Else the next lease would go to nobody."""
+    drain = (await serving.lease(serving.member, 0, 64)).leases
+    poll = asyncio.create_task(serving.lease(serving.member, 0, 1, wait=20))
+    await asyncio.sleep(0.2)
+    poll.cancel()
+    await asyncio.sleep(0.2)
+    release = wire.Release(member_id=serving.member, lease_ids=[drain[-1].lease_id], reason="test")
+    await serving.post(endpoints.RELEASE, release, wire.Ack)
+    again = (await serving.lease(serving.member, 0, 1)).leases
+    assert [lease.slot for lease in again] == [drain[-1].slot]
+
+
+async def test_a_slow_client_holds_up_nobody(local, serving):
+    """Half a push, and an answer that is not read: the others are served meanwhile."""
+    port = local.port
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = "".join(f"{name}: {value}\r\n" for name, value in serving.headers.items())
+    writer.write(
+        f"POST {endpoints.GROUPS} HTTP/1.1\r\nHost: x\r\n{head}Content-Length: 1000000\r\n\r\n".encode()
+    )
+    writer.write(b"x" * 1000)
+    await writer.drain()
+    started = time.monotonic()
+    for lease in (await serving.lease(serving.member, 0, 8)).leases:
+        assert (await serving.push(serving.member, [make_group(lease)])).results == ["accepted"]
+    assert time.monotonic() - started < 5
+    writer.close()
+    await writer.wait_closed()
+    assert (await serving.status()).counts.acknowledged == 2 * 5
+
+
+async def test_a_group_pushed_twice_counts_once_and_a_lost_one_is_late(serving):
+    leases = [
+        lease
+        for lease in (await serving.lease(serving.member, 0, 8)).leases
+        if lease.split is wire.Split.TRAIN
+    ]
+    group = make_group(leases[0])
+    replies = await asyncio.gather(*(serving.push(serving.member, [group, group]) for _ in range(3)))
+    results = sorted(result for reply in replies for result in reply.results)
+    assert results == ["accepted", *["duplicate"] * 5]
+    bad = make_group(leases[1], logprob=float("nan"))
+    reply = await serving.push(serving.member, [bad])
+    assert reply.results == ["invalid"]
+    assert "not finite" in reply.reasons[0]
+    counts = (await serving.status()).counts
+    assert (counts.acknowledged, counts.queued, counts.duplicate, counts.invalid) == (2, 2, 10, 2)
+
+
+async def test_a_wrong_prompt_id_is_invalid(serving):
+    lease = (await serving.lease(serving.member, 0, 1)).leases[0]
+    group = msgspec.structs.replace(make_group(lease), prompt_id="another")
+    reply = await serving.push(serving.member, [group])
+    assert reply.results == ["invalid"]
+    assert "prompt_id is 'another'" in reply.reasons[0]
+
+
+async def test_shards_bring_back_the_very_bytes(local, serving):
+    leases = [
+        le for le in (await serving.lease(serving.member, 0, 64)).leases if le.split is wire.Split.TRAIN
+    ]
+    groups = {lease.slot: make_group(lease, tokens=3 + lease.slot % 5) for lease in leases}
+    await serving.push(serving.member, list(groups.values()))
+    shards = [await serving.shard("t", 0, rank, 2) for rank in range(2)]
+    assert shards[0].groups == shards[1].groups
+    seen = set()
+    for sequence in [s for shard in shards for s in shard.sequences]:
+        slot = shards[0].groups[sequence.group].slot
+        completion = groups[slot].completions[sequence.sample]
+        assert (sequence.token_ids, sequence.logprobs, sequence.versions, sequence.prompt_token_ids) == (
+            completion.token_ids,
+            completion.logprobs,
+            completion.versions,
+            groups[slot].prompt_token_ids,
+        )
+        seen.add((slot, sequence.sample))
+    assert seen == {(slot, sample) for slot in range(4) for sample in range(2)}
+    with pytest.raises(Answer, match="not closed"):
+        await serving.shard("t", 3)
+
+
+async def test_an_unauthorized_flood_of_bodies_is_not_read(local):
+    async with aiohttp.ClientSession() as session:
+        stranger = Client(session, local.url, token="guess")
+        with pytest.raises(Answer) as caught:
+            await stranger.post(endpoints.GROUPS, bytes(1000), wire.PushReply)
+        assert caught.value.status == 401
