@@ -26,7 +26,7 @@ class Server:
         self.version = "default"
         self.failure: dict[str, Any] = {}
         self.salts: list[str] = []
-        self.seeds: list[int | None] = []
+        self.requests: list[dict[str, Any]] = []
         self.report: dict[str, Any] = {"state": "whole"}
         self.group: dict[str, Any] | None = None
 
@@ -39,7 +39,7 @@ class Server:
             rows = [None] + [{str(t): {"logprob": -0.5 * i}} for i, t in enumerate(prompt[1:], start=1)]
             choice = {"index": 0, "token_ids": [END], "finish_reason": "length"}
             return web.json_response({"choices": [choice], "prompt_logprobs": rows})
-        self.seeds.append(params.get("seed"))
+        self.requests.append(params)
         texts = [[*prompt, END] if i % 2 == 0 else [*prompt[:1] * 3, END] for i in range(params["n"])]
         versions = await self.decode(max(len(t) for t in texts))
         choices = []
@@ -112,7 +112,7 @@ class Server:
     async def look(self, _: web.Request) -> web.Response:
         seen = {
             "salts": self.salts,
-            "seeds": self.seeds,
+            "requests": self.requests,
             "running": self.running.is_set(),
             "version": self.version,
         }

@@ -5,19 +5,26 @@ from __future__ import annotations
 import asyncio
 import doctest
 import json
+import time
 from pathlib import Path
 
+import aiohttp
 import numpy as np
 import pytest
-from actor_stand_ins import CHARACTERS, END, write_tokenizer
+from actor_stand_ins import CHARACTERS, END, TOKEN, CoordinatorStandIn, until, write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
 from scalerl_api.spec import PromptSpec
+from scalerl_api.wire import Group, Split
 from scalerl_generator import leasing, state
+from scalerl_generator.coordinator_client import CoordinatorClient
+from scalerl_generator.delivery import Delivery
+from scalerl_generator.join import Membership
 from scalerl_generator.leasing import Occupancy, groups_wanted
+from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.prompts import PromptCodec, PromptTooLong, TokenizerProblem
-from scalerl_generator.state import NO_WEIGHTS, ServerState
+from scalerl_generator.state import NO_WEIGHTS, BusyClock, ServerState
 from scalerl_tasks.prompts import Prompt
 
 
@@ -92,26 +99,44 @@ def test_only_the_last_end_token_is_hidden_from_the_verifier(model: Path) -> Non
     assert codec.texts([np.array(hidden, dtype=np.int32)]) == ["1<eos><pad>2"]
 
 
-def test_same_tokens_as_transformers(model: Path) -> None:
-    from transformers import AutoTokenizer
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
-    codec = PromptCodec(model, PromptSpec(), context_tokens=64)
-    text = "what is 12*(3+4)?"
-    expected = AutoTokenizer.from_pretrained(model)(text)["input_ids"]
-    assert codec.encode(Prompt(id="p", text=text, answer=""), 8).token_ids == expected
+
+def set_config(model: Path, **changes: object) -> None:
+    file = model / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def test_chat_template(model: Path) -> None:
-    config = json.loads((model / "tokenizer_config.json").read_text())
-    config["chat_template"] = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    set_config(model, chat_template=CHAT_TEMPLATE, bos_token={"content": "!"})
     spec = PromptSpec(format="Chat", system="be short", template="solve {prompt}")
     codec = PromptCodec(model, spec, context_tokens=64)
     encoded = codec.encode(Prompt(id="p", text="1+2", answer="3"), 8)
-    assert encoded.token_ids == ids("<system>be short<user>solve 1+2<assistant>")
+    expected = [*ids("!<system>be short"), END, *ids("<user>solve 1+2"), END, *ids("<assistant>")]
+    assert encoded.token_ids == expected
+    set_config(model, chat_template=[{"name": "default", "template": CHAT_TEMPLATE}])
+    assert (
+        PromptCodec(model, spec, 64).encode(Prompt(id="p", text="1+2", answer="3"), 8).token_ids == expected
+    )
+
+
+@pytest.mark.slow
+def test_same_tokens_as_transformers(model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    set_config(model, bos_token="!")
+    (model / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    text = "what is 12*(3+4)?"
+    theirs = AutoTokenizer.from_pretrained(model)
+    prompt = Prompt(id="p", text=text, answer="")
+    assert PromptCodec(model, PromptSpec(), 64).encode(prompt, 8).token_ids == theirs(text)["input_ids"]
+    messages = [{"role": "system", "content": "be short"}, {"role": "user", "content": text}]
+    chat = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    own = PromptCodec(model, PromptSpec(format="Chat", system="be short"), 64).encode(prompt, 8)
+    assert own.token_ids == chat
 
 
 def test_chat_without_a_template(model: Path) -> None:
@@ -170,3 +195,48 @@ async def test_serving_waits_for_whole_weights() -> None:
     assert server.version == NO_WEIGHTS, "an update that ends after its server is not one"
     server.came_up()
     assert not server.has_held(5), "a new life, other weights"
+
+
+# --- delivery ---------------------------------------------------------------------------------
+
+
+async def test_groups_go_together_and_outlive_a_membership() -> None:
+    coordinator = CoordinatorStandIn(heartbeat_seconds=60.0)
+    await coordinator.start()
+    server, busy = ServerState(), BusyClock()
+    server.came_up()
+    metrics = ActorMetrics(server, busy)
+    coordinator.offer(3, ["p"])
+    coordinator.leased = {lease.lease_id: lease for lease in coordinator.todo}
+    coordinator.todo.clear()
+    async with aiohttp.ClientSession() as session:
+        client = CoordinatorClient(session, coordinator.url, TOKEN)
+        membership = Membership(client, server, busy, metrics, name="generator-0", control_url="http://h:1")
+        delivery = Delivery(client, membership, metrics)
+        loops = [asyncio.create_task(membership.run("digest")), asyncio.create_task(delivery.run())]
+        await until(lambda: membership.member_id == "m1" and coordinator.beats)
+        coordinator.members.clear()  # the next heartbeat is far away: the push finds out
+        for lease_id in coordinator.leased:
+            membership.held_leases.add(lease_id)
+            delivery.put(empty_group(lease_id), time.monotonic() + 30.0)
+        assert await delivery.flush(10.0)
+        for loop in loops:
+            loop.cancel()
+        await asyncio.wait(loops)
+    await coordinator.kill()
+    assert membership.member_id == "m2"
+    assert [len(push.groups) for push in coordinator.pushes] == [3]
+    assert not membership.held_leases
+
+
+def empty_group(lease_id: str) -> Group:
+    return Group(
+        lease_id=lease_id,
+        split=Split.TRAIN,
+        slot=0,
+        prompt_index=0,
+        prompt_id="p",
+        prompt_token_ids=b"",
+        completions=[],
+        generation_seconds=0.0,
+    )

@@ -173,9 +173,11 @@ class Scene:
     train: list[str]
     held_out: list[str]
 
-    def offer(self, groups: int, split: Split = Split.TRAIN) -> None:
+    def offer(self, groups: int, split: Split = Split.TRAIN, **changes: Any) -> None:
         prompts = self.train if split is Split.TRAIN else self.held_out
-        self.coordinator.offer(groups, prompts, split, completions=COMPLETIONS, max_tokens=MAX_TOKENS)
+        self.coordinator.offer(
+            groups, prompts, split, completions=COMPLETIONS, max_tokens=MAX_TOKENS, **changes
+        )
 
 
 @pytest.fixture
@@ -238,7 +240,8 @@ async def test_in_flight_update_and_a_killed_server(scene: Scene) -> None:
     await sender.send(models[0], 0)
 
     # Lease, generate, grade, push; weights arrive meanwhile.
-    scene.offer(2, Split.HELD_OUT)
+    scene.offer(1, Split.HELD_OUT)
+    scene.offer(1, Split.HELD_OUT, temperature=0.0, lease_id="greedy")
     scene.offer(16)
     await until(lambda: len(coordinator.groups) >= 1, 60)
     received = await sender.send(models[1], 1)
@@ -250,6 +253,9 @@ async def test_in_flight_update_and_a_killed_server(scene: Scene) -> None:
     assert [0] in spans
     assert [0, 1] in spans, "nothing was in flight"
     assert all(s in ([0], [0, 1], [1]) for s in spans)
+
+    greedy = coordinator.groups["greedy"].completions
+    assert all(c.token_ids == greedy[0].token_ids for c in greedy if c.versions == greedy[0].versions)
 
     # Tokens of one version alone have the log-probabilities that the trainer computes with it.
     for group in groups:

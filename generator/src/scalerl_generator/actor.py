@@ -64,7 +64,7 @@ logger = logging.getLogger("scalerl.actor")
 Result = TypeVar("Result")
 
 _OVER_GRACE_SECONDS = 5.0
-_FLUSH_SECONDS = 10.0
+_FLUSH_SECONDS = 5.0
 _LEAVE_SECONDS = 3.0
 
 

@@ -111,11 +111,12 @@ class WeightControl:
             whole = isinstance(error, UpdateFailed) and not error.torn
             self._epoch = None
             self._metrics.update_failures.inc()
+            if whole:
+                self._busy.unpause()
             logger.error("version %d not taken: %s", request.version, error)
             self._state.update_broke(weights_whole=whole)
             raise ControlProblem(502, "update-failed", f"version {request.version}: {error}") from error
-        finally:
-            self._busy.unpause()
+        self._busy.unpause()
         self._state.updated(request.version)
         for phase in ("pause", "transfer", "load", "resume"):
             self._metrics.update_seconds.labels(phase).observe(getattr(received, f"{phase}_seconds"))

@@ -1,7 +1,8 @@
-"""Text to tokens and back, with the run's own tokenizer and without importing transformers.
+"""Text to tokens and back, with the run's own tokenizer and without importing torch.
 
-The ``tokenizers`` library reads ``tokenizer.json`` directly, in milliseconds. Only a chat template, or
-a model that comes without that file, brings transformers in (and torch with it).
+The ``tokenizers`` library reads ``tokenizer.json`` directly, in milliseconds. A chat template is rendered by
+transformers' own function, which stands apart from its tokenizers; only a model that comes without a
+``tokenizer.json`` brings those in, and torch with them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _CACHED_PROMPTS = 8192
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class TokenizerProblem(Exception):
@@ -114,8 +116,10 @@ def _load_tokenizer(model: Path) -> Tokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return tokenizer
+    from transformers import AutoTokenizer  # imports torch: seconds, which models with a tokenizer.json save
+
     try:
-        converted: Tokenizer = _transformers_tokenizer(model).backend_tokenizer
+        converted: Tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True).backend_tokenizer
     except (OSError, ValueError, AttributeError) as error:
         raise TokenizerProblem(
             f"{model}: no tokenizer.json, and transformers cannot make one: {error}"
@@ -124,24 +128,31 @@ def _load_tokenizer(model: Path) -> Tokenizer:
 
 
 def _chat_template(model: Path) -> Callable[[list[dict[str, str]]], str]:
-    try:
-        tokenizer = _transformers_tokenizer(model)
-    except (OSError, ValueError) as error:
-        raise TokenizerProblem(f"{model}: its tokenizer cannot be read: {error}") from error
-    if not tokenizer.chat_template:
+    """What ``AutoTokenizer.apply_chat_template`` would render, without loading its tokenizer (and torch)."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    file, config = model / "chat_template.jinja", _json(model / "tokenizer_config.json")
+    template = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    if not isinstance(template, str) or not template:
         raise TokenizerProblem(f"{model}: the tokenizer has no chat template; use task.prompt.format: Raw")
+    special = {name: text for name in _SPECIAL_TOKENS if (text := _token_text(config.get(name))) is not None}
 
     def render(messages: list[dict[str, str]]) -> str:
-        text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return text
+        texts: list[str]
+        texts, _ = render_jinja_template(
+            [messages], chat_template=template, add_generation_prompt=True, **special
+        )
+        return texts[0]
 
     return render
 
 
-def _transformers_tokenizer(model: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(model, local_files_only=True)
+def _token_text(token: object) -> str | None:
+    """A special token as ``tokenizer_config.json`` writes it: a string, or an object with ``content``."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
 def _stop_token_ids(model: Path, tokenizer: Tokenizer) -> list[int]:
@@ -149,9 +160,8 @@ def _stop_token_ids(model: Path, tokenizer: Tokenizer) -> list[int]:
     for name in ("generation_config.json", "config.json"):
         value = _json(model / name).get("eos_token_id")
         ids.update(_integers(value))
-    token = _json(model / "tokenizer_config.json").get("eos_token")
-    text = token.get("content") if isinstance(token, dict) else token
-    if isinstance(text, str) and (token_id := tokenizer.token_to_id(text)) is not None:
+    text = _token_text(_json(model / "tokenizer_config.json").get("eos_token"))
+    if text is not None and (token_id := tokenizer.token_to_id(text)) is not None:
         ids.add(token_id)
     if not ids:
         raise TokenizerProblem(

@@ -26,6 +26,8 @@ from scalerl_tasks.prompts import Prompt, PromptSource
 logger = logging.getLogger("scalerl.actor.rollouts")
 
 _ATTEMPTS = 3
+_AFTER_THE_LEASE_SECONDS = 60.0
+"""The lease's own deadline ends a request; were the two timeouts one moment, either could swallow the other."""
 
 
 class ServerLost(Exception):
@@ -55,24 +57,23 @@ Strategy = Callable[[VllmClient, SampleRequest], Awaitable[list[Sampled]]]
 async def sample_plain(server: VllmClient, request: SampleRequest) -> list[Sampled]:
     """Independent completions, each until an end token or ``max_tokens``.
 
-    Evaluation is seeded, so that a point measured twice at one version is the same point. Training is
-    not: what is sampled depends on when updates arrive anyway, and a seed a request makes vLLM draw
-    from a random generator a sequence, one after another.
+    No request carries a seed: what is sampled depends on when updates arrive anyway, vLLM draws seeded
+    sequences one after another, and its CPU engine dies when it discards a seeded request's draw
+    ("CPU Generator does not use offset", 0.32).
     """
     lease = request.lease
-    seeded = lease.split is Split.HELD_OUT
+    most = request.max_sequences if lease.temperature > 0 else 1  # vLLM takes greedy requests singly
     parts = [
         server.generate(
             request.prompt.token_ids,
-            n=min(request.max_sequences, lease.completions - start),
+            n=min(most, lease.completions - start),
             max_tokens=lease.max_tokens,
             temperature=lease.temperature,
             stop_token_ids=request.stop_token_ids,
-            seed=lease.seed + start if seeded else None,
             cache_salt=request.cache_salt,
-            timeout_seconds=lease.remaining_seconds,
+            timeout_seconds=lease.remaining_seconds + _AFTER_THE_LEASE_SECONDS,
         )
-        for start in range(0, lease.completions, request.max_sequences)
+        for start in range(0, lease.completions, most)
     ]
     return [completion for part in await asyncio.gather(*parts) for completion in part]
 
