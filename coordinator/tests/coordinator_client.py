@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import struct
 from typing import Any, TypeVar
 
@@ -33,7 +34,10 @@ class Client:
 
     async def post(self, path: str, message: Any, kind: type[T]) -> T:
         body = message if isinstance(message, bytes) else msgspec.msgpack.encode(message)
-        async with self.session.post(self.url + path, data=body, headers=self.headers) as response:
+        # A stream: aiohttp warns about plain bytes above 1 MiB.
+        async with self.session.post(
+            self.url + path, data=io.BytesIO(body), headers=self.headers
+        ) as response:
             data = await response.read()
             if response.status != 200:
                 raise Answer(response.status, msgspec.msgpack.decode(data, type=wire.Problem))

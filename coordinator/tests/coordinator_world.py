@@ -113,11 +113,14 @@ class World:
 
     # --- shorthands -----------------------------------------------------------------------------
 
-    def register(self, name: str, held: list[str] | None = None) -> str:
+    def register(self, name: str, held: list[str] | None = None, version: int | None = -1) -> str:
+        """Register, and say (unless None) which weights it holds."""
         self.member_ids += 1
         member_id = f"{name}/{self.member_ids}"
         request = wire.Register(name=name, control_url="u", task_digest="train", held_leases=held or [])
         self.rollouts.register(request, member_id, self.now)
+        if version is not None:
+            self.beat(member_id, version)
         return member_id
 
     def beat(self, member_id: str, version: int, **changes: Any) -> None:

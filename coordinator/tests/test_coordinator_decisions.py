@@ -252,6 +252,23 @@ def test_a_member_without_weights_gets_the_older_ones_while_others_keep_the_lost
     assert world.next("t2").action is NextAction.TRAIN
 
 
+def test_a_member_that_has_not_said_what_it_holds_is_neither_behind_nor_gone(world):
+    """It may just have registered again after the coordinator came back."""
+    for _ in range(2):
+        train(world)
+    world.hello("t2", 0)
+    held = world.lease(world.member, 2, 1)
+    world.acknowledge()
+    world.crash(0)
+    member = world.register("g", held=[held[0].lease_id], version=None)
+    assert world.next("t2").action is NextAction.TRAIN
+    assert world.begin_publish("t2").members == []
+    new = world.register("new")
+    world.commit_publish("t2", [new])
+    assert world.state.published == 2
+    assert world.push(member, make_group(held[0])) is PushResult.ACCEPTED
+
+
 def test_a_line_that_nobody_holds_any_more_is_given_up(world):
     for _ in range(2):
         train(world)

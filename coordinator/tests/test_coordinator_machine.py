@@ -59,7 +59,7 @@ class Coordinator(RuleBasedStateMachine):
         for _ in range(rounds):
             for name in NAMES[:2]:
                 if name not in self.members:
-                    self.register(name, False)
+                    self.register(name, False, True)
                 self.beat(name, True, 0)
                 self.lease(name, 3)
             for at in range(len(self.work) - 1, -1, -1):
@@ -73,11 +73,11 @@ class Coordinator(RuleBasedStateMachine):
 
     # --- generators -----------------------------------------------------------------------------
 
-    @rule(name=st.sampled_from(NAMES), keeps=st.booleans())
-    def register(self, name: str, keeps: bool) -> None:
+    @rule(name=st.sampled_from(NAMES), keeps=st.booleans(), said=st.booleans())
+    def register(self, name: str, keeps: bool, said: bool) -> None:
         held = [lease.lease_id for holder, lease in self.work if holder == name] if keeps else []
         version = self.members.get(name, ("", -1))[1] if keeps else -1
-        self.members[name] = (self.world.register(name, held), version)
+        self.members[name] = (self.world.register(name, held, version if said else None), version)
         self.world.acknowledge()
 
     @rule(name=st.sampled_from(NAMES), healthy=st.booleans(), tokens=st.integers(0, 9))
@@ -283,14 +283,14 @@ class Coordinator(RuleBasedStateMachine):
         try:
             result = act(member_id, version)
         except UnknownMember:
-            self.register(name, True)
+            self.register(name, True, False)
             return None
         self.world.acknowledge()
         return result
 
     def _group(self, name: str, lease: wire.Lease, flat: bool) -> wire.Group:
         newest = max(lease.policy_version, self.members[name][1])
-        if newest > self.world.core.newest_possible:
+        if newest > self.world.state.newest:
             newest = lease.policy_version
         scores = [1.0] * lease.completions if flat else None
         return make_group(lease, version=min(newest, lease.policy_version), scores=scores)
@@ -314,7 +314,7 @@ class Coordinator(RuleBasedStateMachine):
 @pytest.mark.slow
 class TestCoordinator(Coordinator.TestCase):
     settings = settings(
-        max_examples=250,
+        max_examples=150,
         stateful_step_count=70,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

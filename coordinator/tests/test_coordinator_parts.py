@@ -90,7 +90,7 @@ def test_the_clock_never_goes_back_and_never_jumps(readings):
     clock = LogicalClock(0.0, longest_gap_seconds=2.0)
     times = [clock.read(reading) for reading in readings]
     steps = [b - a for a, b in zip([0.0, *times], times, strict=False)]
-    assert all(0 <= step <= 2.0 for step in steps)
+    assert all(0 <= step <= 2.0 + 1e-6 for step in steps)
 
 
 def test_the_clock_stands_while_nobody_is_listened_to():
@@ -166,6 +166,8 @@ def test_a_member_that_fails_publishes_is_asked_ever_more_rarely():
     now = 0.0
     for _ in range(9):
         member = membership.register("g/1", "g", "u", now)
+        assert membership.publishable(now) == []  # it has not said what it holds
+        membership.report_version(member, -1, now)
         membership.failed_publish("g", now)
         start = now
         while not membership.publishable(now):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import time
 
 import aiohttp
@@ -94,7 +93,7 @@ async def test_numbers_that_are_none_are_refused(serving):
 
 async def test_bodies_have_a_limit_and_a_length(local, visitor):
     with pytest.raises(Answer, match="at most 1048576 are taken") as caught:
-        await visitor.post(endpoints.LEASE, io.BytesIO(bytes(2**20 + 1)), wire.Leases)
+        await visitor.post(endpoints.LEASE, bytes(2**20 + 1), wire.Leases)
     assert (caught.value.status, caught.value.error) == (413, "too-large")
 
     async def chunks():

@@ -35,14 +35,14 @@ class Measured:
     newest_version: int
 
 
-def measure(group: Group, completions: int, max_tokens: int, newest_possible: int) -> Measured:
+def measure(group: Group, completions: int, max_tokens: int, newest: int) -> Measured:
     """Check every completion of ``group``, and sum up.
 
     Args:
         group: as pushed.
         completions: how many its lease asked for.
         max_tokens: longest completion its lease allowed.
-        newest_possible: the newest weight version anybody can hold.
+        newest: the newest version that any weights ever had.
 
     Raises:
         BadGroup: wrong count, wrong or impossible length, log-probability not finite or above 0, negative token id,
@@ -55,11 +55,11 @@ def measure(group: Group, completions: int, max_tokens: int, newest_possible: in
             f"prompt_token_ids has {len(group.prompt_token_ids)} bytes, not a positive multiple of 4"
         )
     lengths, scores, truncated, version_tokens = [], [], 0, 0
-    oldest, newest = newest_possible, 0
+    oldest, latest = newest, 0
     for index, completion in enumerate(group.completions):
         try:
             _check_tokens(completion, max_tokens)
-            first, last, weighted = _check_versions(completion, newest_possible)
+            first, last, weighted = _check_versions(completion, newest)
         except BadGroup as problem:
             raise BadGroup(f"completions[{index}]: {problem}") from None
         if not 0.0 <= completion.score <= 1.0:  # NaN is not
@@ -67,9 +67,9 @@ def measure(group: Group, completions: int, max_tokens: int, newest_possible: in
         lengths.append(completion.tokens)
         scores.append(completion.score)
         truncated += completion.finish_reason == "length"
-        oldest, newest = min(oldest, first), max(newest, last)
+        oldest, latest = min(oldest, first), max(latest, last)
         version_tokens += weighted
-    return Measured(lengths, scores, truncated, oldest, version_tokens, newest)
+    return Measured(lengths, scores, truncated, oldest, version_tokens, latest)
 
 
 def _check_tokens(completion: Completion, max_tokens: int) -> None:
@@ -88,7 +88,7 @@ def _check_tokens(completion: Completion, max_tokens: int) -> None:
         raise BadGroup("a token id is negative")
 
 
-def _check_versions(completion: Completion, newest_possible: int) -> tuple[int, int, int]:
+def _check_versions(completion: Completion, newest: int) -> tuple[int, int, int]:
     """Oldest and newest version, and the sum of versions over tokens."""
     spans, tokens = completion.versions, completion.tokens
     if not spans or spans[0].start != 0:
@@ -98,8 +98,8 @@ def _check_versions(completion: Completion, newest_possible: int) -> tuple[int, 
         end = spans[at + 1].start if at + 1 < len(spans) else tokens
         if end <= span.start:
             raise BadGroup(f"version spans are not ascending inside its {tokens} tokens")
-        if not 0 <= span.version <= newest_possible:
-            raise BadGroup(f"version {span.version} is outside 0..{newest_possible}")
+        if not 0 <= span.version <= newest:
+            raise BadGroup(f"version {span.version} is outside 0..{newest}")
         weighted += span.version * (end - span.start)
     versions = [span.version for span in spans]
     return min(versions), max(versions), weighted

@@ -184,7 +184,7 @@ class Core:
 
     @property
     def newest_possible(self) -> int:
-        """The newest weight version that anybody can hold."""
+        """The newest weight version of the present line, or of one that is lost and still in use."""
         return max(self.state.version, self.state.published)
 
     def stop(self, reason: str, now: float) -> None:

@@ -28,6 +28,8 @@ class Member:
     last_seen: float
     registered_at: float
     version: int = -1
+    heard: bool = False
+    """It has said what it holds. Before that it may hold anything: nobody sends it weights, or takes it for behind."""
     version_set_at: float = float("-inf")
     healthy: bool = True
     busy_seconds: float = 0.0
@@ -96,13 +98,13 @@ class Membership:
         """
         if version < member.version and now - member.version_set_at < self.heartbeat_seconds:
             return False
-        changed = version != member.version
-        member.version = version
+        changed = version != member.version or not member.heard
+        member.version, member.heard = version, True
         return changed
 
     def set_version(self, member: Member, version: int, now: float) -> None:
         """A committed publish says so; the name is in good standing again."""
-        member.version, member.version_set_at = version, now
+        member.version, member.heard, member.version_set_at = version, True, now
         self._trouble.pop(member.name, None)
 
     def failed_publish(self, name: str, now: float) -> None:
@@ -117,7 +119,9 @@ class Membership:
             (
                 m
                 for m in self.members.values()
-                if m.healthy and (m.name not in self._trouble or self._trouble[m.name].not_before <= now)
+                if m.healthy
+                and m.heard
+                and (m.name not in self._trouble or self._trouble[m.name].not_before <= now)
             ),
             key=lambda m: m.name,
         )

@@ -249,7 +249,7 @@ class Rollouts:
             group,
             identity.evaluation_samples if held_out else identity.completions_per_prompt,
             identity.max_completion_tokens,
-            core.newest_possible,
+            core.state.newest,
         )
 
     def _spoiled(

@@ -68,6 +68,8 @@ class State(msgspec.Struct):
     version: int = 0
     """Steps trained on the present line; what the trainer holds."""
     published: int = -1
+    newest: int = 0
+    """Highest version that any weights ever had, on this line or one that was lost."""
     line: Line = Line()
     marks: dict[int, Line] = {}
     """The line as it was at each version that the trainer may come back to."""
@@ -326,6 +328,7 @@ class State(msgspec.Struct):
         self.marks[step] = self.line
         self.line = extend(self.line, sums, trained_tokens, stats.get("mismatch_kl"))
         self.version = step + 1
+        self.newest = max(self.newest, self.version)
         self.fates.trained += sums.trained_rollouts
         self.fates.queued -= sums.trained_rollouts
         row: dict[str, float] = {
@@ -362,6 +365,7 @@ class State(msgspec.Struct):
             ]:
                 del self.leases[lease_id]
         self.published = record.version
+        self.newest = max(self.newest, record.version)
         self.publish_stats = {**self.publish_stats, **record.stats}
         mismatch = record.stats.get("mismatch_kl")
         if mismatch is not None:

@@ -293,7 +293,9 @@ class Training:
                 )
                 members.failed_publish(member.name, now)
                 core.give_away(member.name)
-        ahead = any(m.healthy and m.version > request.version for m in members.members.values())
+        ahead = any(
+            m.healthy and (m.version > request.version or not m.heard) for m in members.members.values()
+        )
         if request.version >= core.state.published or core.ending or not ahead:
             core.commit(r.Published(request.version, request.stats))
         self._start_evaluation_if_due()
