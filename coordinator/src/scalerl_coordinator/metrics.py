@@ -41,7 +41,8 @@ class _RunCollector(Collector):
         self._journal = journal
 
     def collect(self) -> Iterable[Metric]:
-        status, counts, journal = self._status(), self._status().counts, self._journal
+        status, journal = self._status(), self._journal
+        counts = status.counts
         rollouts = GaugeMetricFamily(_PREFIX + "rollouts", "Training rollouts by fate.", labels=("fate",))
         for fate in ("trained", "filtered", "queued", "leased"):
             rollouts.add_metric((fate,), getattr(counts, fate))
