@@ -1,11 +1,16 @@
 """How long a publish takes, and on what: pause, gather, transfer, load, resume, over model sizes.
 
-    python benchmarks/publish.py [--quick] [--sizes 1,135,1000] [--repeats 5]
+    python benchmarks/publish.py [--quick] [--sizes 1,135,1000] [--repeats 5] [--bucket-mib 16]
 
 The sender is the trainer's own publisher over bf16 tensors of a Llama; the receiver a real vLLM server
 behind the actor's own weight control. ``transfer`` is the receiver's time in broadcasts. It is set
 against bare gloo: the same number of bytes in the same buckets between two processes that do nothing else.
 ``hidden`` is what the sender spends on gathering, packing and summing, most of it while a bucket travels.
+Phases are medians over the repeats; ``share`` sets the best transfer against the best of bare gloo, measured
+before and after, so that what else the machine does counts for neither.
+
+The bucket's size matters on CPUs: the receiver needs fresh memory for each, and above 32 MiB the C library
+takes it from the kernel page by page every time, which can cost more than the bytes' way.
 
 The last line is one JSON object.
 """
@@ -64,7 +69,6 @@ SIZES = {
     ),
 }
 """Millions of parameters, roughly, to a Llama of that size."""
-BUCKET_BYTES = 256 << 20
 TIMEOUT_SECONDS = 120.0
 
 
@@ -200,8 +204,8 @@ def gloo_member(rank: int, port: int, sizes: list[int], repeats: int) -> list[fl
     return seconds
 
 
-def bare_gloo(sizes: list[int], repeats: int) -> float:
-    """Median seconds at the receiver, the first repeat left out."""
+def bare_gloo(sizes: list[int], repeats: int) -> list[float]:
+    """Seconds of each repeat at the receiver, the first one left out."""
     arguments = [str(free_port()), json.dumps(sizes), str(repeats + 1)]
     command = [sys.executable, __file__, "--bare"]
     sender = subprocess.Popen([*command, "0", *arguments], stdout=subprocess.DEVNULL)
@@ -213,7 +217,8 @@ def bare_gloo(sizes: list[int], repeats: int) -> float:
     finally:
         sender.kill()
         sender.wait()
-    return statistics.median(json.loads(done.stdout)[1:])
+    seconds: list[float] = json.loads(done.stdout)[1:]
+    return seconds
 
 
 # --- the table ---------------------------------------------------------------------------------------------
@@ -232,11 +237,8 @@ class Row:
     load: float
     resume: float
     bare: float
-
-    @property
-    def share(self) -> float:
-        """Of bare gloo's speed that the transfer reaches."""
-        return self.bare / self.transfer
+    share: float
+    """Of bare gloo's speed that the transfer reaches: best against best."""
 
     def __str__(self) -> str:
         phases = " ".join(
@@ -261,16 +263,16 @@ HEADER = (
 )
 
 
-def measure(model: ScratchModel, work: Path, repeats: int) -> Row:
+def measure(model: ScratchModel, work: Path, repeats: int, bucket_bytes: int) -> Row:
     directory = work / "model"
     generator = Generator(directory, make_model(directory, model))
     try:
         tensors = make_tensors(model)
         weights = as_weights(tensors)
-        sizes = [bucket.total_bytes for bucket in lay_out(weights.manifest, BUCKET_BYTES)]
+        sizes = [bucket.total_bytes for bucket in lay_out(weights.manifest, bucket_bytes)]
         generator.wait()
         bare = bare_gloo(sizes, repeats)
-        settings = PublishSettings("127.0.0.1", "gloo", BUCKET_BYTES, TIMEOUT_SECONDS)
+        settings = PublishSettings("127.0.0.1", "gloo", bucket_bytes, TIMEOUT_SECONDS)
         publisher = Publisher(settings, ActorControl(generator.token))
         outcomes = []
         for version in range(repeats + 1):
@@ -279,6 +281,7 @@ def measure(model: ScratchModel, work: Path, repeats: int) -> Row:
                 raise RuntimeError(f"version {version} was not taken")
             outcomes.append(outcome.stats)
         publisher.close()
+        bare += bare_gloo(sizes, repeats)
     finally:
         generator.stop()
         shutil.rmtree(directory)
@@ -295,14 +298,15 @@ def measure(model: ScratchModel, work: Path, repeats: int) -> Row:
         transfer=median("transfer_seconds"),
         load=median("load_seconds"),
         resume=median("resume_seconds"),
-        bare=bare,
+        bare=statistics.median(bare),
+        share=min(bare) / min(stats["publish_transfer_seconds"] for stats in outcomes[1:]),
     )
 
 
-def rows(sizes: list[int], repeats: int) -> Iterator[Row]:
+def rows(sizes: list[int], repeats: int, bucket_bytes: int) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as work:
         for size in sizes:
-            yield measure(SIZES[size], Path(work), repeats)
+            yield measure(SIZES[size], Path(work), repeats, bucket_bytes)
 
 
 def main() -> None:
@@ -316,6 +320,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one small size, within a minute")
     parser.add_argument("--sizes", help=f"millions of parameters, of {', '.join(map(str, SIZES))}")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--bucket-mib", type=int, default=16)
     arguments = parser.parse_args()
     chosen = [int(s) for s in arguments.sizes.split(",")] if arguments.sizes else list(SIZES)
     if arguments.quick:
@@ -323,7 +328,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(HEADER, flush=True)
     measured = []
-    for row in rows(chosen, arguments.repeats):
+    for row in rows(chosen, arguments.repeats, arguments.bucket_mib << 20):
         measured.append(row)
         print(row, flush=True)
     figures: dict[str, float] = {}
