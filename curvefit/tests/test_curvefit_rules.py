@@ -62,6 +62,8 @@ def test_the_guard_looks_at_the_last_segment_only() -> None:
     compute, reward = [*old.compute, *(old.now + new.compute)], [*old.reward, *new.reward]
     assert cf.guard(cf.Curve(compute[:28], reward[:28])).broken
     assert not cf.guard(cf.Curve(compute, reward, recipe=["a"] * 24 + ["b"] * 12)).broken
+    young = cf.guard(cf.Curve(compute[:28], reward[:28], recipe=["a"] * 24 + ["b"] * 4))
+    assert (young.broken, young.checked) == (False, False)
 
 
 def test_recipes_with_different_asymptotes_are_told_by_a() -> None:

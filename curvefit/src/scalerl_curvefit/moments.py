@@ -102,28 +102,43 @@ def moments(
     ends = np.zeros(k_count)
     ends[0], ends[-1] = precision[0] ** 2, precision[-1] ** 2
 
+    squares_r, one_r = rho * rho, np.ones(rho.size)
+
+    def combined(own: FloatArray, end: FloatArray, neighbours: FloatArray) -> FloatArray:
+        """(1 + ρ²)·own − ρ²·ends − ρ·neighbours, the three parts of Ω_ρ, for all ρ at once: (..., r)."""
+        return np.asarray(
+            np.multiply.outer(own, one_r + squares_r)
+            - np.multiply.outer(end, squares_r)
+            - np.multiply.outer(neighbours, rho)
+        )
+
+    def onto_knots(values: FloatArray) -> FloatArray:
+        return at_knots(u * values, left) + at_knots(v * values, left + 1)
+
+    def with_s(values: FloatArray) -> FloatArray:
+        """HᵀΩ·values, (k, r)."""
+        sides = np.zeros(values.size)
+        sides[1:] += values[:-1]
+        sides[:-1] += values[1:]
+        end = np.zeros(k_count)
+        end[0], end[-1] = precision[0] * values[0], precision[-1] * values[-1]
+        return combined(onto_knots(values), end, onto_knots(sides))
+
+    def form(a: FloatArray, b: FloatArray) -> FloatArray:
+        """aᵀΩb, (r,)."""
+        end = a[0] * b[0] + a[-1] * b[-1]
+        return combined(a @ b, end, a[1:] @ b[:-1] + a[:-1] @ b[1:])
+
     y = precision * reward
-    stack_2n = np.stack([precision, y])
-    forms, s_one, s_y = [], [], []
-    for r in rho:
-        omega_2n = (1.0 + r * r) * stack_2n
-        omega_2n[:, [0, -1]] -= r * r * stack_2n[:, [0, -1]]
-        omega_2n[:, 1:] -= r * stack_2n[:, :-1]
-        omega_2n[:, :-1] -= r * stack_2n[:, 1:]
-        s_one.append(at_knots(u * omega_2n[0], left) + at_knots(v * omega_2n[0], left + 1))
-        s_y.append(at_knots(u * omega_2n[1], left) + at_knots(v * omega_2n[1], left + 1))
-        forms.append((precision @ omega_2n[0], precision @ omega_2n[1], y @ omega_2n[1]))
-    one_one, one_y, y_y = np.array(forms).T
-    scale_r = 1.0 + rho * rho
     return Moments(
         n=ln_compute.size,
         ln_compute_k=ln_compute_k,
         rho_r=rho,
-        ss_diagonal_kr=np.outer(diagonal_0, scale_r) - np.outer(ends, rho * rho) - np.outer(diagonal_1, rho),
-        ss_neighbour_kr=(np.outer(neighbour_0, scale_r) - np.outer(neighbour_1, rho))[:-1],
-        s_one_kr=np.stack(s_one, axis=1),
-        s_y_kr=np.stack(s_y, axis=1),
-        one_one_r=one_one,
-        one_y_r=one_y,
-        y_y_r=y_y,
+        ss_diagonal_kr=combined(diagonal_0, ends, diagonal_1),
+        ss_neighbour_kr=combined(neighbour_0, np.zeros(k_count), neighbour_1)[:-1],
+        s_one_kr=with_s(precision),
+        s_y_kr=with_s(y),
+        one_one_r=form(precision, precision),
+        one_y_r=form(precision, y),
+        y_y_r=form(y, y),
     )

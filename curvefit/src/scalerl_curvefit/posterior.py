@@ -42,6 +42,8 @@ TEMPERED_NODES: Final = 10.0
 CUT: Final = (1e-4, 1e-2)
 """Nodes below this share of the best do not widen the next grid: plain, and tempered weights (which
 are wider than the mass by themselves)."""
+SURE_RISE: Final = 6.0
+"""So many standard deviations between R0 and A leave no doubt (1e-9) that the curve rises."""
 A_REACH: Final = 4.5
 """Quadrature of A at a node reaches this many of its conditional scales to either side."""
 
@@ -221,7 +223,7 @@ def _tempered(ln_weight_g: FloatArray, enough: float) -> tuple[FloatArray, bool]
     if effective(plain) >= enough:
         return plain, False
     low, high = -14.0, 0.0
-    for _ in range(12):
+    for _ in range(8):
         middle = 0.5 * (low + high)
         wide = effective(weights(float(np.exp(middle)))) >= TEMPERED_NODES
         low, high = (middle, high) if wide else (low, middle)
@@ -275,7 +277,10 @@ def _integrate_a(
     spread_sj = e0[:, None] + a_sj * (q[:, None] * a_sj - 2.0 * b[:, None])
     r0_sd_sj = np.sqrt(spread_sj / (dof * precision[:, None]))
     # In logarithms: points that fall all along leave next to no probability of a rising curve anywhere.
-    ln_rising_sj = log_ndtr((a_sj * (1.0 + slope[:, None]) - zero[:, None]) / r0_sd_sj)
+    rise_sj = (a_sj * (1.0 + slope[:, None]) - zero[:, None]) / r0_sd_sj
+    ln_rising_sj = np.zeros_like(rise_sj)
+    close = rise_sj < SURE_RISE
+    ln_rising_sj[close] = log_ndtr(rise_sj[close])
     ln_density_sj = forms.ln_prior_gr[g, r][:, None] - 0.5 * dof * np.log(spread_sj) + ln_rising_sj
     top = ln_density_sj.max()
     weight_sj = np.exp(ln_density_sj - top) * step[:, None]

@@ -50,7 +50,7 @@ class FitSettings:
     a_lowest: float = 0.0
     a_highest: float = 1.0
     rho: tuple[float, ...] = (0.0, 0.3, 0.6, 0.85)
-    rho_weights: tuple[float, ...] = (0.1, 0.3, 0.4, 0.2)
+    rho_weights: tuple[float, ...] = (0.15, 0.35, 0.35, 0.15)
     noise_floor: float = 0.004
     noise_guess: float = 0.01
     noise_dof: float = 4.0
