@@ -7,7 +7,7 @@ are those of each sequence alone.
 
 Which row length is fast depends on the kernel. Variable-length kernels cost nothing for foreign tokens: one long
 row per micro-batch. With ``sdpa`` a row of T tokens pays T² whatever is in it, so short rows, several to a
-micro-batch, are better: rows of 256 tokens beat rows of 2,048 by 2.7 times on one CPU core with a 0.9 M-parameter
+micro-batch, are better: rows of 256 tokens beat rows of 2,048 by about three times on one CPU core with a 0.9 M-parameter
 model, and a micro-batch whose rows hold one sequence each needs no mask at all.
 
 Shapes: ``b`` row of a micro-batch, ``t`` place in the row, ``n`` trainable token in flat order (sequence after

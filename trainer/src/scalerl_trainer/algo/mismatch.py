@@ -120,8 +120,8 @@ def check_generator_logprobs(generator_logprobs_n: torch.Tensor) -> None:
 class RatioGuard:
     """Limits beyond which an update must not be applied.
 
-    A healthy run has a mean ratio near 1 and a KL below 0.1 even at a staleness of 8; the defaults are ours, far
-    outside of that, and catch generators that hold other weights than they say.
+    The mean ratio is 1 in expectation. The defaults are ours and no paper's: wide, meant to catch generators that hold
+    other weights than they say, not to steer training. They are not calibrated on long runs.
     """
 
     max_mean_ratio: float = 10.0

@@ -20,8 +20,8 @@ from scalerl_trainer.models.memory import Dtype
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 # All bytes and the two special tokens: with as many words every text can be spelled.
 FULL_ALPHABET = 258
-# Llama's 0.02 is made for widths of thousands. Half of 1/sqrt(width), up to here, lets a narrow model start learning
-# sooner (found by trial on three-digit addition at width 128).
+# Llama's 0.02 is made for widths of thousands; a narrow model gets half of 1/sqrt(width), up to here. The ground is thin:
+# one seed at width 128, where 0.06 stood at a loss of .89 and 0.02 at 1.14 after 300 equal steps.
 INITIAL_STD_LIMIT = 0.05
 
 
