@@ -26,7 +26,7 @@ $(BIN)/uv: requirements/uv.txt
 	@touch $@
 
 $(INSTALLED): $(BIN)/uv $(LOCKS) $(MEMBERS:%=%/pyproject.toml)
-	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --require-hashes $(LOCKS:%=-r %)
+	$(BIN)/uv pip install -q --compile-bytecode --python $(BIN)/python --no-deps --require-hashes $(LOCKS:%=-r %)
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --no-build-isolation $(MEMBERS:%=-e ./%)
 	@touch $@
 

@@ -17,7 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 CHARACTERS = [*"0123456789", " ", ":"]
 
 
-def make_length_model(directory: Path, mean_tokens: float, context_tokens: int, seed: int = 0) -> int:
+def make_length_model(
+    directory: Path, mean_tokens: float, context_tokens: int, hidden: int = 128, seed: int = 0
+) -> int:
     """Write model and tokenizer; returns the number of parameters."""
     directory.mkdir(parents=True, exist_ok=True)
     vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {c: i + 3 for i, c in enumerate(CHARACTERS)}
@@ -35,8 +37,8 @@ def make_length_model(directory: Path, mean_tokens: float, context_tokens: int, 
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(vocabulary),
-        hidden_size=128,
-        intermediate_size=384,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=4,

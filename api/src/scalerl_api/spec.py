@@ -204,6 +204,8 @@ class WarmStartSpec(Model):
     steps: Annotated[int, Field(ge=1)]
     batch_size: Annotated[int, Field(ge=1)] = 64
     learning_rate: PositiveDecimal = "3e-5"
+    stop_at_pass_rate: UnitDecimal | None = None
+    """End early once this share of the last examples, each taken before it was trained on, would be solved by sampling."""
 
 
 # --- roles -------------------------------------------------------------------------------------

@@ -39,14 +39,17 @@ def warm_up(engine: Engine, spec: RunSpec, model: Path, ranks: Ranks) -> None:
         steps=wanted.steps,
         batch_size=wanted.batch_size,
         learning_rate=float(wanted.learning_rate),
-        stop_at_loss=float(wanted.stop_at_loss),
+        stop_at=float(wanted.stop_at_pass_rate) if wanted.stop_at_pass_rate else None,
         rank=ranks.rank,
         world=ranks.world,
         seed=spec.seed,
         on_step=show,
     )
     if ranks.leads:
-        log.info("warm start: %d steps, loss %.4f, %.1f s", done.steps, done.loss, done.seconds)
+        log.info(
+            "warm start: %d steps, loss %.4f, pass rate %.3f, %.1f s",
+            *(done.steps, done.loss, done.solved, done.seconds),
+        )
 
 
 def solved_pairs(task: Task, spec: RunSpec, tokenizer: Any, most: int) -> list[tuple[list[int], str]]:
