@@ -411,7 +411,7 @@ def test_a_member_that_fails_a_publish_does_not_hold_up_the_trainer(world):
 
 def test_mismatch_is_the_mean_over_publishes(world):
     train(world, publish=False)
-    world.publish("t", mismatch_kl=0.25, seconds=1.5)
+    world.publish("t", mismatch_kl=0.25, publish_seconds=1.5)
     train(world, publish=False)
     world.publish("t", mismatch_kl=0.75)
     assert world.state.mismatch_kl == 0.5

@@ -6,4 +6,6 @@ from pathlib import Path
 with Path(__file__).with_name("data.jsonl").open("w") as file:
     for a in range(10, 100):
         for b in range(10, 100):
-            file.write(json.dumps({"prompt": f"{a}+{b}=", "answer": f"{a + b:03d}"}, separators=(",", ":")) + "\n")
+            file.write(
+                json.dumps({"prompt": f"{a}+{b}=", "answer": f"{a + b:03d}"}, separators=(",", ":")) + "\n"
+            )

@@ -68,8 +68,8 @@ def test_kill_everything_and_resume_trains_the_same_prompts(tmp_path: Path) -> N
     assert_nothing_left(first.directory)
     with start_run(tmp_path / "b", spec, "--resume") as second:
         assert second.finish(400) == 0, second.tail()
-    assert [row["prompts_digest"] for row in second.metrics()] == [
-        row["prompts_digest"] for row in undisturbed.metrics()
+    assert [row["prompts_crc32"] for row in second.metrics()] == [
+        row["prompts_crc32"] for row in undisturbed.metrics()
     ]
     assert_counts_add_up(second.summary(), spec)
 

@@ -249,7 +249,8 @@ class WeightSyncSpec(Model):
 
     backend: Literal["Auto", "Gloo", "NCCL"] = "Auto"
     """``Auto``: NCCL where both sides have accelerators, else gloo."""
-    bucket: Quantity = "256Mi"
+    bucket: Quantity = "16Mi"
+    """Bytes of one broadcast; larger ones cost the receiver page faults on fresh memory (measured on CPU)."""
     timeout_seconds: Annotated[int, Field(ge=5, le=3600)] = 120
     probe_sequences: Annotated[int, Field(ge=0, le=256)] = 8
     """Sequences both sides score after a publish: the measured trainer–generator mismatch."""

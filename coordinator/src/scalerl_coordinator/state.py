@@ -14,6 +14,7 @@ Life of a training slot, and which pile its rollouts are on::
 from __future__ import annotations
 
 import bisect
+import zlib
 from typing import Any
 
 import msgspec
@@ -324,6 +325,7 @@ class State(msgspec.Struct):
 
     def _advance(self, step: int, stats: dict[str, float], trained_tokens: int) -> None:
         """The line grows by ``step``, which is closed."""
+        slots = slots_of(step, self._identity.prompts_per_step)
         sums = sum_step(step, self.step_groups(step))
         self.marks[step] = self.line
         self.line = extend(self.line, sums, trained_tokens, stats.get("mismatch_kl"))
@@ -348,11 +350,10 @@ class State(msgspec.Struct):
             "staleness_max": sums.staleness_max,
             "generated_tokens": self.usage.generated_tokens,
             "trained_tokens": trained_tokens,
+            "prompts_crc32": zlib.crc32(repr([self.prompts[slot] for slot in slots]).encode()),
         }
-        for name, value in self.publish_stats.items():
-            row[name if name == "mismatch_kl" else f"publish_{name}"] = value
+        self.rows[step] = self.last_row = {**stats, **self.publish_stats, **row}
         self.publish_stats = {}
-        self.rows[step] = self.last_row = {**stats, **row}
 
     def _published(self, record: r.Published) -> None:
         if record.version < self.published:

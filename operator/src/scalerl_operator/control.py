@@ -173,13 +173,16 @@ class LocalRun:
         if self._interrupts and (self._nothing_to_drain() or time.monotonic() > (self._drain_until or 0)):
             self._runtime.stop()
             return
-        reason = self._wanted_stop()
-        if reason is None or self._status is None or self._status.stop_reason:
+        if self._status is None:
             return
-        # Not heard: the next tick finds stop_reason still empty and asks again.
+        wanted, given = self._wanted_stop() or "", self._status.stop_reason
+        # A stop outlives the command that asked for it; what no longer holds (resumed, more budget) is taken back.
+        if wanted == given or (given and (wanted or given not in (INTERRUPTED, *budget.REASONS))):
+            return
+        # Not heard: the next tick finds another stop_reason than is wanted and asks again.
         with contextlib.suppress(CoordinatorUnreachable):
-            await (await self._coordinator()).stop(reason)
-            self._on_event(Event("run", f"stopping: {reason}"))
+            await (await self._coordinator()).stop(wanted)
+            self._on_event(Event("run", f"stopping: {wanted}" if wanted else f"going on after: {given}"))
 
     def _wanted_stop(self) -> str | None:
         if self._interrupts:

@@ -6,8 +6,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from scalerl_api.spec import BudgetSpec
+
+MAX_SECONDS: Final = "maxSeconds"
+MAX_DEVICE_HOURS: Final = "maxDeviceHours"
+REASONS: Final = (MAX_SECONDS, MAX_DEVICE_HOURS)
+"""What :func:`decide` may give as a reason: field names of the spec's budget."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,7 @@ def decide(budget: BudgetSpec, usage: Usage) -> Stop | None:
     Stop(reason='maxSeconds')
     """
     if budget.max_seconds is not None and usage.wall_seconds >= budget.max_seconds:
-        return Stop("maxSeconds")
+        return Stop(MAX_SECONDS)
     if budget.max_device_hours is not None and usage.device_seconds >= float(budget.max_device_hours) * 3600:
-        return Stop("maxDeviceHours")
+        return Stop(MAX_DEVICE_HOURS)
     return None
