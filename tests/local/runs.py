@@ -26,10 +26,12 @@ def small_spec(**changes: Any) -> dict[str, Any]:
     """The tiny example, shortened; ``changes`` are dotted paths with ``__`` for the dot."""
     run = yaml.safe_load(EXAMPLE.read_text())
     run["metadata"]["name"] = "small"
+    run["spec"]["task"]["jsonl"]["path"] = str(EXAMPLE.with_name("data.jsonl"))
     defaults: dict[str, Any] = {
-        "warmStart__steps": 60,
+        "warmStart__steps": 120,
         "task__heldOut__size": 32,
         "evaluation__samplesPerPrompt": 2,
+        "evaluation__everySteps": 10,
         "recipe__promptsPerStep": 8,
         "recipe__completionsPerPrompt": 4,
         "checkpoint__everySteps": 5,
