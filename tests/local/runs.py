@@ -163,13 +163,20 @@ def start_run(
             started.kill_everything()
 
 
-def assert_counts_add_up(summary: dict[str, Any], run: dict[str, Any]) -> None:
-    """Every acknowledged rollout is trained, filtered or queued, and every slot of every step was used once."""
+def assert_counts_add_up(summary: dict[str, Any], run: dict[str, Any], complete: bool = True) -> None:
+    """Every acknowledged rollout is trained, filtered or queued; every slot of every step was used once.
+
+    A run that was cut short may have closed (and filtered) steps that it did not train any more.
+    """
     counts = summary["counts"]
     assert counts["acknowledged"] == counts["trained"] + counts["filtered"] + counts["queued"], counts
     recipe = run["spec"]["recipe"]
-    per_step = recipe["promptsPerStep"] * recipe["completionsPerPrompt"]
-    assert counts["trained"] + counts["filtered"] == summary["steps"] * per_step, counts
+    used = summary["steps"] * recipe["promptsPerStep"] * recipe["completionsPerPrompt"]
+    if complete:
+        assert counts["trained"] + counts["filtered"] == used, counts
+        assert counts["queued"] == 0, counts
+    else:
+        assert counts["acknowledged"] >= used, counts
 
 
 def assert_nothing_left(directory: Path, seconds: float = 15.0) -> None:

@@ -76,7 +76,7 @@ def test_kill_everything_and_resume_trains_the_same_prompts(tmp_path: Path) -> N
 
 def test_parent_killed_leaves_no_orphan(tmp_path: Path) -> None:
     with start_run(tmp_path, small_spec()) as run:
-        run.until(lambda: run.find("EngineCore") or run.find("vllm_server"), 120, "a vLLM process")
+        run.until(lambda: run.find("EngineCore"), 120, "vLLM's engine, a grandchild")
         os.kill(run.process.pid, signal.SIGKILL)
         run.process.wait(timeout=10)
         assert_nothing_left(run.directory)
@@ -90,7 +90,7 @@ def test_ctrl_c_drains_checkpoints_and_exits_130(tmp_path: Path) -> None:
         assert run.finish(90) == 130, run.tail()
     summary = run.summary()
     assert "interrupted" in summary["stop_reason"]
-    assert_counts_add_up(summary, spec)
+    assert_counts_add_up(summary, spec, complete=False)
     assert (run.directory / f"checkpoints/step-{summary['steps']:08d}").is_dir()
     assert_nothing_left(run.directory)
 
