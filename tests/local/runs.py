@@ -72,6 +72,19 @@ def processes_of(directory: Path) -> list[Process]:
     return found
 
 
+def engine_of(server: Process) -> list[int]:
+    """Pids of the engine that a vLLM server forked; it renames itself, which wipes its visible environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            parent = (entry / "stat").read_text().rsplit(")", 1)[1].split()[1]
+            if int(parent) == server.pid and b"EngineCore" in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+        except (OSError, IndexError, ValueError):
+            continue
+    return found
+
+
 @dataclass
 class LocalRun:
     """One ``scalerl run`` in a child process."""

@@ -10,7 +10,15 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import START_SECONDS, LocalRun, assert_counts_add_up, assert_nothing_left, small_spec, start_run
+from runs import (
+    START_SECONDS,
+    LocalRun,
+    assert_counts_add_up,
+    assert_nothing_left,
+    engine_of,
+    small_spec,
+    start_run,
+)
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -76,10 +84,17 @@ def test_kill_everything_and_resume_trains_the_same_prompts(tmp_path: Path) -> N
 
 def test_parent_killed_leaves_no_orphan(tmp_path: Path) -> None:
     with start_run(tmp_path, small_spec()) as run:
-        run.until(lambda: run.find("EngineCore"), 120, "vLLM's engine, a grandchild")
+        engines: list[int] = []
+
+        def engine_is_there() -> bool:
+            engines[:] = [pid for server in run.find("vllm_server") for pid in engine_of(server)]
+            return bool(engines)
+
+        run.until(engine_is_there, 120, "vLLM's engine, a grandchild")
         os.kill(run.process.pid, signal.SIGKILL)
         run.process.wait(timeout=10)
         assert_nothing_left(run.directory)
+        assert not any(Path(f"/proc/{pid}").exists() for pid in engines)
 
 
 def test_ctrl_c_drains_checkpoints_and_exits_130(tmp_path: Path) -> None:
