@@ -38,7 +38,7 @@ def manifest(model: Path, prompts: Path, k: int, steps: int) -> dict[str, Any]:
                 "optimizer": {"learningRate": "1e-7"},
             },
             "generator": {"cpuThreads": 1, "kvCache": "512Mi"},
-            "trainer": {"replicas": 1, "cpuThreads": 1, "rowTokens": 1024},
+            "trainer": {"replicas": 1, "cpuThreads": 1},
             "evaluation": {"everySteps": 1000, "samplesPerPrompt": 1},
             "checkpoint": {"everySteps": 1000},
             "budget": {"maxSteps": steps},

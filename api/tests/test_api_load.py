@@ -60,7 +60,7 @@ def test_defaults_survive_a_round_trip() -> None:
         ("spec.recipe.temperature", "0", "spec.recipe.temperature", "greater than 0"),
         ("spec.recipe.maxStalenessSteps", -1, "spec.recipe.maxStalenessSteps", "greater than or equal to 0"),
         ("spec.recipe.maxCompletionTokens", 64, "spec", "the prompt needs room too"),
-        ("spec.trainer.rowTokens", 63, "spec.trainer.rowTokens", "greater than or equal to 64"),
+        ("spec.trainer.microBatchTokens", 63, "spec.trainer.microBatchTokens", "greater than or equal to 64"),
         ("spec.model.path", "/m", "spec.model", "exactly one of hub, path, scratch (found path, scratch)"),
         ("spec.task.jsonl", {"path": "a"}, "spec.task", "exactly one of reasoningGym, jsonl"),
         ("spec.budget", {}, "spec.budget", "at least one of maxSteps"),

@@ -133,7 +133,7 @@ def test_logits_that_are_more_than_a_product_are_refused(folder: Path) -> None:
 class TestMemory:
     def estimate(self, folder: Path, stage: int, world: int, dtype: str = "bfloat16") -> tuple[int, int, int]:
         config = load_config(str(folder))
-        got = estimate_memory_bytes(config, dtype=dtype, zero_stage=stage, world=world, row_tokens=64)  # type: ignore[arg-type]
+        got = estimate_memory_bytes(config, dtype=dtype, zero_stage=stage, world=world, micro_batch_tokens=64)  # type: ignore[arg-type]
         return got.parameters, got.gradients, got.optimizer
 
     def test_stages_divide_what_they_partition(self, folder: Path) -> None:
@@ -148,7 +148,7 @@ class TestMemory:
 
     def test_what_is_too_large_is_refused_with_advice(self, folder: Path) -> None:
         config = load_config(str(folder))
-        got = estimate_memory_bytes(config, dtype="float32", zero_stage=1, world=1, row_tokens=64)
+        got = estimate_memory_bytes(config, dtype="float32", zero_stage=1, world=1, micro_batch_tokens=64)
         got.require(got.total)
         with pytest.raises(ModelTooLargeError, match=r"on rank 0 .* choose a smaller model"):
             got.require(got.total - 1, "rank 0")

@@ -71,16 +71,16 @@ def alone(causal_lm: object, sequences: list[Sequence], temperature: float) -> t
 
 @given(
     sequences=shares(),
-    row=st.integers(20, 64),
-    rows=st.integers(1, 4),
+    most=st.integers(20, 160),
+    shared=st.booleans(),
     temperature=st.sampled_from([1.0, 0.6]),
 )
 @settings(max_examples=40, deadline=None)
 def test_packed_log_probabilities_and_gradients_are_those_of_each_sequence_alone(
-    causal_lm: object, sequences: list[Sequence], row: int, rows: int, temperature: float
+    causal_lm: object, sequences: list[Sequence], most: int, shared: bool, temperature: float
 ) -> None:
     policy = Policy(causal_lm, fp32_head=True, chunk_bytes=4 * VOCABULARY * 5)
-    batch = pack(sequences, row, rows)
+    batch = pack(sequences, most, shared_rows=shared)
     packed, expected = packed_logprobs(policy, batch, temperature), alone(causal_lm, sequences, temperature)
     torch.testing.assert_close(packed, expected, rtol=1e-4, atol=1e-5)
     if batch.trainable:
@@ -92,20 +92,20 @@ def test_packed_log_probabilities_and_gradients_are_those_of_each_sequence_alone
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
-@given(sequences=shares(), row=st.integers(20, 40), rows=st.integers(1, 4))
+@given(sequences=shares(), most=st.integers(20, 160), shared=st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_every_trainable_token_is_predicted_once_and_rows_keep_their_limits(
-    sequences: list[Sequence], row: int, rows: int
+def test_every_trainable_token_is_predicted_once_and_micro_batches_keep_their_limit(
+    sequences: list[Sequence], most: int, shared: bool
 ) -> None:
-    batch = pack(sequences, row, rows)
+    batch = pack(sequences, most, shared_rows=shared)
     expected = [s.completion[p] for s in sequences for p in s.trainable_places()]
     target: list[int] = [-1] * batch.trainable
     seen = 0
     for micro in batch.micro_batches:
         b, t = micro.input_ids_bt.shape
-        assert t <= row
-        assert b * t <= row * rows
-        assert int(micro.position_ids_bt.max()) < row
+        assert b * t <= most
+        assert b == 1 or not shared
+        assert int(micro.position_ids_bt.max()) < t
         for place, token in zip(micro.flat_m.tolist(), micro.target_m.tolist(), strict=True):
             assert target[place] == -1
             target[place] = token
@@ -117,33 +117,27 @@ def test_every_trainable_token_is_predicted_once_and_rows_keep_their_limits(
 
 def test_first_fit_decreasing_fills_rows() -> None:
     # Lengths without the last token: 6, 5, 4, 3, 2 into rows of 10: [6, 4], [5, 3, 2].
-    batch = pack([Sequence([1], [2] * n) for n in (2, 4, 6, 5, 3)], row_tokens=10)
+    batch = pack([Sequence([1], [2] * n) for n in (2, 4, 6, 5, 3)], 10, shared_rows=True)
     assert [m.input_ids_bt.shape[1] for m in batch.micro_batches] == [10, 10]
     assert batch.padding == 0
 
 
-def test_rows_of_one_sequence_show_no_packing_so_that_no_mask_is_built() -> None:
-    batch = pack([Sequence([1], [2] * 9), Sequence([1], [2] * 7)], row_tokens=10, rows_per_micro_batch=2)
-    positions = batch.micro_batches[0].position_ids_bt
-    assert positions.tolist() == [list(range(9)), list(range(9))]
-
-
 def test_what_is_wrong_is_said() -> None:
-    with pytest.raises(SequenceTooLongError, match="sequence 1 has 5 tokens, a row holds 4"):
-        pack([Sequence([1], [2]), Sequence([1, 2], [3, 4, 5])], 4)
+    with pytest.raises(SequenceTooLongError, match="sequence 1 has 5 tokens, a micro-batch holds 4"):
+        pack([Sequence([1], [2]), Sequence([1, 2], [3, 4, 5])], 4, shared_rows=True)
     with pytest.raises(BadBatchError, match="at least one prompt token"):
         Sequence([], [1])
     with pytest.raises(BadBatchError, match="completion of 2 tokens has a mask of 1"):
         Sequence([1], [1, 2], [True])
     with pytest.raises(ValueError, match="must be positive"):
-        pack([], 0)
+        pack([], 0, shared_rows=False)
 
 
 def test_forced_tokens_carry_no_gradient() -> None:
     """Changing what a forced token is changes later log-probabilities, but nothing pulls on its own."""
     hidden = torch.randn(4, 8, requires_grad=True)
     head = LogprobHead(torch.nn.Linear(8, 11, bias=False), fp32=True)
-    batch = pack([Sequence([1], [2, 3, 4, 5], [True, False, False, True])], 8)
+    batch = pack([Sequence([1], [2, 3, 4, 5], [True, False, False, True])], 8, shared_rows=True)
     micro = batch.micro_batches[0]
     logprobs_m, _ = head(hidden.index_select(0, micro.predict_at_m), micro.target_m, 1.0, False)
     logprobs_m.sum().backward()
@@ -189,3 +183,11 @@ class TestHead:
             errors[fp32] = float((got.detach() - exact).abs().max())
         assert errors[True] < 1e-5
         assert errors[False] > 1e-3
+
+
+def test_rows_of_their_own_are_grouped_by_length_and_show_no_packing() -> None:
+    batch = pack([Sequence([1], [2] * n) for n in (2, 4, 9, 4, 8)], 20, shared_rows=False)
+    assert [tuple(m.input_ids_bt.shape) for m in batch.micro_batches] == [(2, 9), (3, 4)]
+    assert batch.padding == 1 + 2
+    # Positions only count up: the kernel sees no packing and needs no mask.
+    assert all((m.position_ids_bt.diff(dim=1) == 1).all() for m in batch.micro_batches)

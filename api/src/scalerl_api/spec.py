@@ -229,6 +229,9 @@ class GeneratorSpec(Model):
     """Appended to the vLLM command line as they are."""
 
 
+DEFAULT_MICRO_BATCH_TOKENS = 4096
+
+
 class TrainerSpec(Model):
     """The DeepSpeed ranks. One fails, all restart from the last checkpoint."""
 
@@ -238,9 +241,8 @@ class TrainerSpec(Model):
     """Accelerators a rank; 0 runs on CPU."""
     cpu_threads: Annotated[int, Field(ge=1, le=512)] | None = None
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
-    row_tokens: Annotated[int, Field(ge=64, le=1_048_576)] | None = None
-    """Length of a packed row, in tokens; none: the model's contextTokens."""
-    rows_per_micro_batch: Annotated[int, Field(ge=1, le=1024)] = 1
+    micro_batch_tokens: Annotated[int, Field(ge=64, le=1_048_576)] | None = None
+    """Most tokens of one forward and backward pass of a rank; none: 4096, or the model's contextTokens if more."""
     activation_checkpointing: bool = False
 
 
@@ -321,14 +323,19 @@ class RunSpec(Model):
                 f"recipe.maxCompletionTokens ({self.recipe.max_completion_tokens}) must be less than "
                 f"model.contextTokens ({self.model.context_tokens}): the prompt needs room too"
             )
-        if self.trainer.row_tokens is not None and self.trainer.row_tokens < self.model.context_tokens:
+        if self.micro_batch_tokens < self.model.context_tokens:
             raise ValueError(
-                f"trainer.rowTokens ({self.trainer.row_tokens}) must be at least model.contextTokens "
-                f"({self.model.context_tokens}): the longest sequence has to fit in one row"
+                f"trainer.microBatchTokens ({self.micro_batch_tokens}) must be at least model.contextTokens "
+                f"({self.model.context_tokens}): the longest sequence has to fit in one pass"
             )
         if self.weight_sync.backend == "NCCL" and not (self.generator.devices and self.trainer.devices):
             raise ValueError("weightSync.backend NCCL needs generator.devices and trainer.devices above 0")
         return self
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """``trainer.microBatchTokens``, or what is used without it."""
+        return self.trainer.micro_batch_tokens or max(DEFAULT_MICRO_BATCH_TOKENS, self.model.context_tokens)
 
     @property
     def weight_backend(self) -> Literal["gloo", "nccl"]:

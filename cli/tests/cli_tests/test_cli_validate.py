@@ -125,8 +125,8 @@ FIELDS: list[tuple[str, str, list[str]]] = [
     ),
     (
         "rows too short",
-        changed(spec__model__contextTokens=100, spec__trainer__rowTokens=64),
-        ["trainer.rowTokens (64)", "at least model.contextTokens (100)"],
+        changed(spec__model__contextTokens=100, spec__trainer__microBatchTokens=64),
+        ["trainer.microBatchTokens (64)", "at least model.contextTokens (100)"],
     ),
     (
         "NCCL on CPU",

@@ -29,12 +29,12 @@ class BadBatchError(TrainerError):
 
 
 class SequenceTooLongError(BadBatchError):
-    """A sequence has more tokens than a row may hold."""
+    """A sequence has more tokens than a micro-batch may hold."""
 
-    def __init__(self, index: int, tokens: int, row_tokens: int) -> None:
-        self.index, self.tokens, self.row_tokens = index, tokens, row_tokens
+    def __init__(self, index: int, tokens: int, most: int) -> None:
+        self.index, self.tokens, self.most = index, tokens, most
         super().__init__(
-            f"sequence {index} has {tokens} tokens, a row holds {row_tokens}: raise the row length or lower "
+            f"sequence {index} has {tokens} tokens, a micro-batch holds {most}: raise trainer.microBatchTokens or lower "
             "the longest prompt plus completion"
         )
 

@@ -5,10 +5,9 @@ transformers tells them apart when no attention mask is given (block-diagonal ma
 of rows; variable-length kernels with ``flash_attention_2``, for one row at a time). So the packed log-probabilities
 are those of each sequence alone.
 
-Which row length is fast depends on the kernel. Variable-length kernels cost nothing for foreign tokens: one long
-row per micro-batch. With ``sdpa`` a row of T tokens pays T² whatever is in it, so short rows, several to a
-micro-batch, are better: rows of 256 tokens beat rows of 2,048 by about three times on one CPU core with a 0.9 M-parameter
-model, and a micro-batch whose rows hold one sequence each needs no mask at all.
+Which layout is fast depends on the kernel. Variable-length kernels cost nothing for foreign tokens: rows are shared,
+as full as they get. With ``sdpa`` a row of T tokens pays T² whatever is in it, and a mask besides, so each sequence
+gets a row of its own, and rows of about the same length make a micro-batch: little padding, no mask.
 
 Shapes: ``b`` row of a micro-batch, ``t`` place in the row, ``n`` trainable token in flat order (sequence after
 sequence, left to right), ``s`` sequence, ``m`` trainable token of one micro-batch.
@@ -93,38 +92,40 @@ class PackedBatch:
         return int(self.trainable_s.sum())
 
 
-def pack(sequences: Items[Sequence], row_tokens: int, rows_per_micro_batch: int = 1) -> PackedBatch:
-    """Pack by first-fit-decreasing into rows of at most ``row_tokens``; a sequence is never split.
+def pack(sequences: Items[Sequence], micro_batch_tokens: int, *, shared_rows: bool) -> PackedBatch:
+    """Pack sequences into micro-batches of at most ``micro_batch_tokens`` places; a sequence is never split.
 
-    Full rows come first, and a micro-batch takes rows as long as they, padded to the longest of them, stay within
-    ``rows_per_micro_batch * row_tokens`` places. Only what predicts something is computed: the last token of a
-    sequence is left out, and so is a sequence without trainable tokens. The result depends on the arguments alone.
+    With ``shared_rows`` a micro-batch is one row, packed by first-fit-decreasing, fullest first. Without, a row holds
+    one sequence and a micro-batch as many rows as fit when padded to its longest, longest first. Only what predicts
+    something is computed: the last token of a sequence is left out, and so is a sequence without trainable tokens.
+    The result depends on the arguments alone.
 
-    Raises ``SequenceTooLongError``; ``ValueError`` when a limit is not positive.
+    Raises ``SequenceTooLongError``; ``ValueError`` when the limit is not positive.
 
-    >>> batch = pack([Sequence([1, 2], [3, 4]), Sequence([5], [6])], row_tokens=8)
+    >>> batch = pack([Sequence([1, 2], [3, 4]), Sequence([5], [6])], 8, shared_rows=True)
     >>> batch.micro_batches[0].input_ids_bt.tolist(), batch.micro_batches[0].position_ids_bt.tolist()
     ([[1, 2, 3, 5]], [[0, 1, 2, 0]])
     >>> batch.micro_batches[0].predict_at_m.tolist(), batch.micro_batches[0].target_m.tolist()
     ([1, 2, 3], [3, 4, 6])
     """
-    if row_tokens < 1 or rows_per_micro_batch < 1:
-        raise ValueError(
-            f"row_tokens {row_tokens} and rows_per_micro_batch {rows_per_micro_batch} must be positive"
-        )
+    if micro_batch_tokens < 1:
+        raise ValueError(f"micro_batch_tokens {micro_batch_tokens} must be positive")
     places = [sequence.trainable_places() for sequence in sequences]
     for index, sequence in enumerate(sequences):
-        if sequence.tokens > row_tokens:
-            raise SequenceTooLongError(index, sequence.tokens, row_tokens)
+        if sequence.tokens > micro_batch_tokens:
+            raise SequenceTooLongError(index, sequence.tokens, micro_batch_tokens)
     # What comes after the last trainable token predicts nothing.
     lengths = [len(s.prompt) + p[-1] if p else 0 for s, p in zip(sequences, places, strict=True)]
-    rows = _first_fit_decreasing(lengths, row_tokens)
+    if shared_rows:
+        groups = [[row] for row in _first_fit_decreasing(lengths, micro_batch_tokens)]
+    else:
+        groups = _by_length(lengths, micro_batch_tokens)
     offsets = [0]
     for place in places:
         offsets.append(offsets[-1] + len(place))
     micro_batches = []
     computed = 0
-    for group in _group_rows(rows, lengths, row_tokens * rows_per_micro_batch):
+    for group in groups:
         micro = _micro_batch(group, sequences, places, lengths, offsets)
         computed += micro.input_ids_bt.numel()
         micro_batches.append(micro)
@@ -153,17 +154,16 @@ def _first_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
     return [rows[row] for row in sorted(range(len(rows)), key=lambda r: (room[r], r))]
 
 
-def _group_rows(rows: list[list[int]], lengths: list[int], budget: int) -> list[list[list[int]]]:
+def _by_length(lengths: list[int], budget: int) -> list[list[list[int]]]:
+    """Groups of one-sequence rows, longest first. Length 0 is left out."""
     groups: list[list[list[int]]] = []
     longest = 0
-    for row in rows:
-        fill = sum(lengths[index] for index in row)
-        longest = max(longest, fill)
+    for index in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (-lengths[i], i)):
         if groups and (len(groups[-1]) + 1) * longest <= budget:
-            groups[-1].append(row)
+            groups[-1].append([index])
         else:
-            groups.append([row])
-            longest = fill
+            groups.append([[index]])
+            longest = lengths[index]
     return groups
 
 
@@ -175,7 +175,6 @@ def _micro_batch(
     offsets: list[int],
 ) -> MicroBatch:
     width = max(sum(lengths[index] for index in row) for row in rows)
-    one_each = all(len(row) == 1 for row in rows)
     ids: list[list[int]] = []
     positions: list[list[int]] = []
     predict_at: list[int] = []
@@ -195,13 +194,11 @@ def _micro_batch(
             target.extend(sequence.completion[place] for place in places[index])
             flat.extend(range(offsets[index], offsets[index + 1]))
             owner.extend([index] * len(places[index]))
-        # Padding behind the row's end is seen by nobody: it is causal. Where every row holds one sequence it
-        # goes on counting, so that no packing is seen and the kernel needs no mask; else it is a sequence of
-        # its own.
-        padding = width - len(row_ids)
-        begin = len(row_ids) if one_each else 0
-        row_ids.extend([0] * padding)
-        row_positions.extend(range(begin, begin + padding))
+        # Only rows of one sequence are padded. Nobody sees what comes behind a row's end, attention is causal;
+        # positions go on counting, so that no packing is seen and the kernel needs no mask.
+        padding = range(len(row_ids), width)
+        row_ids.extend([0] * len(padding))
+        row_positions.extend(padding)
         ids.append(row_ids)
         positions.append(row_positions)
     return MicroBatch(

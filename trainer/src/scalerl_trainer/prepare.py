@@ -249,8 +249,7 @@ def _require_memory(field: str, config: dict[str, Any], count: int, spec: RunSpe
             dtype=spec.model.dtype,
             zero_stage=spec.trainer.zero_stage,
             world=ranks,
-            row_tokens=spec.trainer.row_tokens or spec.model.context_tokens,
-            rows_per_micro_batch=spec.trainer.rows_per_micro_batch,
+            micro_batch_tokens=spec.micro_batch_tokens,
             activation_checkpointing=spec.trainer.activation_checkpointing,
             count=count,
         )

@@ -222,7 +222,11 @@ class Engine:
         error: BadBatchError | None = None
         packed = PackedBatch((), torch.zeros(0, dtype=torch.long), 0, 0)
         try:
-            packed = pack(sequences, self.settings.row_tokens, self.settings.rows_per_micro_batch)
+            packed = pack(
+                sequences,
+                self.settings.micro_batch_tokens,
+                shared_rows=self._policy.variable_length,
+            )
             _check_tokens(packed, int(self.config.vocab_size))
             if batch is not None:
                 _check_batch(batch, packed)

@@ -17,8 +17,7 @@ class EngineSettings:
     """Defaults of the optimizer are ScaleRL's (arXiv 2510.13786 [P]): AdamW, constant 5e-7 after a linear warm-up
     of 100 steps, ε 1e-15, weight decay 0.01. Betas are AdamW's own; the paper's are not known [?].
 
-    ``row_tokens``            longest prompt plus completion, and length of a packed row
-    ``rows_per_micro_batch``  rows of one forward pass
+    ``micro_batch_tokens``    most tokens of one forward pass, so also of the longest prompt plus completion
     ``temperature``           the generator's: log-probabilities are of logits / temperature
     ``max_gradient_norm``     of the global gradient; 0 does not clip
     ``ratio_guard``           None never refuses an update for its ratios
@@ -32,8 +31,7 @@ class EngineSettings:
     weight_decay: float = 0.01
     warmup_steps: int = 100
     max_gradient_norm: float = 1.0
-    row_tokens: int = 16384
-    rows_per_micro_batch: int = 1
+    micro_batch_tokens: int = 16384
     temperature: float = 1.0
     activation_checkpointing: bool = False
     fp32_head: bool = True
@@ -45,7 +43,7 @@ class EngineSettings:
             raise EngineError(f"ZeRO stage {self.zero_stage} does not exist: choose 0, 1, 2 or 3")
         if self.zero_stage == 0 and self.dtype == "bfloat16":
             raise EngineError("bfloat16 with ZeRO stage 0 keeps no float32 master weights: choose stage 1")
-        for name in ("row_tokens", "rows_per_micro_batch", "temperature", "logit_chunk_bytes"):
+        for name in ("micro_batch_tokens", "temperature", "logit_chunk_bytes"):
             if not getattr(self, name) > 0:
                 raise EngineError(f"{name} must be positive, not {getattr(self, name)}")
         for name in ("learning_rate", "weight_decay", "warmup_steps", "max_gradient_norm"):

@@ -61,8 +61,7 @@ def estimate_memory_bytes(
     dtype: Dtype,
     zero_stage: int,
     world: int,
-    row_tokens: int,
-    rows_per_micro_batch: int = 1,
+    micro_batch_tokens: int,
     activation_checkpointing: bool = False,
     count: int | None = None,
 ) -> MemoryEstimate:
@@ -75,7 +74,7 @@ def estimate_memory_bytes(
     >>> from transformers import LlamaConfig
     >>> tiny = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
     ...                    num_attention_heads=2, tie_word_embeddings=True)
-    >>> estimate_memory_bytes(tiny, dtype="bfloat16", zero_stage=1, world=2, row_tokens=64).optimizer
+    >>> estimate_memory_bytes(tiny, dtype="bfloat16", zero_stage=1, world=2, micro_batch_tokens=64).optimizer
     136128
     """
     if zero_stage not in (0, 1, 2, 3) or world < 1:
@@ -97,10 +96,9 @@ def estimate_memory_bytes(
     # Gradients of bfloat16 models are added up in float32.
     gradients = share(2) * max(size, 4)
     optimizer = share(1) * (moments + master)
-    tokens = row_tokens * rows_per_micro_batch
     hidden, layers = int(config.hidden_size), int(config.num_hidden_layers)
     # Kept per token and layer: about 34 hidden-sized values (arXiv 2205.05198, without the attention matrix),
     # one when recomputed.
     kept = layers * (1 if activation_checkpointing else 34) + (34 if activation_checkpointing else 0)
-    activations = tokens * hidden * kept * size
+    activations = micro_batch_tokens * hidden * kept * size
     return MemoryEstimate(parameters, gradients, optimizer, activations)

@@ -45,6 +45,11 @@ class Policy(nn.Module):
         self.causal_lm = causal_lm
         self.head = LogprobHead(output, fp32=fp32_head, chunk_bytes=chunk_bytes)
 
+    @property
+    def variable_length(self) -> bool:
+        """Whether the attention kernel computes nothing between the sequences of a shared row."""
+        return bool(self.causal_lm.config._attn_implementation == "flash_attention_2")
+
     def forward(
         self,
         input_ids_bt: torch.Tensor,
