@@ -49,9 +49,9 @@ from scalerl_generator.control import WeightControl, control_app
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.state import BusyClock, ServerState
 from scalerl_generator.vllm_client import VllmClient
+from scalerl_trainer.models.scratch import llama_config, parameter_shapes, train_tokenizer
 from scalerl_trainer.publish.control import ActorControl
 from scalerl_trainer.publish.publisher import Publisher, PublishSettings, Weights
-from scalerl_trainer.scratch_files import llama_config, parameter_shapes, train_tokenizer
 
 SIZES = {
     1: ScratchModel(layers=4, hidden_size=128, attention_heads=4, intermediate_size=384, vocabulary_size=512),

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from scalerl_trainer.models import ScratchSettings, load_model, make_scratch
+from scalerl_api.spec import ScratchModel
+from scalerl_trainer.models import load_model, write_scratch
 
 WORKER = Path(__file__).with_name("engine_worker.py")
 RANKS = 2
@@ -22,8 +23,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model") / "tiny"
-    sizes = ScratchSettings(2, 32, 2, 48, vocabulary_size=64, context_tokens=64)
-    make_scratch(folder, sizes, [f"{i} + {i} = {2 * i}" for i in range(50)], seed=3)
+    folder.mkdir()
+    sizes = ScratchModel(
+        layers=2, hidden_size=32, attention_heads=2, intermediate_size=48, vocabulary_size=64
+    )
+    texts = [f"{i} + {i} = {2 * i}" for i in range(50)]
+    write_scratch(folder, sizes, texts, seed=3, dtype="float32", context_tokens=64)
     return str(folder)
 
 
@@ -182,7 +187,9 @@ class TestWhatIsRefused:
         assert (
             first["nan generator"] == "BadBatchError: the share of rank 1 cannot be trained on; see its log"
         )
-        assert second["too long"].startswith("SequenceTooLongError: sequence 0 has 40 tokens, a row holds 24")
+        assert second["too long"].startswith(
+            "SequenceTooLongError: sequence 0 has 40 tokens, a micro-batch holds 24"
+        )
         assert first["too long"].startswith("BadBatchError: the share of rank 1")
         assert second["strange"].startswith(
             "BadBatchError: token id 517 is outside of the model's vocabulary"

@@ -16,6 +16,13 @@ DIR = "SCALERL_DIR"
 NAME = "SCALERL_NAME"
 COORDINATOR_URL = "SCALERL_COORDINATOR_URL"
 TOKEN_FILE = "SCALERL_TOKEN_FILE"
+TRAINER_HOST = "SCALERL_TRAINER_HOST"
+"""Trainers only: the address under which generators reach this rank's weight store; unset: loopback."""
+
+BAD_INPUT_EXIT_CODE = 2
+"""A role exits with this when its input is wrong: starting it again cannot help."""
+DIVERGED_EXIT_CODE = 3
+"""The trainer exits with this when an update had to be refused: not finite, or ratios that explode."""
 
 
 class EnvironmentProblem(Exception):
@@ -33,6 +40,7 @@ class ProcessEnvironment:
     name: str
     coordinator_url: str
     token: str
+    trainer_host: str = "127.0.0.1"
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> ProcessEnvironment:
@@ -51,4 +59,10 @@ class ProcessEnvironment:
             raise EnvironmentProblem(f"{TOKEN_FILE}={token_file}: {error.strerror}") from error
         if not token:
             raise EnvironmentProblem(f"{TOKEN_FILE}={token_file}: empty")
-        return cls(RunPaths(Path(environ[DIR])), environ[NAME], environ[COORDINATOR_URL].rstrip("/"), token)
+        return cls(
+            RunPaths(Path(environ[DIR])),
+            environ[NAME],
+            environ[COORDINATOR_URL].rstrip("/"),
+            token,
+            environ.get(TRAINER_HOST) or cls.trainer_host,
+        )

@@ -16,15 +16,13 @@ from pathlib import Path
 
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.paths import RunPaths
-from scalerl_api.process import COORDINATOR_URL, DIR
+from scalerl_api.process import COORDINATOR_URL, DIR, TRAINER_HOST
 from scalerl_api.spec import ModelSpec, RunSpec, ScaleRLRun
 
 BIND = "SCALERL_BIND"
 """Address to listen on for what others reach (``0.0.0.0`` in a pod, loopback on one machine)."""
 ADDRESS = "SCALERL_ADDRESS"
 """Address under which the other roles reach this replica."""
-TRAINER_HOST = "SCALERL_TRAINER_HOST"
-"""Address under which generators reach this trainer rank's weight store."""
 
 MASTER_PORT = "master"
 """Name of a gang's rendezvous port; a new one for every start of the gang."""
@@ -352,7 +350,6 @@ __all__ = [
     "BIND",
     "COORDINATOR_URL",
     "MASTER_PORT",
-    "TRAINER_HOST",
     "Container",
     "Lifetime",
     "Plan",

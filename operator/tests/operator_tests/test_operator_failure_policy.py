@@ -29,6 +29,10 @@ EARLY = End(Cause.EXIT, 1, ready_seconds=None)
         (Record(5, failed_starts=5), EARLY, "6 times in a row before it was ready"),
         (Record(5, failed_starts=5), CRASH, 30.0),  # it was ready: not a failed start
         (Record(20), CRASH, "restarted 20 times without 10 minutes of quiet"),
+        (Record(), End(Cause.EXIT, 3, 5.0), 1.0),
+        (Record(1, diverged=True), CRASH, 2.0),
+        (Record(1, diverged=True), End(Cause.EXIT, 3, 5.0), "BROKEN: the same update was refused twice"),
+        (Record(1, diverged=True), End(Cause.EXIT, 3, 600.0), 1.0),  # another update
         (Record(), End(Cause.EXIT, 2, None), "input is wrong"),
         (Record(), End(Cause.EXIT, 2, 1000.0), "input is wrong"),
     ],

@@ -5,10 +5,9 @@ again would not help (environment, run file, model, checkpoints of another shape
 everything else (also when the last checkpoint could not be written), after which all ranks are started
 again and go on from the last checkpoint.
 
-Training that left the road (a loss or gradient that is not finite, an exploding ratio) is exit code 1 as
-well: the update was not applied, no checkpoint is written, and the restart repeats the same batches from
-the last good checkpoint. If that is no accident it fails again, and the runtime's limit on restarts ends
-the run there.
+Training that left the road (a loss or gradient that is not finite, an exploding ratio) is exit code 3: the
+update was not applied, no checkpoint is written. One restart repeats the same batches from the last good
+checkpoint; if that ends the same way it was no accident, and the runtime gives up.
 """
 
 from __future__ import annotations
@@ -25,7 +24,12 @@ from collections.abc import Sequence
 import torch
 
 from scalerl_api.load import SpecError, load_run
-from scalerl_api.process import EnvironmentProblem, ProcessEnvironment
+from scalerl_api.process import (
+    BAD_INPUT_EXIT_CODE,
+    DIVERGED_EXIT_CODE,
+    EnvironmentProblem,
+    ProcessEnvironment,
+)
 from scalerl_trainer.checkpoint import CheckpointStore
 from scalerl_trainer.coordinator_client import Coordinator, Superseded
 from scalerl_trainer.engine import Engine, Rank, join
@@ -42,7 +46,6 @@ from scalerl_trainer.start import warm_up
 
 log = logging.getLogger("scalerl_trainer")
 
-TRAINER_HOST = "SCALERL_TRAINER_HOST"
 _BAD_INPUT = (EnvironmentProblem, SpecError, ModelError, EngineError, Unusable)
 
 
@@ -87,7 +90,7 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
         worker.follow()
         return
     control = ActorControl(environment.token)
-    settings = publish_settings(spec, os.environ.get(TRAINER_HOST, "127.0.0.1"), device)
+    settings = publish_settings(spec, environment.trainer_host, device)
     snapshot = saver.snapshot(version) if version is not None else None
     Leader(worker, Publisher(settings, control), control).lead(snapshot, save_now=warm)
 
@@ -108,10 +111,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(ProcessEnvironment.read(), Rank.from_environment(os.environ), host, port, stop)
     except _BAD_INPUT as problem:
         log.error("%s", problem)
-        return 2
+        return BAD_INPUT_EXIT_CODE
     except DivergedError as problem:
         log.critical("BROKEN: %s", problem)
-        return 1
+        return DIVERGED_EXIT_CODE
     except Superseded as problem:
         log.error("%s", problem)
         return 1

@@ -121,16 +121,20 @@ def _check_prepared(target: Path, identity: str) -> None:
 def _fill(directory: Path, spec: RunSpec, task: Task) -> None:
     model = spec.model
     if model.scratch is not None:
-        from scalerl_trainer.scratch_files import write_scratch
+        from scalerl_trainer.models.scratch import write_scratch
 
-        write_scratch(
-            directory,
-            model.scratch,
-            _texts(task, with_solutions=spec.warm_start is not None),
-            seed=spec.seed,
-            dtype=model.dtype,
-            context_tokens=model.context_tokens,
-        )
+        texts = _texts(task, with_solutions=spec.warm_start is not None)
+        try:
+            write_scratch(
+                directory,
+                model.scratch,
+                texts,
+                seed=spec.seed,
+                dtype=model.dtype,
+                context_tokens=model.context_tokens,
+            )
+        except TokenizerError as error:
+            raise PrepareError(f"model.scratch.vocabularySize: {error}") from error
     elif model.path is not None:
         source = Path(model.path)
         if not source.is_dir():
@@ -225,7 +229,7 @@ def _check(directory: Path, spec: RunSpec, one_machine: bool) -> None:
 
 def _require_scratch_memory(spec: RunSpec, one_machine: bool) -> None:
     """Before the weights are made, which would need the memory already."""
-    from scalerl_trainer.scratch_files import llama_config, parameter_count
+    from scalerl_trainer.models.scratch import llama_config, parameter_count
 
     model = spec.model.scratch
     assert model is not None

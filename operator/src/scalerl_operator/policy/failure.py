@@ -6,8 +6,7 @@ import enum
 import signal
 from dataclasses import dataclass, replace
 
-BAD_INPUT_EXIT_CODE = 2
-"""A role exits with this when its input is wrong: starting it again cannot help."""
+from scalerl_api.process import BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE
 
 
 @dataclass(frozen=True)
@@ -67,6 +66,7 @@ class Record:
 
     in_a_row: int = 0
     failed_starts: int = 0
+    diverged: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,16 @@ def decide(policy: RestartPolicy, record: Record, end: End) -> Restart | GiveUp:
         return GiveUp("its input is wrong", bad_input=True)
     if end.ready_seconds is not None and end.ready_seconds >= policy.reset_after_seconds:
         record = Record()
+    if end.exit_code == DIVERGED_EXIT_CODE and record.diverged:
+        # The same batches from the same checkpoint gave it twice: no accident of the machine.
+        return GiveUp(
+            "BROKEN: the same update was refused twice; the last checkpoint is good, see the log for what to check"
+        )
     record = replace(
         record,
         in_a_row=record.in_a_row + 1,
         failed_starts=0 if end.ready_seconds is not None else record.failed_starts + 1,
+        diverged=end.exit_code == DIVERGED_EXIT_CODE,
     )
     if record.failed_starts > policy.max_failed_starts:
         return GiveUp(f"it failed {record.failed_starts} times in a row before it was ready")

@@ -12,10 +12,13 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
+from scalerl_api import process as api
 from scalerl_operator.plan import Container, Lifetime, Role
 from scalerl_operator.policy import failure
 from scalerl_operator.runtime import probe
 from scalerl_operator.runtime.process import ChildProcess, Command
+
+_TELLING = (api.BAD_INPUT_EXIT_CODE, api.DIVERGED_EXIT_CODE)
 
 
 class State(enum.StrEnum):
@@ -183,10 +186,9 @@ class Unit:
         left = {member.name for member in self._members}
         while True:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            # Noticed in the same moment: bad input tells more than a crash, a crash more than a clean exit.
-            for task in sorted(
-                done, key=lambda t: (t.result() != failure.BAD_INPUT_EXIT_CODE, t.result() == 0)
-            ):
+            # Noticed in the same moment: a code with a meaning tells more than a crash, a crash more than a
+            # clean exit.
+            for task in sorted(done, key=lambda t: (t.result() not in _TELLING, t.result() == 0)):
                 member, result = waits[task], task.result()
                 since = self._ready.get(member.name)
                 ready_seconds = None if since is None else time.monotonic() - since

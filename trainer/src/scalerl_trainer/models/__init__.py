@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from scalerl_trainer.models.load import check_tokenizer, load_model, load_tokenizer
     from scalerl_trainer.models.memory import MemoryEstimate, estimate_memory_bytes, parameter_count
     from scalerl_trainer.models.policy import Policy
-    from scalerl_trainer.models.scratch import ScratchSettings, make_scratch
+    from scalerl_trainer.models.scratch import write_scratch
 
 _HOME = {
     "LogprobHead": "head",
@@ -29,21 +29,19 @@ _HOME = {
     "estimate_memory_bytes": "memory",
     "parameter_count": "memory",
     "Policy": "policy",
-    "ScratchSettings": "scratch",
-    "make_scratch": "scratch",
+    "write_scratch": "scratch",
 }
 
 __all__ = [
     "LogprobHead",
     "MemoryEstimate",
     "Policy",
-    "ScratchSettings",
     "check_tokenizer",
     "estimate_memory_bytes",
     "load_model",
     "load_tokenizer",
-    "make_scratch",
     "parameter_count",
+    "write_scratch",
 ]
 
 

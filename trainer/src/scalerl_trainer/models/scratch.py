@@ -1,71 +1,91 @@
-"""A small Llama that knows nothing, with a tokenizer trained on the task's own text: for tests and teaching.
+"""A randomly initialised Llama as files, without importing torch or transformers.
 
-The folder it writes is what any hub model's folder is: ``config.json``, ``model.safetensors``, ``tokenizer.json``,
-``tokenizer_config.json``, ``generation_config.json``. Trainer and inference server read it the same way.
+They take ten seconds to import, the files of a tiny model a tenth of one to write. What is written is what
+``LlamaForCausalLM`` would have saved: normal weights of standard deviation .02, norms of one, and a
+byte-level BPE tokenizer whose digits stand alone (arithmetic over merged digits is needlessly hard).
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
-from collections.abc import Iterable
-from dataclasses import dataclass
+import json
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from scalerl_api.spec import ScratchModel
 from scalerl_trainer.errors import TokenizerError
-from scalerl_trainer.models.memory import Dtype
+from scalerl_trainer.models.memory import BYTES, Dtype
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
-# All bytes and the two special tokens: with as many words every text can be spelled.
-FULL_ALPHABET = 258
-# Llama's 0.02 is made for widths of thousands; a narrow model gets half of 1/sqrt(width), up to here. The ground is thin:
-# one seed at width 128, where 0.06 stood at a loss of .89 and 0.02 at 1.14 after 300 equal steps.
-INITIAL_STD_LIMIT = 0.05
+STANDARD_DEVIATION = 0.02
+
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class ScratchSettings:
-    """Sizes as in a Llama configuration. ``vocabulary_size`` is an upper bound: the tokenizer may need less."""
+def write_scratch(
+    directory: Path,
+    model: ScratchModel,
+    texts: Iterable[str],
+    *,
+    seed: int,
+    dtype: Dtype,
+    context_tokens: int,
+) -> None:
+    """Config, tokenizer and weights into an existing ``directory``; the same arguments, the same bytes.
 
-    layers: int = 4
-    hidden_size: int = 128
-    attention_heads: int = 4
-    intermediate_size: int = 384
-    vocabulary_size: int = 512
-    context_tokens: int = 512
-    tied_embeddings: bool = True
-
-
-def train_tokenizer(texts: Iterable[str], vocabulary_size: int) -> Any:
-    """A byte-level BPE tokenizer of at most ``vocabulary_size`` words in which every digit is a token of its own.
-
-    Digits stand alone because arithmetic over merged digits is needlessly hard to learn. With 258 words or more every
-    text can be spelled. With fewer, the alphabet is the bytes that occur in ``texts`` and the ten digits, and any other
-    byte becomes ``<unk>``. Deterministic. Raises ``TokenizerError`` when the alphabet alone is larger.
+    Raises:
+        TokenizerError: the vocabulary is smaller than the alphabet of ``texts``.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
+    tokenizer = train_tokenizer(texts, model.vocabulary_size)
+    vocabulary = tokenizer.get_vocab_size()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    _write_json(
+        directory / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "pad_token": PAD,
+            "eos_token": EOS,
+            "unk_token": UNKNOWN,
+            "model_max_length": context_tokens,
+        },
+    )
+    special = {"eos_token_id": tokenizer.token_to_id(EOS), "pad_token_id": tokenizer.token_to_id(PAD)}
+    _write_json(directory / "generation_config.json", special)
+    config = llama_config(model, vocabulary, dtype, context_tokens) | special
+    _write_json(directory / "config.json", config)
+    write_safetensors(directory / "model.safetensors", model, vocabulary, seed, dtype)
 
+
+def train_tokenizer(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
+    """Byte-level BPE of at most ``vocabulary_size`` tokens. Deterministic.
+
+    With room for all 256 bytes every text can be spelled; in a smaller vocabulary only the ten digits and what
+    occurs in ``texts`` can, and anything else becomes the unknown token.
+
+    Raises:
+        TokenizerError: there is no room for the alphabet.
+    """
     texts = list(texts)
     split = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    special = [PAD, EOS]
+    special = [PAD, EOS, UNKNOWN]
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
-    if vocabulary_size < FULL_ALPHABET:
-        special.append(UNKNOWN)
+    if vocabulary_size < len(special) + len(alphabet):
         alphabet = set("0123456789").union(
             *(piece for text in texts for piece, _ in split.pre_tokenize_str(text))
         )
     if len(special) + len(alphabet) > vocabulary_size:
         raise TokenizerError(
-            f"the task's text uses {len(alphabet)} different bytes: a vocabulary of {vocabulary_size} is too small, "
+            f"the task's texts use {len(alphabet)} different bytes: a vocabulary of {vocabulary_size} is too small, "
             f"take at least {len(special) + len(alphabet)}"
         )
-    unknown = UNKNOWN if UNKNOWN in special else None
-    tokenizer = Tokenizer(models.BPE(unk_token=unknown))
+    tokenizer = Tokenizer(models.BPE(unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = split
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -75,52 +95,92 @@ def train_tokenizer(texts: Iterable[str], vocabulary_size: int) -> Any:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=unknown
-    )
+    return tokenizer
 
 
-def make_scratch(
-    directory: Path, settings: ScratchSettings, texts: Iterable[str], *, seed: int, dtype: Dtype = "float32"
-) -> None:
-    """Write model and tokenizer to ``directory``, all or nothing; the same arguments give the same bytes.
+def llama_config(
+    model: ScratchModel, vocabulary: int, dtype: Dtype, context_tokens: int
+) -> dict[str, object]:
+    """``config.json`` of a :class:`ScratchModel`."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": dtype,
+        "vocab_size": vocabulary,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.attention_heads,
+        "num_key_value_heads": model.attention_heads,
+        "head_dim": model.hidden_size // model.attention_heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "max_position_embeddings": context_tokens,
+        "tie_word_embeddings": model.tied_embeddings,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "initializer_range": STANDARD_DEVIATION,
+        "bos_token_id": None,
+    }
 
-    Raises ``FileExistsError`` when ``directory`` exists: a model is never overwritten.
+
+def parameter_count(model: ScratchModel, vocabulary: int) -> int:
+    """Parameters of the model that :func:`initial_weights` makes."""
+    return sum(math.prod(shape) for _, shape in parameter_shapes(model, vocabulary))
+
+
+def initial_weights(model: ScratchModel, vocabulary: int, seed: int) -> Iterator[tuple[str, Array]]:
+    """Names and float32 arrays; each tensor depends on ``seed`` and its own name alone."""
+    for name, shape in parameter_shapes(model, vocabulary):
+        if name.endswith("norm.weight"):
+            yield name, np.ones(shape, np.float32)
+            continue
+        generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
+        yield name, generator.standard_normal(shape, np.float32) * np.float32(STANDARD_DEVIATION)
+
+
+def parameter_shapes(model: ScratchModel, vocabulary: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, wide = model.hidden_size, model.intermediate_size
+    yield "model.embed_tokens.weight", (vocabulary, hidden)
+    for layer in range(model.layers):
+        prefix = f"model.layers.{layer}"
+        for part in "qkvo":
+            yield f"{prefix}.self_attn.{part}_proj.weight", (hidden, hidden)
+        yield f"{prefix}.mlp.gate_proj.weight", (wide, hidden)
+        yield f"{prefix}.mlp.up_proj.weight", (wide, hidden)
+        yield f"{prefix}.mlp.down_proj.weight", (hidden, wide)
+        yield f"{prefix}.input_layernorm.weight", (hidden,)
+        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
+    yield "model.norm.weight", (hidden,)
+    if not model.tied_embeddings:
+        yield "lm_head.weight", (vocabulary, hidden)
+
+
+def write_safetensors(path: Path, model: ScratchModel, vocabulary: int, seed: int, dtype: Dtype) -> None:
+    """The weights, one after the other, so that no more than one tensor is in memory.
+
+    The format: eight bytes with the length of a JSON header, the header, the tensors' bytes.
     """
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in parameter_shapes(model, vocabulary):
+        begin, end = end, end + math.prod(shape) * BYTES[dtype]
+        kind = {"bfloat16": "BF16", "float32": "F32"}[dtype]
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, array in initial_weights(model, vocabulary, seed):
+            file.write((_bfloat16(array) if dtype == "bfloat16" else array.astype("<f4")).data)
 
-    if directory.exists():
-        raise FileExistsError(
-            f"{directory} exists: remove it, or choose another folder for the scratch model"
-        )
-    tokenizer = train_tokenizer(texts, settings.vocabulary_size)
-    tokenizer.model_max_length = settings.context_tokens
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=settings.hidden_size,
-        intermediate_size=settings.intermediate_size,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=settings.attention_heads,
-        num_key_value_heads=settings.attention_heads,
-        max_position_embeddings=settings.context_tokens,
-        tie_word_embeddings=settings.tied_embeddings,
-        initializer_range=min(INITIAL_STD_LIMIT, 0.5 * settings.hidden_size**-0.5),
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    # The global generator is put back: making a model is not allowed to move anyone's random numbers.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config).to(getattr(torch, dtype))
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-    try:
-        model.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
-        aside.chmod(0o755)
-        os.rename(aside, directory)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
+
+def _bfloat16(array: Array) -> Array:
+    """The upper halves, rounded to nearest even as torch does; none of these weights is NaN or huge."""
+    bits = np.ascontiguousarray(array, "<f4").view("<u4")
+    return np.asarray((bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16, "<u2")
+
+
+def _write_json(path: Path, data: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8")
