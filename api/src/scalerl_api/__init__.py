@@ -2,8 +2,8 @@
 
 Lives here: the ``ScaleRLRun`` resource (:mod:`.spec`), how a file becomes one or a list of precise
 errors (:mod:`.load`), what processes of a run say to each other (:mod:`.wire`, :mod:`.endpoints`),
-how a process learns where it stands (:mod:`.process`), and where a run keeps its files
-(:mod:`.paths`).
+how a process learns where it stands (:mod:`.process`), where a run keeps its files (:mod:`.paths`),
+and how many bytes its roles need (:mod:`.memory`).
 
 Never lives here: I/O beyond reading a spec file, torch, Kubernetes, or a decision.
 """

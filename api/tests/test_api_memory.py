@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from scalerl_api.memory import (
+    ModelSize,
+    host_memory,
+    rank_memory,
+    server_memory,
+    trainer_rank_memory,
+)
+from scalerl_api.spec import RunSpec, ScratchModel
+
+SIZE = ModelSize(parameters=4000, hidden_size=8, layers=2, intermediate_size=16, vocabulary_size=64)
+
+
+def spec(**sections: dict[str, Any]) -> RunSpec:
+    run: dict[str, Any] = {
+        "model": {"scratch": {}, "contextTokens": 64},
+        "task": {"reasoningGym": {"name": "chain_sum"}, "verifier": {"name": "reasoning-gym"}},
+        "recipe": {"maxCompletionTokens": 16},
+        "trainer": {"microBatchTokens": 64},
+        "budget": {"maxSteps": 3},
+    }
+    return RunSpec.model_validate(run | sections)
+
+
+def shares(stage: int, world: int, dtype: Any = "bfloat16") -> tuple[int, int, int]:
+    got = rank_memory(SIZE, dtype=dtype, zero_stage=stage, world=world, micro_batch_tokens=64)
+    return got.parameters, got.gradients, got.optimizer
+
+
+def test_stages_divide_what_they_partition() -> None:
+    count = SIZE.parameters
+    assert shares(0, 4, "float32") == (4 * count, 4 * count, 8 * count)
+    assert shares(1, 4, "float32") == (4 * count, 4 * count, 3 * count)  # a master partition under ZeRO
+    assert shares(1, 4) == (2 * count, 4 * count, 3 * count)
+    assert shares(2, 4) == (2 * count, count, 3 * count)
+    parameters, gradients, optimizer = shares(3, 4)
+    assert (gradients, optimizer) == (count, 3 * count)
+    assert count / 2 < parameters <= 2.5 * count
+
+
+def test_recomputed_activations_cost_less_with_many_layers() -> None:
+    deep = ModelSize(parameters=1, hidden_size=8, layers=40, intermediate_size=16, vocabulary_size=64)
+    kept, again = (
+        rank_memory(
+            deep,
+            dtype="float32",
+            zero_stage=1,
+            world=1,
+            micro_batch_tokens=10,
+            activation_checkpointing=flag,
+        ).activations
+        for flag in (False, True)
+    )
+    assert (kept, again) == (10 * 8 * 34 * 40 * 4, 10 * 8 * (40 + 34) * 4)
+
+
+@pytest.mark.parametrize(("stage", "world"), [(4, 1), (-1, 1), (1, 0)])
+def test_what_does_not_exist_is_refused(stage: int, world: int) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        rank_memory(SIZE, dtype="float32", zero_stage=stage, world=world, micro_batch_tokens=1)
+
+
+def test_a_spec_says_what_all_its_roles_need_on_the_host() -> None:
+    run = spec(trainer={"replicas": 2, "microBatchTokens": 64}, generator={"replicas": 3, "kvCache": "1Mi"})
+    assert host_memory(SIZE, run) == {
+        "generator": 3 * (2 * SIZE.parameters + 2**20),
+        "trainer": 2 * trainer_rank_memory(SIZE, run).total,
+    }
+    assert trainer_rank_memory(SIZE, run).optimizer == 12 * SIZE.parameters // 2
+
+
+def test_on_accelerators_the_host_needs_nothing_and_the_weights_are_shared() -> None:
+    run = spec(trainer={"devices": 1, "microBatchTokens": 64}, generator={"devices": 4})
+    assert host_memory(SIZE, run) == {}
+    assert server_memory(SIZE, run) == 2 * SIZE.parameters // 4
+
+
+def test_an_untied_head_counts_twice() -> None:
+    tied, own = (
+        ModelSize.of_scratch(
+            ScratchModel(vocabulary_size=100, hidden_size=32, tied_embeddings=flag)
+        ).parameters
+        for flag in (True, False)
+    )
+    assert own - tied == 100 * 32
+
+
+def test_sizes_are_read_from_a_config() -> None:
+    config = {"hidden_size": 8, "num_hidden_layers": 2, "intermediate_size": 16, "vocab_size": 64}
+    assert ModelSize.of_config(config, 4000) == SIZE
+    assert ModelSize.of_config({"text_config": config, "vision_config": {}}, 4000) == SIZE
+    assert ModelSize.of_config(config | {"intermediate_size": None}, 1) == ModelSize(1, 8, 2, 32, 64)
+    assert ModelSize.of_config({"hidden_size": 8}, 1) is None
+
+
+def test_a_breakdown_names_every_part() -> None:
+    got = rank_memory(SIZE, dtype="float32", zero_stage=1, world=1, micro_batch_tokens=2**20)
+    assert (
+        str(got)
+        == f"{got.total / 2**30:.1f} GiB (parameters 0.0, gradients 0.0, optimizer 0.0, activations 2.1)"
+    )
