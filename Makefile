@@ -5,10 +5,12 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 VENV ?= .venv
-DEVICE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo gpu || echo cpu)
+# cpu or gpu: which vLLM and torch are installed. The tiny example and the tests run on CPUs, also where GPUs are.
+DEVICE ?= cpu
 MEMBERS := api tasks curvefit coordinator trainer generator operator cli
 BIN := $(VENV)/bin
 LOCKS := requirements/$(DEVICE).txt requirements/dev.txt
+BENCHMARKS := coordinator forecast grading learning overlap publish
 INSTALLED := $(VENV)/.installed-$(DEVICE)
 PYTEST := $(BIN)/python -m pytest
 RUN_DIR ?=
@@ -17,7 +19,7 @@ QUICK ?=
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-setup: $(INSTALLED) ## install everything into .venv, from the locks, hashes checked
+setup: $(INSTALLED) ## install everything into .venv, from the locks, hashes checked; DEVICE=gpu on a machine with GPUs
 
 $(BIN)/uv: requirements/uv.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11; set PYTHON=" >&2; exit 2; }
@@ -25,8 +27,10 @@ $(BIN)/uv: requirements/uv.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes -r requirements/uv.txt
 	@touch $@
 
+# `sync` also removes what is not in the locks: the other device's vLLM, after a change of DEVICE.
 $(INSTALLED): $(BIN)/uv $(LOCKS) $(MEMBERS:%=%/pyproject.toml)
-	$(BIN)/uv pip install -q --compile-bytecode --python $(BIN)/python --no-deps --require-hashes $(LOCKS:%=-r %)
+	@rm -f $(VENV)/.installed-*
+	$(BIN)/uv pip sync -q --compile-bytecode --python $(BIN)/python --require-hashes $(LOCKS)
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --no-build-isolation $(MEMBERS:%=-e ./%)
 	@touch $@
 
@@ -36,7 +40,7 @@ run: setup ## train the tiny model on this machine, end to end
 test: lint test-unit test-local ## everything CI runs
 
 test-unit: setup ## members' tests, a few with a real vLLM server
-	$(PYTEST) $(MEMBERS:%=%/tests) tests/house
+	$(PYTEST) --doctest-modules $(MEMBERS:%=%/src) $(MEMBERS:%=%/tests) tests/house
 
 test-local: setup ## whole runs on this machine, with faults
 	$(PYTEST) tests/local
@@ -51,8 +55,12 @@ format: setup ## rewrite the code the way lint wants it
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: setup ## every benchmark; QUICK=1 for a minute each
-	for b in benchmarks/[a-z]*.py; do $(BIN)/python $$b $(if $(QUICK),--quick); done
+bench: setup ## every benchmark but bench-trl; QUICK=1 for a minute each
+	for b in $(BENCHMARKS); do $(BIN)/python benchmarks/$$b.py $(if $(QUICK),--quick); done
+
+bench-trl: setup ## the comparison with TRL, which it installs beside
+	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --require-hashes -r requirements/bench.txt
+	$(BIN)/python benchmarks/against_trl.py $(if $(QUICK),--quick)
 
 lock: $(BIN)/uv ## write requirements/*.txt again from the members' pyproject files
 	UV=$(BIN)/uv requirements/compile.sh
@@ -60,4 +68,4 @@ lock: $(BIN)/uv ## write requirements/*.txt again from the members' pyproject fi
 clean: ## remove the environment and all runs
 	rm -rf $(VENV) runs
 
-.PHONY: help setup run test test-unit test-local lint format bench lock clean
+.PHONY: help setup run test test-unit test-local lint format bench bench-trl lock clean

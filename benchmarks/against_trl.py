@@ -16,53 +16,43 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from length_model import make_length_model, write_prompts
-from measured_run import measured_run, rate
+from support.length_model import make_length_model, write_prompts
+from support.measured_run import manifest, measured_run, rate
 
 PROMPTS, COMPLETIONS, MEAN, CONTEXT = 32, 16, 60, 288
-SKIP = 2
+STALENESS = 2
 
 
 def ours(model: Path, prompts: Path, work: Path, max_completion: int, steps: int) -> dict[str, Any]:
-    run = {
-        "apiVersion": "scalerl.dev/v1alpha1",
-        "kind": "ScaleRLRun",
-        "metadata": {"name": "against-trl"},
-        "spec": {
-            "model": {"path": str(model), "dtype": "float32", "contextTokens": CONTEXT},
-            "task": {"jsonl": {"path": str(prompts)}, "verifier": {"name": "number"}, "heldOut": {"size": 8}},
-            "recipe": {
-                "loss": {"name": "GRPO"},
-                "aggregation": "SampleAverage",
-                "advantageNormalization": "Group",
-                "promptsPerStep": PROMPTS,
-                "completionsPerPrompt": COMPLETIONS,
-                "maxCompletionTokens": max_completion,
-                "zeroVarianceFilter": False,
-                "optimizer": {"learningRate": "1e-7"},
-            },
-            "generator": {
-                "cpuThreads": 1,
-                "kvCache": "512Mi",
-                "maxConcurrentSequences": PROMPTS * COMPLETIONS,
-            },
-            "trainer": {"replicas": 1, "cpuThreads": 2},
-            "evaluation": {"everySteps": 1000, "samplesPerPrompt": 1},
-            "checkpoint": {"everySteps": 1000},
-            "budget": {"maxSteps": steps},
+    run = manifest(
+        "against-trl",
+        model,
+        prompts,
+        CONTEXT,
+        recipe={
+            "loss": {"name": "GRPO"},
+            "aggregation": "SampleAverage",
+            "advantageNormalization": "Group",
+            "promptsPerStep": PROMPTS,
+            "completionsPerPrompt": COMPLETIONS,
+            "maxCompletionTokens": max_completion,
+            "maxStalenessSteps": STALENESS,
         },
-    }
+        generator={"cpuThreads": 1, "kvCache": "512Mi", "maxConcurrentSequences": PROMPTS * COMPLETIONS},
+        trainer={"replicas": 1, "cpuThreads": 1},
+        budget={"maxSteps": steps},
+    )
     summary, rows = measured_run(run, work)
     samples = [{**row, "samples": PROMPTS * COMPLETIONS} for row in rows]
     return {
-        "samples_per_second": rate(samples, "samples", SKIP),
+        "samples_per_second": rate(samples, "samples", STALENESS + 1),
         "mean_tokens": summary["tokens_trained"] / (len(rows) * PROMPTS * COMPLETIONS),
     }
 
 
 def theirs(model: Path, prompts: Path, work: Path, max_completion: int, steps: int) -> dict[str, Any]:
     command = [
-        *(sys.executable, str(Path(__file__).with_name("trl_grpo.py")), "--model", str(model)),
+        *(sys.executable, str(Path(__file__).parent / "support/trl_grpo.py"), "--model", str(model)),
         *("--prompts", str(prompts), "--max-completion", str(max_completion), "--steps", str(steps)),
         *("--output", str(work)),
     ]
@@ -78,7 +68,7 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="the short completions only")
     arguments = parser.parse_args()
-    cases = [(16, 12, 6)] if arguments.quick else [(256, 16, 3), (16, 40, 12)]
+    cases = [(16, 14, 6)] if arguments.quick else [(256, 14, 3), (16, 40, 20)]
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)

@@ -21,7 +21,8 @@ control=$(members api tasks curvefit coordinator operator cli)
   lock $all --extra cpu -o requirements/cpu.txt
   lock $all --extra gpu -o requirements/gpu.txt
   lock $control -c requirements/cpu.txt -o requirements/control.txt
-  lock requirements/dev.in -c requirements/cpu.txt -o requirements/dev.txt
+  # setuptools is in cpu.txt and gpu.txt, at versions that differ.
+  lock requirements/dev.in -c requirements/cpu.txt --no-emit-package setuptools -o requirements/dev.txt
 }
 lock requirements/uv.in -c requirements/dev.txt -o requirements/uv.txt
 lock requirements/bench.in -c requirements/cpu.txt -o requirements/bench.txt

@@ -1,0 +1,93 @@
+"""A whole ``scalerl run`` under measurement: roles pinned to cores, rates read from what the run leaves."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+PYTHON = [sys.executable, "-m", "scalerl_cli.main"]
+_DRAIN_SECONDS = 30.0
+
+
+def manifest(
+    name: str, model: Path, prompts: Path, context: int, **sections: dict[str, Any]
+) -> dict[str, Any]:
+    """A run of the length model: no evaluation and no checkpoint but the last, a rate that changes nothing."""
+    recipe = {"zeroVarianceFilter": False, "optimizer": {"learningRate": "1e-7"}} | sections.pop("recipe")
+    return {
+        "apiVersion": "scalerl.dev/v1alpha1",
+        "kind": "ScaleRLRun",
+        "metadata": {"name": name},
+        "spec": {
+            "model": {"path": str(model), "dtype": "float32", "contextTokens": context},
+            "task": {"jsonl": {"path": str(prompts)}, "verifier": {"name": "number"}, "heldOut": {"size": 8}},
+            "recipe": recipe,
+            "evaluation": {"everySteps": 1000, "samplesPerPrompt": 1},
+            "checkpoint": {"everySteps": 1000},
+            **sections,
+        },
+    }
+
+
+def measured_run(
+    manifest: dict[str, Any], work: Path, pins: Mapping[str, int] | None = None, seconds: float = 900
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Run to the end; returns ``summary.json`` and the rows of ``metrics.jsonl``.
+
+    pins: core by role.
+
+    Raises:
+        RuntimeError: the run failed or took longer than ``seconds``; the message has its last lines.
+    """
+    work.mkdir(parents=True)
+    file, directory, output = work / "run.yaml", work / "run", work / "output.txt"
+    file.write_text(yaml.safe_dump(manifest))
+    pinned = [word for role, core in (pins or {}).items() for word in ("--pin", f"{role}={core}")]
+    with output.open("w") as sink:
+        process = subprocess.Popen(
+            [*PYTHON, "run", str(file), "--dir", str(directory), *pinned],
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            code: int | None = process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _end(process)
+    if code != 0:
+        what = "took too long" if code is None else f"failed ({code})"
+        raise RuntimeError(f"the run in {work} {what}:\n" + output.read_text()[-3000:])
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return json.loads((directory / "summary.json").read_text()), rows
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Nothing is left running: a drain, then the second signal, which ends everything at once."""
+    for _ in range(2):
+        if process.poll() is not None:
+            return
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(timeout=_DRAIN_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue
+    process.kill()
+
+
+def rate(rows: list[dict[str, Any]], key: str, lead: int) -> float:
+    """Units of ``key`` per second by the steps' wall clock, in the steady state.
+
+    The first ``lead`` steps are left out, in which the generator may get ahead, and the last ``lead``, which it has
+    generated already: there the trainer has the machine to itself.
+    """
+    timed = rows[lead : len(rows) - lead]
+    elapsed = timed[-1]["wall_seconds"] - rows[lead - 1]["wall_seconds"]
+    return float(sum(row[key] for row in timed) / elapsed)
