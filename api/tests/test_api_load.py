@@ -57,6 +57,53 @@ def test_defaults_survive_a_round_trip() -> None:
         ("spec.recipe.temperature", 0.5, "spec.recipe.temperature", 'write it as a string: "0.5"'),
         ("spec.recipe.temperature", "-1", "spec.recipe.temperature", "greater than 0"),
         ("spec.recipe.temperature", "hot", "spec.recipe.temperature", "pattern"),
+        ("spec.recipe.temperature", "1e999", "spec.recipe.temperature", "more than a number can be here"),
+        ("spec.recipe.temperature", "1e-999", "spec.recipe.temperature", "greater than 0, got 1e-999"),
+        (
+            "spec.recipe.completionsPerPrompt",
+            1,
+            "spec.recipe.completionsPerPrompt",
+            "greater than or equal to 2",
+        ),
+        (
+            "spec.recipe.optimizer.learningRate",
+            "1e999",
+            "spec.recipe.optimizer.learningRate",
+            "write a smaller one",
+        ),
+        ("spec.recipe.optimizer.beta1", "1", "spec.recipe.optimizer.beta1", "must be less than 1"),
+        ("spec.recipe.optimizer.beta2", "1.0", "spec.recipe.optimizer.beta2", "must be less than 1"),
+        ("spec.weightSync.bucket", "0", "spec.weightSync.bucket", "must be at least 1, got 0"),
+        ("spec.generator.kvCache", "0Gi", "spec.generator.kvCache", "must be at least 1, got 0Gi"),
+        ("spec.generator.memoryFraction", "0", "spec.generator.memoryFraction", "greater than 0"),
+        ("spec.generator.memoryFraction", "1.01", "spec.generator.memoryFraction", "at most 1"),
+        ("spec.task.verifier.memory", "0", "spec.task.verifier.memory", "must be at least 64Mi, got 0"),
+        ("spec.task.verifier.memory", "63Mi", "spec.task.verifier.memory", "must be at least 64Mi, got 63Mi"),
+        (
+            "spec.warmStart",
+            {"steps": 1, "learningRate": "1e400"},
+            "spec.warmStart.learningRate",
+            "write a smaller one",
+        ),
+        ("spec.trainer.zeroStage", 0, "spec", "trainer.zeroStage 0 keeps no float32 copy"),
+        (
+            "spec.task.reasoningGym.parameters",
+            {"a": 0.5},
+            "spec.task.reasoningGym.parameters.a",
+            'strings, like "0.5"',
+        ),
+        (
+            "spec.task.reasoningGym.parameters",
+            {"a": [1, 0.5]},
+            "spec.task.reasoningGym.parameters.a",
+            "write them as strings",
+        ),
+        (
+            "spec.task.reasoningGym.parameters",
+            {"a": {}},
+            "spec.task.reasoningGym.parameters.a",
+            "or a list of these",
+        ),
         ("spec.recipe.temperature", "0", "spec.recipe.temperature", "greater than 0"),
         ("spec.recipe.maxStalenessSteps", -1, "spec.recipe.maxStalenessSteps", "greater than or equal to 0"),
         ("spec.recipe.maxCompletionTokens", 64, "spec", "the prompt needs room too"),
@@ -85,6 +132,24 @@ def test_each_problem_names_the_field_and_what_to_do(path: str, value: Any, wher
     assert any(line.startswith(f"{where}: ") and says in line for line in found), found
 
 
+def test_every_rank_takes_an_example_of_a_warm_start() -> None:
+    run = copy.deepcopy(GOOD)
+    run["spec"] |= {"trainer": {"replicas": 4}, "warmStart": {"steps": 1, "batchSize": 3}}
+    assert problems(yaml.safe_dump(run)) == [
+        "spec: warmStart.batchSize (3) must be at least trainer.replicas (4): each rank takes an example or more"
+    ]
+    run["spec"]["warmStart"]["batchSize"] = 4
+    parse_run(yaml.safe_dump(run), "run.yaml")
+
+
+@pytest.mark.parametrize("value", [1, True, "0.5", [1, 2], ["0.5", "a"], []])
+def test_parameters_of_a_task_keep_their_type(value: Any) -> None:
+    run = parse_run(with_field("spec.task.reasoningGym.parameters", {"a": value}), "run.yaml")
+    assert run.spec.task.reasoning_gym is not None
+    kept = run.spec.task.reasoning_gym.parameters["a"]
+    assert (kept, type(kept)) == (value, type(value))
+
+
 def test_all_problems_come_at_once() -> None:
     text = with_field("spec.recipe", {"temperature": 1.5, "promptsPerStep": 0, "typo": 1})
     assert len(problems(text)) == 3
@@ -99,6 +164,12 @@ def test_all_problems_come_at_once() -> None:
         ("a: 1\na: 2", "key 'a' given twice (first on line 1)"),
         ("a: 1\n---\nb: 2", "found 2 documents"),
         ("a: !!python/object/apply:os.system ['true']", "could not determine a constructor"),
+        ("a: 2024-99-99", "line 1, column 4: '2024-99-99' is no timestamp; put text in quotes"),
+        ("a:\n  b: !!int abc", "line 2, column 6: 'abc' is no int"),
+        ("a: !!float abc", "line 1, column 4: 'abc' is no float"),
+        ("a: !!bool abc", "line 1, column 4: 'abc' is no bool"),
+        ("a: !!timestamp abc", "line 1, column 4: 'abc' is no timestamp"),
+        ("a: " + "[" * 5000, "nested too deeply"),
     ],
 )
 def test_what_is_not_one_yaml_object(text: str, says: str) -> None:

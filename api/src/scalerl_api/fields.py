@@ -7,6 +7,7 @@ place that computes with it.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any
 
@@ -46,13 +47,27 @@ def _decimal_input(value: Any) -> Any:
     return value
 
 
-def _in_range(low: float | None, high: float | None, low_open: bool) -> AfterValidator:
+def _in_range(
+    *,
+    above: float = -math.inf,
+    least: float = -math.inf,
+    most: float = math.inf,
+    below: float = math.inf,
+) -> AfterValidator:
+    """``above`` and ``below`` are open bounds. What a float cannot hold (``1e999``) is refused in any range."""
+
     def check(value: str) -> str:
         number = float(value)
-        if low is not None and (number <= low if low_open else number < low):
-            raise ValueError(f"must be {'greater than' if low_open else 'at least'} {low:g}, got {value}")
-        if high is not None and number > high:
-            raise ValueError(f"must be at most {high:g}, got {value}")
+        if not math.isfinite(number):
+            raise ValueError(f"{value} is more than a number can be here; write a smaller one")
+        if number <= above:
+            raise ValueError(f"must be greater than {above:g}, got {value}")
+        if number < least:
+            raise ValueError(f"must be at least {least:g}, got {value}")
+        if number > most:
+            raise ValueError(f"must be at most {most:g}, got {value}")
+        if number >= below:
+            raise ValueError(f"must be less than {below:g}, got {value}")
         return value
 
     return AfterValidator(check)
@@ -61,9 +76,12 @@ def _in_range(low: float | None, high: float | None, low_open: bool) -> AfterVal
 DecimalString = Annotated[str, BeforeValidator(_decimal_input), Field(pattern=_DECIMAL, max_length=32)]
 """A decimal number as a string (an integer is accepted); compute with ``float(value)``."""
 
-PositiveDecimal = Annotated[DecimalString, _in_range(0.0, None, True)]
-NonNegativeDecimal = Annotated[DecimalString, _in_range(0.0, None, False)]
-UnitDecimal = Annotated[DecimalString, _in_range(0.0, 1.0, False)]
+PositiveDecimal = Annotated[DecimalString, _in_range(above=0.0)]
+NonNegativeDecimal = Annotated[DecimalString, _in_range(least=0.0)]
+UnitDecimal = Annotated[DecimalString, _in_range(least=0.0, most=1.0)]
+PositiveUnitDecimal = Annotated[DecimalString, _in_range(above=0.0, most=1.0)]
+DecayDecimal = Annotated[DecimalString, _in_range(least=0.0, below=1.0)]
+"""A factor of a running mean: at 1 it would never forget its first value."""
 
 
 def _quantity_input(value: Any) -> Any:
@@ -84,3 +102,17 @@ def quantity_bytes(quantity: str) -> int:
     if match is None:
         raise ValueError(f"not a quantity: {quantity!r}; write bytes like 512Mi or 2Gi")
     return int(match[1]) * _QUANTITY_FACTORS[match[2]]
+
+
+def _at_least(least: str) -> AfterValidator:
+    def check(value: str) -> str:
+        if quantity_bytes(value) < quantity_bytes(least):
+            raise ValueError(f"must be at least {least}, got {value}")
+        return value
+
+    return AfterValidator(check)
+
+
+PositiveQuantity = Annotated[Quantity, _at_least("1")]
+GraderQuantity = Annotated[Quantity, _at_least("64Mi")]
+"""Memory of a process that grades: less than this and it cannot even import what it needs."""

@@ -36,7 +36,17 @@ class SpecError(Exception):
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Safe YAML that refuses a key given twice; YAML would silently keep the last."""
+    """Safe YAML that refuses a key given twice (YAML would silently keep the last) and names every bad value."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+            # The library's own constructors let these through: a 13th month, `!!int abc`.
+            kind = node.tag.removeprefix("tag:yaml.org,2002:")
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{node.value!r} is no {kind}; put text in quotes", node.start_mark
+            ) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[str, int] = {}
@@ -79,6 +89,8 @@ def parse_run(text: str, source: str) -> ScaleRLRun:
         raise SpecError(source, [SpecProblem(where, error.problem or "not valid YAML")]) from error
     except yaml.YAMLError as error:
         raise SpecError(source, [SpecProblem("file", f"not valid YAML: {error}")]) from error
+    except RecursionError as error:
+        raise SpecError(source, [SpecProblem("file", "nested too deeply to be read")]) from error
     if len(documents) != 1 or not isinstance(documents[0], dict):
         found = f"{len(documents)} documents" if len(documents) != 1 else type(documents[0]).__name__
         raise SpecError(source, [SpecProblem("file", f"expected one {KIND} object, found {found}")])

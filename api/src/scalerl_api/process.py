@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from scalerl_api.paths import RunPaths
@@ -39,7 +39,7 @@ class ProcessEnvironment:
     paths: RunPaths
     name: str
     coordinator_url: str
-    token: str
+    token: str = field(repr=False)
     trainer_host: str = "127.0.0.1"
 
     @classmethod

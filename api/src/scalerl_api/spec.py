@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from scalerl_api.fields import (
-    DecimalString,
+    DecayDecimal,
+    GraderQuantity,
     Model,
     NonNegativeDecimal,
     PositiveDecimal,
-    Quantity,
+    PositiveQuantity,
+    PositiveUnitDecimal,
     UnitDecimal,
 )
 
@@ -85,11 +87,24 @@ class ModelSpec(Model):
 # --- task --------------------------------------------------------------------------------------
 
 
+def _parameter(value: Any) -> Any:
+    """One line for what a union of types would say in five."""
+    items = value if isinstance(value, list) else [value]
+    if any(isinstance(item, float) for item in items):
+        raise ValueError('floats are not allowed in a spec; write them as strings, like "0.5"')
+    if not all(isinstance(item, int | str) for item in items):
+        raise ValueError("must be an integer, a boolean, a string, or a list of these")
+    return value
+
+
 class ReasoningGymSource(Model):
     """A procedurally generated reasoning-gym data set."""
 
     name: Annotated[str, Field(min_length=1)]
-    parameters: dict[str, int | bool | str | list[int] | list[str]] = {}
+    parameters: dict[
+        str, Annotated[int | bool | str | list[int] | list[str], BeforeValidator(_parameter)]
+    ] = {}
+    """As the task names them; a fraction is a string (``"0.5"``) and becomes a number where one is wanted."""
     seed: int = 0
     size: Annotated[int, Field(ge=2, le=100_000_000)] = 50_000
 
@@ -105,7 +120,7 @@ class VerifierSpec(Model):
 
     name: Literal["reasoning-gym", "exact", "number", "math-verify"]
     timeout_seconds: Annotated[int, Field(ge=1, le=600)] = 10
-    memory: Quantity = "1Gi"
+    memory: GraderQuantity = "1Gi"
     workers: Annotated[int, Field(ge=1, le=256)] = 1
 
 
@@ -173,8 +188,8 @@ class OptimizerSpec(Model):
 
     learning_rate: PositiveDecimal = "5e-7"
     weight_decay: NonNegativeDecimal = "0.01"
-    beta1: UnitDecimal = "0.9"
-    beta2: UnitDecimal = "0.999"
+    beta1: DecayDecimal = "0.9"
+    beta2: DecayDecimal = "0.999"
     epsilon: PositiveDecimal = "1e-15"
     warmup_steps: Annotated[int, Field(ge=0)] = 100
     max_gradient_norm: PositiveDecimal = "1"
@@ -188,7 +203,8 @@ class RecipeSpec(Model):
     advantage_normalization: Literal["Batch", "Group", "None"] = "Batch"
     zero_variance_filter: bool = True
     prompts_per_step: Annotated[int, Field(ge=1, le=65536)] = 48
-    completions_per_prompt: Annotated[int, Field(ge=1, le=1024)] = 16
+    completions_per_prompt: Annotated[int, Field(ge=2, le=1024)] = 16
+    """At least 2: a completion is worth what it has over the mean of its prompt's, and one alone has nothing."""
     max_completion_tokens: Annotated[int, Field(ge=1, le=1_048_576)] = 14336
     temperature: PositiveDecimal = "1"
     max_staleness_steps: Annotated[int, Field(ge=0, le=64)] = 8
@@ -220,9 +236,9 @@ class GeneratorSpec(Model):
     cpu_threads: Annotated[int, Field(ge=1, le=512)] | None = None
     """Compute threads on CPU; none leaves the choice to vLLM."""
     max_concurrent_sequences: Annotated[int, Field(ge=1, le=65536)] = 256
-    kv_cache: Quantity | None = None
+    kv_cache: PositiveQuantity | None = None
     """CPU only: memory for the KV cache (on a GPU, vLLM takes what memoryFraction leaves)."""
-    memory_fraction: UnitDecimal = "0.9"
+    memory_fraction: PositiveUnitDecimal = "0.9"
     lease_seconds: Annotated[int, Field(ge=5, le=86400)] = 1800
     """A group not delivered by then is given to another generator."""
     extra_args: list[str] = []
@@ -251,7 +267,7 @@ class WeightSyncSpec(Model):
 
     backend: Literal["Auto", "Gloo", "NCCL"] = "Auto"
     """``Auto``: NCCL where both sides have accelerators, else gloo."""
-    bucket: Quantity = "16Mi"
+    bucket: PositiveQuantity = "16Mi"
     """Bytes of one broadcast; larger ones cost the receiver page faults on fresh memory (measured on CPU)."""
     timeout_seconds: Annotated[int, Field(ge=5, le=3600)] = 120
     probe_sequences: Annotated[int, Field(ge=0, le=256)] = 8
@@ -317,7 +333,7 @@ class RunSpec(Model):
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
 
     @model_validator(mode="after")
-    def _lengths_fit(self) -> Self:
+    def _fields_fit(self) -> Self:
         if self.recipe.max_completion_tokens >= self.model.context_tokens:
             raise ValueError(
                 f"recipe.maxCompletionTokens ({self.recipe.max_completion_tokens}) must be less than "
@@ -330,6 +346,16 @@ class RunSpec(Model):
             )
         if self.weight_sync.backend == "NCCL" and not (self.generator.devices and self.trainer.devices):
             raise ValueError("weightSync.backend NCCL needs generator.devices and trainer.devices above 0")
+        if self.trainer.zero_stage == 0 and self.model.dtype == "bfloat16":
+            raise ValueError(
+                "trainer.zeroStage 0 keeps no float32 copy of bfloat16 weights, and small updates would be lost: "
+                "choose stage 1 or more, or model.dtype: float32"
+            )
+        if self.warm_start is not None and self.warm_start.batch_size < self.trainer.replicas:
+            raise ValueError(
+                f"warmStart.batchSize ({self.warm_start.batch_size}) must be at least trainer.replicas "
+                f"({self.trainer.replicas}): each rank takes an example or more"
+            )
         return self
 
     @property
@@ -365,13 +391,3 @@ class ScaleRLRun(Model):
     def to_manifest(self) -> dict[str, Any]:
         """The run as plain data with every default written out."""
         return self.model_dump(by_alias=True, exclude_none=True, mode="json")
-
-
-__all__ = [name for name in dir() if name.endswith(("Spec", "Source", "Model")) or name == "ScaleRLRun"] + [
-    "API_VERSION",
-    "DecimalString",
-    "GROUP",
-    "KIND",
-    "PLURAL",
-    "VERSION",
-]

@@ -111,7 +111,7 @@ def stored_manifest(root: Path) -> dict[str, Any]:
         raise DirectoryProblem(
             f"{root}: no run to resume there ({path.name} is missing); leave out --resume to start one"
         ) from error
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise DirectoryProblem(f"{path}: {error}") from error
     if not isinstance(manifest, dict):
         raise DirectoryProblem(f"{path}: not a run file; start anew with another --dir")
