@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from scalerl_api.spec import ScaleRLRun
-from scalerl_cli.exits import FAILED, INTERRUPTED
+from scalerl_cli.exits import INTERRUPTED
 from scalerl_operator.plan import Plan, plan
 
 
@@ -78,10 +78,6 @@ def main(argv: Sequence[str] | None = None, *, planner: Callable[[ScaleRLRun], P
         return plot(arguments.dir)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output has left; nothing can be said any more.
-        sys.stderr.close()
-        return FAILED
 
 
 if __name__ == "__main__":

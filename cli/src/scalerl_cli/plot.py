@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from scalerl_api.load import SpecError, load_run
 from scalerl_api.paths import RunPaths
 from scalerl_cli.exits import BAD_INPUT, DONE
+from scalerl_cli.output import say
 from scalerl_cli.picture import PictureProblem, draw
 
 
@@ -18,7 +18,7 @@ def plot(directory: Path) -> int:
         run = load_run(paths.run_file)
         draw(paths, run)
     except (SpecError, PictureProblem) as problem:
-        print(problem, file=sys.stderr)
+        say(str(problem), error=True)
         return BAD_INPUT
-    print(paths.curve_picture)
+    say(str(paths.curve_picture))
     return DONE

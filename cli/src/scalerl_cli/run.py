@@ -6,7 +6,6 @@ import asyncio
 import logging
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from scalerl_api.load import SpecError, SpecProblem
 from scalerl_api.spec import ScaleRLRun
 from scalerl_cli.exits import BAD_INPUT, DONE, FAILED, INTERRUPTED
 from scalerl_cli.inputs import load, quick_problems
+from scalerl_cli.output import say
 from scalerl_cli.view import LateView
 from scalerl_operator.control import LocalRun, Outcome
 from scalerl_operator.observe.errors import CoordinatorRefused
@@ -52,14 +52,14 @@ def run(
         spec, claimed = _claim(file, directory, resume)
     except _Refused as refused:
         for line in refused.args:
-            print(line, file=sys.stderr)
+            say(line, error=True)
         return BAD_INPUT
-    print(f"{spec.metadata.name} in {_shown(claimed.paths.root)}", flush=True)
+    say(f"{spec.metadata.name} in {_shown(claimed.paths.root)}")
     try:
         outcome, interrupts = asyncio.run(_watch(spec, planner(spec), claimed, settings, started))
         return _finish(spec, claimed, outcome, interrupts, fresh=not resume)
     except CoordinatorRefused as refused:
-        print(f"the coordinator refuses this command: {refused}", file=sys.stderr)
+        say(f"the coordinator refuses this command: {refused}", error=True)
         return FAILED
     finally:
         claimed.release()
@@ -123,12 +123,14 @@ async def _watch(
             if interrupts == 1
             else "ending everything now"
         )
-        view.event(Event(signal.Signals(number).name, what))
         local.interrupt()
+        view.event(Event(signal.Signals(number).name, what))
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, partial(interrupt, number))
+        # Whoever started us may have asked not to be disturbed: nohup, or a shell's `&`.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, partial(interrupt, number))
     try:
         return await local.run(), interrupts
     finally:
@@ -155,7 +157,7 @@ def _finish(
 
 
 def _explain(failure: Failure) -> None:
-    print(f"\n{failure.unit} failed: {failure.reason}", file=sys.stderr)
+    say(f"\n{failure.unit} failed: {failure.reason}", error=True)
     if not failure.log:
         return
     try:
@@ -163,28 +165,28 @@ def _explain(failure: Failure) -> None:
     except OSError as error:
         lines = [f"(no log: {error.strerror})"]
     for line in lines[-_LOG_LINES:]:
-        print(f"  | {line}", file=sys.stderr)
-    print(f"  whole log: {_shown(Path(failure.log))}", file=sys.stderr)
+        say(f"  | {line}", error=True)
+    say(f"  whole log: {_shown(Path(failure.log))}", error=True)
 
 
 def _leave_results(spec: ScaleRLRun, directory: RunDirectory, outcome: Outcome) -> None:
     from scalerl_cli.picture import PictureProblem, draw
-    from scalerl_cli.summary import print_table, summarize, write
+    from scalerl_cli.summary import summarize, table, write
 
     paths = directory.paths
     if outcome.status is None:
-        print(f"nothing was generated or trained; see {_shown(paths.logs)}", flush=True)
+        say(f"nothing was generated or trained; see {_shown(paths.logs)}")
         return
     summary = summarize(spec, outcome)
     write(paths.summary, summary)
-    print_table(summary)
+    say(table(summary))
     try:
         draw(paths, spec)
-        print(f"curve: {_shown(paths.curve_picture)}")
+        say(f"curve: {_shown(paths.curve_picture)}")
     except PictureProblem as problem:
-        print(f"no picture: {problem}")
+        say(f"no picture: {problem}")
     if outcome.interrupted:
-        print(f"go on with: --resume --dir {_shown(paths.root)}")
+        say(f"go on with: --resume --dir {_shown(paths.root)}")
 
 
 def _shown(path: Path) -> Path:

@@ -104,15 +104,17 @@ def _reward(summary: dict[str, Any], which: str) -> str:
     return words.UNKNOWN if value is None else f"{value:.3f} ± {1.96 * error:.3f}"
 
 
-def print_table(summary: dict[str, Any]) -> None:
-    """To standard output."""
+def table(summary: dict[str, Any]) -> str:
+    """The summary as it is shown on standard output: as wide as a terminal, with its colours."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=summary["run"], show_header=False, title_justify="left")
+    drawn = Table(title=summary["run"], show_header=False, title_justify="left")
     for row in rows(summary):
-        table.add_row(*row)
+        drawn.add_row(*row)
     console = Console()
     if not console.is_terminal:
         console.width = _FILE_WIDTH
-    console.print(table)
+    with console.capture() as captured:
+        console.print(drawn)
+    return captured.get().removesuffix("\n")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from scalerl_api.load import SpecError, SpecProblem
 from scalerl_cli.exits import BAD_INPUT, DONE
 from scalerl_cli.inputs import load, machine_problems, model_problems, task_problems
+from scalerl_cli.output import say
 
 _ANSWERS = 200
 """Reference answers to try on the verifier, spread over the source; a mathematical one takes milliseconds."""
@@ -21,11 +21,11 @@ def validate(files: Sequence[Path], *, any_machine: bool = False) -> int:
         found = problems(file, any_machine=any_machine)
         bad += bool(found)
         for problem in found:
-            print(f"{file}: {problem}", file=sys.stderr)
+            say(f"{file}: {problem}", error=True)
         if not found:
-            print(f"{file}: ok")
+            say(f"{file}: ok")
     if bad and len(files) > 1:
-        print(f"{bad} of {len(files)} files cannot be used", file=sys.stderr)
+        say(f"{bad} of {len(files)} files cannot be used", error=True)
     return BAD_INPUT if bad else DONE
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +37,40 @@ RUN: dict[str, Any] = {
 class Shell:
     """One ``scalerl run`` in a child process."""
 
-    def __init__(self, tmp: Path, *arguments: str, spec: dict[str, Any], **environment: str) -> None:
+    def __init__(
+        self,
+        tmp: Path,
+        *arguments: str,
+        spec: dict[str, Any],
+        terminal: int | None = None,
+        output: int | None = None,
+        ignored: tuple[signal.Signals, ...] = (),
+        **environment: str,
+    ) -> None:
+        """``terminal``: its controlling terminal, and where it writes; ``output``: where else than to a file."""
         self.directory = tmp / "run"
         self.output = tmp / "output.txt"
         file = tmp / "run.yaml"
         file.write_text(yaml.safe_dump(RUN | {"spec": RUN["spec"] | spec}))
-        with self.output.open("a") as sink:
+
+        def before_start() -> None:
+            # Whatever started the tests: these are as a shell in front of a person has them.
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+            if terminal is not None:
+                os.setsid()
+                fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+
+        with self.output.open("a") as file_sink:
+            sink = next((fd for fd in (terminal, output) if fd is not None), file_sink.fileno())
             self.process = subprocess.Popen(
                 [sys.executable, small_roles.__file__, "run", str(file), *arguments],
                 stdout=sink,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
+                stderr=file_sink if output is not None else subprocess.STDOUT,
+                stdin=subprocess.DEVNULL if terminal is None else terminal,
                 cwd=tmp,
                 env={**os.environ, "COLUMNS": "200", **environment},
+                preexec_fn=before_start,
             )
 
     def text(self) -> str:
@@ -75,10 +98,8 @@ class Shell:
 
 
 @contextmanager
-def shell(
-    tmp: Path, *arguments: str, spec: dict[str, Any] | None = None, **environment: str
-) -> Iterator[Shell]:
-    started = Shell(tmp, *(arguments or ("--dir", str(tmp / "run"))), spec=spec or {}, **environment)
+def shell(tmp: Path, *arguments: str, spec: dict[str, Any] | None = None, **options: Any) -> Iterator[Shell]:
+    started = Shell(tmp, *(arguments or ("--dir", str(tmp / "run"))), spec=spec or {}, **options)
     try:
         yield started
     finally:
@@ -150,6 +171,54 @@ def test_an_interrupt_before_the_first_lease_ends_at_once(tmp_path: Path) -> Non
         run.process.send_signal(signal.SIGINT)
         assert run.finish(10) == 130
         assert run.left() == []
+
+
+def test_a_lost_terminal_drains_the_run(tmp_path: Path) -> None:
+    """An ssh connection that breaks: SIGHUP, and every write to the terminal fails from then on."""
+    ours, theirs = os.openpty()
+    with shell(tmp_path, spec={"budget": {"maxSteps": 100_000}}, terminal=theirs) as run:
+        os.close(theirs)
+        reader = os.dup(ours)
+        flags = fcntl.fcntl(reader, fcntl.F_GETFL)
+        fcntl.fcntl(reader, fcntl.F_SETFL, flags | os.O_NONBLOCK)
+        shown = b""
+
+        def is_at_work() -> bool:
+            nonlocal shown
+            with suppress(BlockingIOError):
+                shown += os.read(reader, 65536)
+            return run.step() > 5 and b"roles" in shown
+
+        run.until(is_at_work)
+        os.close(reader)
+        os.close(ours)
+        assert run.finish() == 130
+        assert run.left() == []
+    assert run.summary()["stop_reason"] == "interrupted"
+    assert (run.directory / "checkpoints" / "last").read_text() == "whole"
+
+
+def test_a_closed_pipe_does_not_end_the_run(tmp_path: Path) -> None:
+    """``scalerl run FILE | head``"""
+    ours, theirs = os.pipe()
+    with shell(tmp_path, spec={"budget": {"maxSteps": 100}}, output=theirs) as run:
+        os.close(theirs)
+        assert os.read(ours, 5) == b"small"
+        os.close(ours)
+        assert run.finish() == 0, run.text()
+    assert run.text() == ""
+    assert run.summary()["steps"] == 100
+    assert (run.directory / "checkpoints" / "last").read_text() == "whole"
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_signal_that_was_ignored_at_the_start_stays_ignored(tmp_path: Path, number: signal.Signals) -> None:
+    """``nohup scalerl run FILE &`` and a logout."""
+    with shell(tmp_path, spec={"budget": {"maxSteps": 100}}, ignored=(number,)) as run:
+        run.until(lambda: run.step() > 5)
+        run.process.send_signal(number)
+        assert run.finish() == 0, run.text()
+    assert run.summary()["stop_reason"] == "maxSteps"
 
 
 def test_kill_9_of_the_command_leaves_nothing_and_resume_goes_on(tmp_path: Path) -> None:

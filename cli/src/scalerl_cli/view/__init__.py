@@ -6,9 +6,11 @@ Lives here: words, layout, and nothing else. A view is told events and snapshots
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Protocol
 
 from scalerl_api.spec import ScaleRLRun
+from scalerl_cli.output import mute
 from scalerl_operator.observe.snapshot import Snapshot
 from scalerl_operator.runtime.unit import Event
 
@@ -35,24 +37,35 @@ def open_view(run: ScaleRLRun) -> View:
 
 
 class LateView:
-    """Opens the view when there is first something to show, so that no child waits for its imports."""
+    """Opens the view when there is first something to show, so that no child waits for its imports.
 
-    def __init__(self, run: ScaleRLRun) -> None:
+    Goes quiet for good once nobody can read it (a terminal that was lost, a pipe that was closed): a run
+    ends for its own reasons, not for its reader's.
+    """
+
+    def __init__(self, run: ScaleRLRun, opener: Callable[[ScaleRLRun], View] = open_view) -> None:
         self._run = run
+        self._opener = opener
         self._view: View | None = None
-
-    @property
-    def view(self) -> View:
-        if self._view is None:
-            self._view = open_view(self._run)
-        return self._view
+        self._is_quiet = False
 
     def event(self, event: Event) -> None:
-        self.view.event(event)
+        self._show(lambda view: view.event(event))
 
     def snapshot(self, snapshot: Snapshot) -> None:
-        self.view.snapshot(snapshot)
+        self._show(lambda view: view.snapshot(snapshot))
 
     def close(self) -> None:
         if self._view is not None:
-            self._view.close()
+            self._show(lambda view: view.close())
+
+    def _show(self, what: Callable[[View], None]) -> None:
+        if self._is_quiet:
+            return
+        try:
+            if self._view is None:
+                self._view = self._opener(self._run)
+            what(self._view)
+        except OSError:
+            self._is_quiet = True
+            mute(sys.stdout)
