@@ -37,6 +37,23 @@ STUBBORN_FAMILY = """
 """
 
 
+HIDDEN_GRANDCHILD = """
+    # A grandchild in a session of its own that shows no environment, as after setproctitle.
+    import os, subprocess, sys, time
+    code = "import os, time; open({!r}, 'w').write(str(os.getpid())); time.sleep(600)".format(sys.argv[1])
+    subprocess.Popen([sys.executable, "-S", "-c", code], env={}, start_new_session=True)
+    time.sleep(600)
+"""
+
+
+def is_running(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rsplit(")", 1)[1].split()[0] != "Z"
+
+
 def run_spec(**spec: Any) -> ScaleRLRun:
     base: dict[str, Any] = {
         "model": {"scratch": {}},

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from operator_tests.children import run_spec, script, wait_until
+from operator_tests.children import is_running, run_spec, script, wait_until
 from scalerl_api.load import load_run
 from scalerl_operator.runtime.census import kill_marked, marked
 from scalerl_operator.runtime.directory import (
@@ -112,14 +112,21 @@ HOLDER = """
 
 
 CHILD = """
-import os, signal, sys, time
+import os, signal, subprocess, sys, time
 def leave(*_):
     time.sleep(.5); open(os.environ["SCALERL_DIR"] + "/left-in-order", "w"); sys.exit(0)
 signal.signal(15, {on_term})
+{before}
 open(os.environ["SCALERL_DIR"] + "/up", "w")
 time.sleep(600)
 """
-STUBBORN, ORDERLY = CHILD.format(on_term="signal.SIG_IGN"), CHILD.format(on_term="leave")
+HIDDEN = """
+hidden = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], env={})
+open(os.environ["SCALERL_DIR"] + "/pid", "w").write(str(hidden.pid))
+"""
+STUBBORN = CHILD.format(on_term="signal.SIG_IGN", before="")
+ORDERLY = CHILD.format(on_term="leave", before="")
+HIDING = CHILD.format(on_term="signal.SIG_IGN", before=HIDDEN)
 
 
 @contextmanager
@@ -153,6 +160,17 @@ def test_resume_after_kill_9_starts_when_nothing_of_the_old_run_is_left(
         directory = RunDirectory.resume(root, run_spec())
         assert marked("SCALERL_DIR", str(root)) == []
         directory.release()
+
+
+def test_resume_ends_what_hides_its_environment(tmp_path: Path) -> None:
+    """Runtime and leashes killed -9; what is left is an engine that shows no environment."""
+    with killed_run(tmp_path, HIDING, 1.0) as (root, left):
+        hidden = int((root / "pid").read_text())
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        assert is_running(hidden)
+        RunDirectory.resume(root, run_spec()).release()
+        assert not is_running(hidden)
 
 
 def test_resume_lets_the_old_run_leave_in_order(tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ EARLY = End(Cause.EXIT, 1, ready_seconds=None)
         (Record(20), CRASH, "restarted 20 times without 10 minutes of quiet"),
         (Record(), End(Cause.EXIT, 3, 5.0), 1.0),
         (Record(1, diverged=True), CRASH, 2.0),
-        (Record(1, diverged=True), End(Cause.EXIT, 3, 5.0), "BROKEN: the same update was refused twice"),
-        (Record(1, diverged=True), End(Cause.EXIT, 3, 600.0), 1.0),  # another update
+        (Record(1, diverged=True), End(Cause.EXIT, 3, 5.0), "BROKEN: an update was refused again"),
+        (Record(1, diverged=True), End(Cause.EXIT, 3, 600.0), 1.0),  # ten minutes on: not the same place
         (Record(), End(Cause.EXIT, 2, None), "input is wrong"),
         (Record(), End(Cause.EXIT, 2, 1000.0), "input is wrong"),
     ],
@@ -46,6 +46,25 @@ def test_table(record: Record, end: End, expected: float | str) -> None:
     else:
         assert isinstance(outcome, Restart)
         assert outcome.delay_seconds == expected
+
+
+@pytest.mark.parametrize(
+    ("codes", "gives_up"),
+    [
+        ([3, 3], True),
+        ([3, 1, 3], True),  # a crash in between does not make the update any better
+        ([3, -9, -9, 3], True),
+        ([1, 1, 3], False),
+    ],
+)
+def test_a_refused_update_is_remembered_across_crashes(codes: list[int], gives_up: bool) -> None:
+    record = Record()
+    for code in codes[:-1]:
+        outcome = decide(POLICY, record, End(Cause.EXIT, code, 5.0))
+        assert isinstance(outcome, Restart)
+        record = outcome.record
+    last = decide(POLICY, record, End(Cause.EXIT, codes[-1], 5.0))
+    assert isinstance(last, GiveUp) is gives_up
 
 
 @given(

@@ -13,9 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from operator_tests.children import STUBBORN_FAMILY, eventually, left_of, script, wait_until
-from scalerl_operator.runtime.census import kill_marked, tree_memory_bytes
-from scalerl_operator.runtime.process import MARK, ChildProcess, Command, environment
+from operator_tests.children import (
+    HIDDEN_GRANDCHILD,
+    STUBBORN_FAMILY,
+    eventually,
+    is_running,
+    left_of,
+    script,
+    wait_until,
+)
+from scalerl_operator.runtime.census import kill_marked, tree_memory_bytes, writing_to
+from scalerl_operator.runtime.process import MARK, MAX_LOG_BYTES, ChildProcess, Command, environment
 
 PARENT = """
     import asyncio, sys
@@ -77,6 +85,40 @@ async def test_kill_9_of_child_or_leash_takes_the_grandchildren_along(
     assert left_of(mark) == []
 
 
+async def test_a_grandchild_without_an_environment_does_not_outlive_its_leash(
+    tmp_path: Path, mark: str
+) -> None:
+    note = tmp_path / "pid"
+    hidden = script(tmp_path, "hidden", HIDDEN_GRANDCHILD)
+    process = ChildProcess.start(command(tmp_path, mark, "python", "-S", hidden, str(note)))
+    await eventually(lambda: note.exists() and note.read_text())
+    grandchild = int(note.read_text())
+    pids = left_of(mark)
+    assert grandchild not in pids
+    leash = next(p for p in pids if b"leash.py" in Path(f"/proc/{p}/cmdline").read_bytes())
+    os.kill(leash, signal.SIGKILL)
+    assert await asyncio.wait_for(process.wait(), 5) == -signal.SIGKILL
+    assert not is_running(grandchild)
+
+
+def test_who_writes_to_a_log_is_found_but_not_who_started_us(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "a.log"
+    log.parent.mkdir()
+    code = (
+        "import os, sys; from pathlib import Path; from scalerl_operator.runtime.census import writing_to;"
+        "folder = Path(sys.argv[1]); print(os.getppid() in writing_to(folder), file=sys.stderr)"
+    )
+    shell = ["sh", "-c", '"$@" 2>"$0"; sleep 600', str(tmp_path / "answer"), sys.executable, "-c", code]
+    with log.open("w") as sink, subprocess.Popen([*shell, str(log.parent)], stdout=sink) as writer:
+        wait_until(lambda: (tmp_path / "answer").exists() and (tmp_path / "answer").read_text())
+        for where in (log, log.parent):
+            assert writer.pid in writing_to(where)
+        assert writing_to(tmp_path) == writing_to(tmp_path / "other") == []
+        for pid in writing_to(log):
+            os.kill(pid, signal.SIGKILL)
+    assert (tmp_path / "answer").read_text() == "False\n"
+
+
 async def test_a_stop_that_is_ignored_becomes_a_kill_after_the_grace(tmp_path: Path, mark: str) -> None:
     up = tmp_path / "up"
     process = ChildProcess.start(
@@ -116,6 +158,20 @@ async def test_the_leash_ends_as_its_child_did(tmp_path: Path, mark: str, code: 
 async def test_a_command_that_does_not_exist_says_so_in_the_log(tmp_path: Path, mark: str) -> None:
     assert await exit_code(command(tmp_path, mark, "/no/such/command")) == 127
     assert "cannot start /no/such/command: No such file or directory" in (tmp_path / "child.log").read_text()
+
+
+async def test_a_log_does_not_grow_over_restarts(tmp_path: Path, mark: str) -> None:
+    log, aside = tmp_path / "child.log", tmp_path / "child.log.1"
+    aside.write_text("older")
+    log.write_text("old")
+    started = command(tmp_path, mark, "python", "-S", "-c", "print('new')")
+    assert await exit_code(started) == 0
+    assert log.read_text().startswith("old--- ")
+    assert aside.read_text() == "older"
+    os.truncate(log, MAX_LOG_BYTES + 1)  # sparse
+    assert await exit_code(started) == 0
+    assert log.read_text().splitlines()[1:] == ["new"]
+    assert aside.stat().st_size == MAX_LOG_BYTES + 1
 
 
 async def test_signals_are_forwarded_and_an_orderly_end_is_exit_0(tmp_path: Path, mark: str) -> None:

@@ -267,6 +267,22 @@ async def test_kill_ends_what_ignores_a_stop_at_once(tmp_path: Path) -> None:
     await asyncio.wait_for(task, 5)
 
 
+@pytest.mark.parametrize("how", ["stop", "kill"])
+async def test_a_stop_does_not_wait_for_whether_it_was_time_to_leave(tmp_path: Path, how: str) -> None:
+    asked = asyncio.Event()
+
+    async def may_leave(lifetime: Lifetime) -> bool:
+        asked.set()
+        await asyncio.sleep(90)  # a coordinator that does not answer
+        return True
+
+    harness = Harness(tmp_path, workload(Role.TRAINER, Lifetime.GANG, "-c", ""), may_leave=may_leave)
+    task = asyncio.create_task(harness.runtime.run())
+    await asyncio.wait_for(asked.wait(), 10)
+    getattr(harness.runtime, how)()
+    assert await asyncio.wait_for(task, 5) is None
+
+
 async def test_a_log_that_cannot_be_written_fails_with_its_name(tmp_path: Path) -> None:
     harness = Harness(tmp_path, workload(Role.PREPARE, Lifetime.ONCE, *SLEEP))
     harness.directory.paths.logs.rmdir()

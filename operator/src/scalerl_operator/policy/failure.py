@@ -62,7 +62,11 @@ class End:
 
 @dataclass(frozen=True)
 class Record:
-    """What failures are remembered between restarts."""
+    """What failures are remembered between restarts.
+
+    diverged: an update was refused since the count last started anew. A crash in between changes nothing
+        about that: the trainer goes through the same batches from the same checkpoint again.
+    """
 
     in_a_row: int = 0
     failed_starts: int = 0
@@ -92,15 +96,16 @@ def decide(policy: RestartPolicy, record: Record, end: End) -> Restart | GiveUp:
     if end.ready_seconds is not None and end.ready_seconds >= policy.reset_after_seconds:
         record = Record()
     if end.exit_code == DIVERGED_EXIT_CODE and record.diverged:
-        # The same batches from the same checkpoint gave it twice: no accident of the machine.
+        # Training from the last checkpoint led there again: no accident of the machine.
         return GiveUp(
-            "BROKEN: the same update was refused twice; the last checkpoint is good, see the log for what to check"
+            "BROKEN: an update was refused again after the restart; the last checkpoint is good, see the log for "
+            "what to check"
         )
     record = replace(
         record,
         in_a_row=record.in_a_row + 1,
         failed_starts=0 if end.ready_seconds is not None else record.failed_starts + 1,
-        diverged=end.exit_code == DIVERGED_EXIT_CODE,
+        diverged=record.diverged or end.exit_code == DIVERGED_EXIT_CODE,
     )
     if record.failed_starts > policy.max_failed_starts:
         return GiveUp(f"it failed {record.failed_starts} times in a row before it was ready")

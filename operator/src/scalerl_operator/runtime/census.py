@@ -19,16 +19,45 @@ def marked(variable: str, value: str) -> list[int]:
     return [pid for pid, environ in _environments() if wanted in environ.split(b"\0") and pid != os.getpid()]
 
 
-def kill_marked(variable: str, value: str) -> list[int]:
-    """SIGKILL all of :func:`marked` until none is left; the pids that were killed.
+def writing_to(log: Path) -> list[int]:
+    """Pids of this user's processes whose standard output or error is ``log``, or a file in that folder.
+
+    This process and those that it came from are not among them: a shell may write its own output there.
+    """
+    own, wanted = _line_of(os.getpid()), Path(os.path.realpath(log))
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) in own:
+            continue
+        for stream in (1, 2):
+            try:
+                file = Path(os.readlink(f"/proc/{entry}/fd/{stream}"))
+            except OSError:
+                continue  # gone, closed, or another user's
+            if wanted in (file, file.parent):
+                found.append(int(entry))
+                break
+    return found
+
+
+def kill_marked(variable: str, value: str, log: Path | None = None) -> list[int]:
+    """SIGKILL all of :func:`marked`, and of :func:`writing_to` ``log``, until none is left; the killed pids.
+
+    Both, because a process may hide its environment: one that sets its title, as vLLM's engine does,
+    writes over what ``/proc`` shows of it. What it inherited to write to stays.
 
     Raises:
         TimeoutError: some are still there after 10 s (stuck in the kernel).
     """
+
+    def alive() -> list[int]:
+        found = {*marked(variable, value), *(writing_to(log) if log is not None else ())}
+        return [pid for pid in found if not _is_zombie(pid)]
+
     killed: list[int] = []
     deadline = time.monotonic() + _SWEEP_SECONDS
     pause = 0.002
-    while left := [pid for pid in marked(variable, value) if not _is_zombie(pid)]:
+    while left := alive():
         if time.monotonic() > deadline:
             raise TimeoutError(f"processes {left} survive SIGKILL; they hold {value}")
         for pid in left:
@@ -72,6 +101,19 @@ def _environments() -> Iterator[tuple[int, bytes]]:
                 yield int(entry), Path(f"/proc/{entry}/environ").read_bytes()
             except OSError:
                 continue  # gone, or another user's
+
+
+def _line_of(pid: int) -> set[int]:
+    """``pid`` and what it came from."""
+    line = set()
+    while pid > 0 and pid not in line:
+        line.add(pid)
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_bytes()
+        except OSError:
+            break
+        pid = int(stat[stat.rindex(b")") + 2 :].split()[1])
+    return line
 
 
 def _is_zombie(pid: int) -> bool:

@@ -73,9 +73,9 @@ class RunDirectory:
             )
         try:
             directory = cls(root.resolve(), _lock(root, wait_seconds=LEFTOVER_SECONDS))
-            # The lock is ours, so whatever still names this directory is left from a run whose
-            # runtime and leashes were all killed.
-            kill_marked(api.DIR, str(directory.paths.root))
+            # The lock is ours, so whatever still names this directory, or writes to its logs, is left from a
+            # run whose runtime and leashes were all killed.
+            kill_marked(api.DIR, str(directory.paths.root), directory.paths.logs)
             directory._write(run)
         except (OSError, TimeoutError) as error:
             raise DirectoryProblem(f"{root}: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -20,6 +21,9 @@ from scalerl_operator.runtime.census import kill_marked
 
 MARK: Final = "SCALERL_PROCESS"
 """In the environment of a child and of all it starts: names the incarnation."""
+
+MAX_LOG_BYTES: Final = 64 << 20
+"""A log above this is put aside when its process is started again, in place of the one put aside before."""
 
 _REAP_SECONDS = 10.0
 _LOG = logging.getLogger(__name__)
@@ -49,10 +53,10 @@ class Command:
 class ChildProcess:
     """A running child. Make one with :meth:`start`, inside a running event loop."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], lifeline: socket.socket, mark: str) -> None:
+    def __init__(self, popen: subprocess.Popen[bytes], lifeline: socket.socket, command: Command) -> None:
         self._popen = popen
         self._lifeline = lifeline
-        self._mark = mark
+        self._command = command
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[int] = self._loop.create_future()
         self.pid: int | None = None
@@ -73,6 +77,7 @@ class ChildProcess:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         try:
+            _bound(command.log)
             with command.log.open("ab", buffering=0) as log:
                 stamp = datetime.now().astimezone().isoformat(timespec="seconds")
                 log.write(f"--- {stamp} {command.mark}: {' '.join(argv)}\n".encode())
@@ -102,7 +107,7 @@ class ChildProcess:
             raise
         finally:
             theirs.close()
-        return cls(popen, ours, command.mark)
+        return cls(popen, ours, command)
 
     @property
     def ended(self) -> bool:
@@ -147,13 +152,20 @@ class ChildProcess:
             self._popen.kill()
             code = self._popen.wait()
         if code == -signal.SIGKILL:
-            # A leash that was itself killed could not sweep; then the mark finds what it left.
+            # A leash that was itself killed could not sweep; then mark and log find what it left.
             try:
-                kill_marked(MARK, self._mark)
+                kill_marked(MARK, self._command.mark, self._command.log)
             except TimeoutError as error:
                 _LOG.error("%s", error)
         if not self._ended.done():
             self._ended.set_result(code)
+
+
+def _bound(log: Path) -> None:
+    """Restarts must not fill a disk: at most two logs a process, and what one life of it writes."""
+    with contextlib.suppress(FileNotFoundError):
+        if log.stat().st_size > MAX_LOG_BYTES:
+            log.replace(log.with_name(log.name + ".1"))
 
 
 def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -159,7 +159,18 @@ class Unit:
             process.kill()
 
     async def _has_finished(self) -> bool:
-        return self.lifetime is Lifetime.ONCE or await self._may_leave(self.lifetime)
+        """Was it time to leave? Asking may take long; a stop does not wait for the answer."""
+        if self.lifetime is Lifetime.ONCE:
+            return True
+        asked = asyncio.ensure_future(self._may_leave(self.lifetime))
+        stopped = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait({asked, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            return asked.done() and asked.result()
+        finally:
+            for task in (asked, stopped):
+                task.cancel()
+            await asyncio.gather(asked, stopped, return_exceptions=True)
 
     async def _once(self, start: int) -> tuple[failure.End, Member]:
         """Start all members; returns at the first end that decides the unit's fate, and whose it was."""
