@@ -9,11 +9,11 @@ from typing import Any
 
 from scalerl_api.load import SpecProblem, load_run
 from scalerl_api.spec import ModelSpec, RunSpec, ScaleRLRun
+from scalerl_cli.machine import WEIGHTS, memory_problem, vllm_problem
 from scalerl_operator.plan import plan
 from scalerl_operator.runtime.devices import NotEnoughDevices, check, machine_devices
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 
 
 def load(file: Path) -> ScaleRLRun:
@@ -72,10 +72,8 @@ def model_problems(model: ModelSpec, spec: RunSpec) -> Iterator[SpecProblem]:
         yield SpecProblem(
             where, f"{folder}: no readable config.json", "point to a model saved by transformers"
         )
-    if not any(any(folder.glob(pattern)) for pattern in _WEIGHT_PATTERNS):
-        yield SpecProblem(
-            where, f"{folder}: no weights ({' or '.join(_WEIGHT_PATTERNS)})", "save the model there"
-        )
+    if not any(folder.glob(WEIGHTS)):
+        yield SpecProblem(where, f"{folder}: no weights ({WEIGHTS})", "save the model there as safetensors")
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         yield SpecProblem(
             where, f"{folder}: no tokenizer ({', '.join(_TOKENIZER_FILES)})", "save the tokenizer there too"
@@ -114,8 +112,6 @@ def _json_file(path: Path) -> dict[str, Any] | None:
 
 def machine_problems(run: ScaleRLRun) -> Iterator[SpecProblem]:
     """What this machine does not have."""
-    from scalerl_cli.sizes import memory_problem
-
     made = plan(run)
     if made.devices():
         try:
@@ -123,9 +119,9 @@ def machine_problems(run: ScaleRLRun) -> Iterator[SpecProblem]:
         except NotEnoughDevices as error:
             role = "generator" if run.spec.generator.devices else "trainer"
             yield SpecProblem(f"spec.{role}.devices", str(error))
-    problem = memory_problem(run.spec)
-    if problem is not None:
-        yield problem
+    for problem in (vllm_problem(run.spec), memory_problem(run.spec)):
+        if problem is not None:
+            yield problem
 
 
 def _jsonl_problems(spec: RunSpec) -> Iterator[SpecProblem]:
@@ -139,8 +135,10 @@ def task_problems(spec: RunSpec, *, answers: int) -> Iterator[SpecProblem]:
 
     try:
         opened = tasks.open_task(spec.task)
+        tasks.open_grading_pool(spec.task)
         if answers:
             verifier = tasks.open_verifier(tasks.verifier_config(spec.task))
+            tasks.check_answers(opened.held_out, verifier, answers)
             tasks.check_answers(opened.train, verifier, answers)
     except tasks.JsonlError as error:
         yield SpecProblem("spec.task.jsonl.path", str(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 import signal
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from scalerl_api.load import SpecError, SpecProblem
 from scalerl_api.spec import ScaleRLRun
 from scalerl_cli.exits import BAD_INPUT, DONE, FAILED, INTERRUPTED
 from scalerl_cli.inputs import load, quick_problems
+from scalerl_cli.machine import cpus_problem
 from scalerl_cli.output import say
 from scalerl_cli.view import LateView
 from scalerl_operator.control import LocalRun, Outcome
@@ -48,7 +50,7 @@ def run(
     """See one run through; returns the exit code. Nothing of it is left running."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
-        settings = LocalSettings(pin=parse_pins(pins))
+        settings = LocalSettings(pin=parse_pins(pins, os.sched_getaffinity(0)))
         spec, claimed = _claim(file, directory, resume)
     except _Refused as refused:
         for line in refused.args:
@@ -65,13 +67,13 @@ def run(
         claimed.release()
 
 
-def parse_pins(pins: Sequence[str]) -> dict[Role, tuple[int, ...]]:
-    """``role=cpu,cpu`` each.
+def parse_pins(pins: Sequence[str], allowed: set[int]) -> dict[Role, tuple[int, ...]]:
+    """``role=cpu,cpu`` each, of the CPUs that are ``allowed``.
 
-    >>> parse_pins(["trainer=0", "generator=1,2"])
+    >>> parse_pins(["trainer=0", "generator=1,2"], {0, 1, 2})
     {<Role.TRAINER: 'trainer'>: (0,), <Role.GENERATOR: 'generator'>: (1, 2)}
     """
-    parsed = {}
+    parsed: dict[Role, tuple[int, ...]] = {}
     for pin in pins:
         role, _, cpus = pin.partition("=")
         try:
@@ -80,6 +82,9 @@ def parse_pins(pins: Sequence[str]) -> dict[Role, tuple[int, ...]]:
             raise _Refused(
                 f"--pin {pin}: write ROLE=CPUS like trainer=0,1; roles: {', '.join(Role)}"
             ) from None
+        missing = cpus_problem(parsed[Role(role)], allowed)
+        if missing:
+            raise _Refused(f"--pin {pin}: {missing}")
     return parsed
 
 

@@ -298,8 +298,18 @@ def test_default_directories_are_numbered_and_resume_takes_the_newest(tmp_path: 
     assert "runs/small-2: cannot resume with a changed spec:\n  spec.seed: 0 → 1" in again.text()
 
 
-@pytest.mark.parametrize("pin", ["trainer", "nobody=1", "trainer=x"])
-def test_a_bad_pin_is_refused(tmp_path: Path, pin: str) -> None:
+@pytest.mark.parametrize(
+    ("pin", "words"),
+    [
+        ("trainer", "write ROLE=CPUS like trainer=0,1; roles: prepare, coordinator"),
+        ("nobody=1", "write ROLE=CPUS"),
+        ("trainer=x", "write ROLE=CPUS"),
+        ("trainer=-1", "no CPU -1 for this command; there are "),
+        ("trainer=0,99999", "no CPU 99999 for this command; there are "),
+    ],
+)
+def test_a_bad_pin_is_refused(tmp_path: Path, pin: str, words: str) -> None:
     with shell(tmp_path, "--pin", pin) as run:
         assert run.finish() == 2
-    assert "write ROLE=CPUS like trainer=0,1; roles: prepare, coordinator" in run.text()
+    assert f"--pin {pin}: {words}" in run.text()
+    assert not run.directory.exists()

