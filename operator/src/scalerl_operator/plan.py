@@ -103,13 +103,17 @@ class Container:
 
 @dataclass(frozen=True)
 class Workload:
-    """Replicas of one role; the containers of a replica share its ports and its address."""
+    """Replicas of one role; the containers of a replica share its ports and its address.
+
+    essential: the run ends when it fails for good.
+    """
 
     role: Role
     lifetime: Lifetime
     containers: tuple[Container, ...]
     replicas: int = 1
     after: tuple[Role, ...] = ()
+    essential: bool = True
 
     def replica_name(self, index: int) -> str:
         """Stable name of a replica, e.g. ``generator-0``.

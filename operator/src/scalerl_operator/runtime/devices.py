@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from scalerl_operator.plan import Plan
+from scalerl_operator.plan import Plan, Workload
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _LIST_SECONDS = 30
@@ -55,15 +55,46 @@ def check(plan: Plan, available: Sequence[str]) -> None:
     )
 
 
-def assign(plan: Plan, available: Sequence[str]) -> dict[tuple[str, str], tuple[str, ...]]:
-    """Devices by (replica name, container name); disjoint, neighbours together, in the plan's order."""
-    check(plan, available)
-    assigned: dict[tuple[str, str], tuple[str, ...]] = {}
-    used = 0
-    for workload in plan.workloads:
-        for index in range(workload.replicas):
-            for container in workload.containers:
-                count = container.resources.devices
-                assigned[workload.replica_name(index), container.name] = tuple(available[used : used + count])
-                used += count
-    return assigned
+class Pool:
+    """Who has which of this machine's devices; disjoint, neighbours together.
+
+    Raises:
+        NotEnoughDevices: the plan asks for more than there are.
+    """
+
+    def __init__(self, plan: Plan, available: Sequence[str] | None = None) -> None:
+        if available is None:
+            available = machine_devices() if plan.devices() else ()
+        check(plan, available)
+        self._free = list(available)
+        self._held: dict[tuple[str, str], tuple[str, ...]] = {}
+        for workload in plan.workloads:
+            self.take(workload, range(workload.replicas))
+
+    def take(self, workload: Workload, indices: Iterable[int]) -> None:
+        """Devices for these replicas, all or none.
+
+        Raises:
+            NotEnoughDevices: nothing was taken.
+        """
+        wanted = [
+            (workload.replica_name(i), c.name, c.resources.devices)
+            for i in indices
+            for c in workload.containers
+        ]
+        count = sum(devices for *_, devices in wanted)
+        if count > len(self._free):
+            raise NotEnoughDevices(
+                f"{count} more devices asked for, {len(self._free)} of this machine are free"
+            )
+        for replica, container, devices in wanted:
+            self._held[replica, container] = tuple(self._free[:devices])
+            del self._free[:devices]
+
+    def give_back(self, replica: str) -> None:
+        """A replica that is gone for good holds nothing any more."""
+        for key in [key for key in self._held if key[0] == replica]:
+            self._free.extend(self._held.pop(key))
+
+    def of(self, replica: str, container: str) -> tuple[str, ...]:
+        return self._held[replica, container]

@@ -90,14 +90,14 @@ class LocalRuntime:
         self._may_leave = may_leave
         self._on_event = on_event
         self._ports = Ports(HOST)
-        self._assigned = (
-            devices.assign(plan, devices.machine_devices()) if plan.devices() else devices.assign(plan, ())
-        )
+        self._devices = devices.Pool(plan)
         self._incarnation = uuid.uuid4().hex[:12]
         self._base = environment()
         self._coordinator_port = self._ports.take()
         self._stopping = asyncio.Event()
+        self._scaled = asyncio.Event()
         self._tasks: dict[asyncio.Task[Failure | None], Unit] = {}
+        self._replicas = {workload.role: workload.replicas for workload in plan.workloads}
         self.units: list[Unit] = [unit for workload in plan.workloads for unit in self._units(workload)]
 
     @property
@@ -123,6 +123,38 @@ class LocalRuntime:
             await self._tear_down()
             self._ports.close()
 
+    def replicas(self, role: Role) -> int:
+        """How many there are to be."""
+        return self._replicas[role]
+
+    def leaving(self, role: Role) -> bool:
+        """Whether some that were scaled away are still there."""
+        return any(u.status.role is role and u.index >= self._replicas[role] for u in self.units)
+
+    def scale(self, role: Role, replicas: int) -> None:
+        """Have so many replicas of a service from now on: new ones are started, the newest are stopped in order.
+
+        Call while :meth:`run` supervises services and :meth:`leaving` is false.
+
+        Raises:
+            NotEnoughDevices: nothing was changed.
+        """
+        workload = self._plan.workload(role)
+        if workload.lifetime is not Lifetime.SERVICE:
+            raise ValueError(f"{role} is no service: its replicas live and die together")
+        if self.leaving(role):
+            raise RuntimeError(f"a {role} is still leaving; its name is not free yet")
+        before = self._replicas[role]
+        self._devices.take(workload, range(before, replicas))
+        self._replicas[role] = replicas
+        for unit in [u for u in self.units if u.status.role is role and u.index >= replicas]:
+            unit.stop()
+        for index in range(before, replicas):
+            for unit in self._replica_units(workload, index):
+                self.units.append(unit)
+                self._start(unit)
+        self._scaled.set()
+
     def stop(self) -> None:
         """Have :meth:`run` end everything in order (SIGTERM, the grace, SIGKILL) and return."""
         self._stopping.set()
@@ -135,23 +167,42 @@ class LocalRuntime:
 
     async def _until_decided(self, units: list[Unit]) -> Failure | None:
         """Supervise ``units`` until one fails, all that can complete have, or a stop is asked for."""
-        tasks = {asyncio.create_task(unit.run(), name=unit.name): unit for unit in units}
-        self._tasks |= tasks
+        for unit in units:
+            self._start(unit)
         stop = asyncio.create_task(self._stopping.wait())
-        waiting: set[asyncio.Task[Failure | None]] = set(tasks)
         try:
             while True:
-                done, _ = await asyncio.wait({*waiting, stop}, return_when=asyncio.FIRST_COMPLETED)
+                self._scaled.clear()
+                scaled = asyncio.create_task(self._scaled.wait())
+                waiting = {task for task in self._tasks if not task.done()}
+                done, _ = await asyncio.wait({*waiting, stop, scaled}, return_when=asyncio.FIRST_COMPLETED)
+                scaled.cancel()
                 for task in [t for t in waiting if t in done]:
-                    failed = task.result()
+                    failed = self._ended(task)
                     if failed is not None:
                         return failed
-                waiting -= done
-                left = {tasks[task].lifetime for task in waiting}
+                left = {unit.lifetime for task, unit in self._tasks.items() if not task.done()}
                 if stop in done or not left - {Lifetime.SERVICE}:
                     return None
         finally:
             stop.cancel()
+
+    def _start(self, unit: Unit) -> None:
+        self._tasks[asyncio.create_task(unit.run(), name=unit.name)] = unit
+
+    def _ended(self, task: asyncio.Task[Failure | None]) -> Failure | None:
+        """What a unit's end means for the run; one that was scaled away is forgotten."""
+        unit, failed = self._tasks[task], task.result()
+        if unit.index >= self._replicas[unit.status.role]:
+            del self._tasks[task]
+            self.units.remove(unit)
+            if not any(u.status.role is unit.status.role and u.index == unit.index for u in self.units):
+                self._devices.give_back(self._plan.workload(unit.status.role).replica_name(unit.index))
+            return None
+        if failed is not None and not unit.essential:
+            self._on_event(Event(unit.name, f"the run goes on without it: {failed.reason}", True))
+            return None
+        return failed
 
     async def _tear_down(self) -> None:
         """Stop all units, those that the others report to last. A cancellation kills instead."""
@@ -172,34 +223,52 @@ class LocalRuntime:
 
     def _units(self, workload: Workload) -> list[Unit]:
         """A unit for each container of a service, one for all of a gang."""
-        shared = {} if workload.lifetime is not Lifetime.GANG else {MASTER_PORT: self._ports.take()}
-        groups: list[tuple[str, list[Member]]] = []
-        for index in range(workload.replicas):
-            replica = workload.replica_name(index)
-            names = [name for container in workload.containers for name in container.ports]
-            ports = {name: self._port(workload.role, name) for name in names}
-            for container in workload.containers:
-                name = replica if len(workload.containers) == 1 else f"{replica}-{container.name}"
-                name = str(workload.role) if workload.lifetime is Lifetime.ONCE else name
-                command = partial(self._command, workload, index, container, name, ports, shared)
-                groups.append((name, [Member(name, container, HOST, ports, command)]))
-        on_start: Callable[[int], None] = lambda start: None  # noqa: E731
-        if workload.lifetime is Lifetime.GANG:
-            groups = [(str(workload.role), [member for _, members in groups for member in members])]
-            on_start = partial(self._new_master_port, shared)
+        if workload.lifetime is not Lifetime.GANG:
+            return [unit for i in range(workload.replicas) for unit in self._replica_units(workload, i)]
+        shared = {MASTER_PORT: self._ports.take()}
+        members = [m for i in range(workload.replicas) for m in self._members(workload, i, shared)]
         return [
-            Unit(
-                name,
-                workload.role,
-                workload.lifetime,
-                members,
-                self._settings.restart,
-                on_event=self._on_event,
-                may_leave=self._may_leave,
-                on_start=on_start,
+            self._unit(
+                workload, str(workload.role), members, 0, on_start=partial(self._new_master_port, shared)
             )
-            for name, members in groups
         ]
+
+    def _replica_units(self, workload: Workload, index: int) -> list[Unit]:
+        return [self._unit(workload, m.name, [m], index) for m in self._members(workload, index, {})]
+
+    def _unit(
+        self,
+        workload: Workload,
+        name: str,
+        members: list[Member],
+        index: int,
+        on_start: Callable[[int], None] = lambda start: None,
+    ) -> Unit:
+        return Unit(
+            name,
+            workload.role,
+            workload.lifetime,
+            members,
+            self._settings.restart,
+            on_event=self._on_event,
+            may_leave=self._may_leave,
+            on_start=on_start,
+            index=index,
+            essential=workload.essential,
+        )
+
+    def _members(self, workload: Workload, index: int, shared: dict[str, int]) -> list[Member]:
+        """The processes of one replica."""
+        replica = workload.replica_name(index)
+        names = [name for container in workload.containers for name in container.ports]
+        ports = {name: self._port(workload.role, name) for name in names}
+        members = []
+        for container in workload.containers:
+            name = replica if len(workload.containers) == 1 else f"{replica}-{container.name}"
+            name = str(workload.role) if workload.lifetime is Lifetime.ONCE else name
+            command = partial(self._command, workload, index, container, name, ports, shared)
+            members.append(Member(name, container, HOST, ports, command))
+        return members
 
     def _port(self, role: Role, name: str) -> int:
         # Everyone is told the coordinator's address at start, so it is chosen before all others.
@@ -241,7 +310,7 @@ class LocalRuntime:
                 "MASTER_PORT": str(shared[MASTER_PORT]),
             }
         own = {key: expand(value, variables) for key, value in container.env.items()}
-        visible = ",".join(self._assigned[workload.replica_name(index), container.name])
+        visible = ",".join(self._devices.of(workload.replica_name(index), container.name))
         return Command(
             argv=[expand(word, variables) for word in container.argv],
             env={

@@ -79,6 +79,7 @@ class UnitStatus:
 class Unit:
     """Supervises its members until they are done, failed for good, or told to stop.
 
+    index: of the replica; 0 for a gang. essential: whether the run ends when it fails for good.
     on_start: called before each start with its number (a gang takes its new rendezvous port here).
     may_leave: asked when all members have exited 0; False means that they left too early.
     """
@@ -94,8 +95,12 @@ class Unit:
         on_event: Callable[[Event], None],
         may_leave: Callable[[Lifetime], Awaitable[bool]],
         on_start: Callable[[int], None] = lambda start: None,
+        index: int = 0,
+        essential: bool = True,
     ) -> None:
         self.name = name
+        self.index = index
+        self.essential = essential
         self.lifetime = lifetime
         self.status = UnitStatus(name, role)
         self._members = tuple(members)

@@ -1,0 +1,142 @@
+"""Replicas come and go while the run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from operator_tests.children import Harness, eventually, is_running, script, workload
+from scalerl_operator.plan import Container, Lifetime, Resources, Role, Workload
+from scalerl_operator.runtime.devices import VISIBLE, NotEnoughDevices
+
+SERVICE = """
+    # Says who it is; leaves on SIGTERM after a moment.
+    import json, os, signal, sys, time
+    signal.signal(signal.SIGTERM, lambda *_: (time.sleep(.2), os._exit(0)))
+    keys = ("SCALERL_NAME", "CUDA_VISIBLE_DEVICES", "SCALERL_PORT_HTTP")
+    with open(sys.argv[1], "a") as file:
+        file.write(json.dumps({k: os.environ.get(k) for k in keys} | {"pid": os.getpid()}) + "\\n")
+    time.sleep(600)
+"""
+
+
+class Replicas:
+    def __init__(self, tmp_path: Path) -> None:
+        self.path = tmp_path / "notes"
+        self.argv = (script(tmp_path, "service", SERVICE), str(self.path))
+
+    def live(self) -> dict[str, dict[str, str]]:
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        notes = [json.loads(line) for line in lines]
+        return {n["SCALERL_NAME"]: n for n in notes if is_running(int(n["pid"]))}
+
+    async def are(self, *names: str) -> None:
+        await eventually(lambda: sorted(self.live()) == sorted(names))
+
+
+def generators(replicas: Replicas, devices: int = 0) -> Workload:
+    container = Container(
+        name="server",
+        argv=("python", *replicas.argv),
+        ports=("http",),
+        resources=Resources(devices=devices),
+    )
+    return Workload(Role.GENERATOR, Lifetime.SERVICE, (container,))
+
+
+def trainer() -> Workload:
+    return workload(Role.TRAINER, Lifetime.GANG, "-c", "import time; time.sleep(600)")
+
+
+async def test_up_down_and_up_again(tmp_path: Path) -> None:
+    replicas = Replicas(tmp_path)
+    harness = Harness(tmp_path, generators(replicas), trainer())
+    runtime = harness.runtime
+
+    async def look() -> None:
+        await replicas.are("generator-0")
+        runtime.scale(Role.GENERATOR, 3)
+        await replicas.are("generator-0", "generator-1", "generator-2")
+        first = replicas.live()
+        assert len({n["SCALERL_PORT_HTTP"] for n in first.values()}) == 3
+        runtime.scale(Role.GENERATOR, 1)
+        assert runtime.leaving(Role.GENERATOR)
+        with pytest.raises(RuntimeError, match="still leaving"):
+            runtime.scale(Role.GENERATOR, 2)
+        await replicas.are("generator-0")
+        await eventually(lambda: not runtime.leaving(Role.GENERATOR))
+        assert replicas.live()["generator-0"]["pid"] == first["generator-0"]["pid"], "left alone"
+        runtime.scale(Role.GENERATOR, 2)
+        await replicas.are("generator-0", "generator-1")
+        assert runtime.replicas(Role.GENERATOR) == 2
+
+    await harness.while_running(look)
+    assert replicas.live() == {}
+    assert harness.events == []
+
+
+async def test_a_replica_that_was_added_is_restarted_like_the_first(tmp_path: Path) -> None:
+    replicas = Replicas(tmp_path)
+    harness = Harness(tmp_path, generators(replicas), trainer())
+
+    async def look() -> None:
+        await replicas.are("generator-0")
+        harness.runtime.scale(Role.GENERATOR, 2)
+        await replicas.are("generator-0", "generator-1")
+        pid = int(replicas.live()["generator-1"]["pid"])
+        os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: int(replicas.live().get("generator-1", {}).get("pid", pid)) != pid)
+
+    await harness.while_running(look)
+    assert any("generator-1" in e.text for e in harness.events)
+
+
+async def test_devices_go_around_and_are_never_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VISIBLE, "0,1,2")
+    replicas = Replicas(tmp_path)
+    harness = Harness(tmp_path, generators(replicas, devices=1), trainer())
+
+    async def look() -> None:
+        await replicas.are("generator-0")
+        harness.runtime.scale(Role.GENERATOR, 3)
+        await replicas.are("generator-0", "generator-1", "generator-2")
+        assert sorted(n[VISIBLE] for n in replicas.live().values()) == ["0", "1", "2"]
+        with pytest.raises(NotEnoughDevices, match=r"1 more devices asked for, 0 .* are free"):
+            harness.runtime.scale(Role.GENERATOR, 4)
+        assert harness.runtime.replicas(Role.GENERATOR) == 3
+        harness.runtime.scale(Role.GENERATOR, 1)
+        await eventually(lambda: not harness.runtime.leaving(Role.GENERATOR))
+        harness.runtime.scale(Role.GENERATOR, 3)
+        await replicas.are("generator-0", "generator-1", "generator-2")
+        assert sorted(n[VISIBLE] for n in replicas.live().values()) == ["0", "1", "2"]
+
+    await harness.while_running(look)
+
+
+async def test_the_run_goes_on_without_what_is_not_essential(tmp_path: Path) -> None:
+    replicas = Replicas(tmp_path)
+    container = Container(name="extra", argv=("python", "-c", "import sys; sys.exit(2)"))
+    extra = Workload(Role.COORDINATOR, Lifetime.SERVICE, (container,), essential=False)
+    harness = Harness(tmp_path, generators(replicas), extra, trainer())
+
+    async def look() -> None:
+        await eventually(lambda: any("the run goes on without it" in e.text for e in harness.events))
+        await replicas.are("generator-0")
+
+    await harness.while_running(look)
+
+
+async def test_a_gang_cannot_be_scaled(tmp_path: Path) -> None:
+    harness = Harness(tmp_path, generators(Replicas(tmp_path)), trainer())
+
+    async def look() -> None:
+        with pytest.raises(ValueError, match="live and die together"):
+            harness.runtime.scale(Role.TRAINER, 2)
+
+    await harness.while_running(look)
