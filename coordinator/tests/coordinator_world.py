@@ -135,7 +135,10 @@ class World:
         )
         self.rollouts.arrive(request, self.now)
         leases = self.rollouts.offer(member_id, groups, self.now)
-        return [] if leases is None else leases.leases
+        if leases is None:
+            return []
+        self.core.book.tell((lease.lease_id for lease in leases.leases), self.now)
+        return leases.leases
 
     def push(self, member_id: str, group: wire.Group) -> wire.PushResult:
         return self.rollouts.push(member_id, group, msgspec.msgpack.encode(group), self.now)[0]

@@ -64,7 +64,7 @@ def test_nothing_is_leased_before_weights_and_nothing_beyond_k():
     assert world.lease(member, 0) == []
 
 
-def test_a_lost_lease_is_issued_again_first_with_its_prompt_and_seed(world):
+def test_a_lost_lease_is_issued_again_first_with_its_prompt(world):
     first = world.lease(world.member, 0, 4)
     world.rollouts.release(
         wire.Release(member_id=world.member, lease_ids=[first[2].lease_id, first[1].lease_id], reason="full"),
@@ -74,7 +74,7 @@ def test_a_lost_lease_is_issued_again_first_with_its_prompt_and_seed(world):
     assert [lease.slot for lease in again] == [1, 2, 4]
     for before, after in zip(first[1:3], again, strict=False):
         assert before.lease_id != after.lease_id
-        assert (before.prompt_index, before.seed) == (after.prompt_index, after.seed)
+        assert before.prompt_index == after.prompt_index
 
 
 def test_leases_end_with_their_deadline_and_late_groups_are_dropped_and_counted(world):
@@ -293,24 +293,79 @@ def test_a_checkpoint_from_ahead_is_believed_when_its_steps_are_still_there(worl
     world.hello("t5", 2)
 
 
-def test_forgotten_steps_are_made_anew_from_zero_and_from_nowhere_else(world):
+def test_a_trainer_that_lost_its_checkpoints_does_not_wipe_the_run(world):
     for _ in range(3):
         train(world)
     world.checkpoint("t", [2, 3])
     assert world.state.first_kept_step == 2
     assert min(world.state.groups) == 6
     assert len(world.core.forgotten) == 6
-    with pytest.raises(Refusal) as caught:
-        world.hello("t2", 1)
-    assert caught.value.error == "unknown-version"
-    world.hello("t2", 0)
-    fates = world.state.fates
-    assert (fates.acknowledged, fates.trained, fates.filtered, fates.queued) == (0, 0, 0, 0)
-    assert world.lease(world.member, 3) == []  # its weights belong to nobody's line
-    assert world.next("t2").action is NextAction.PUBLISH
-    assert world.publish("t2") == [world.member]
-    assert [lease.slot for lease in world.lease(world.member, 0, 2)] == [0, 1]
+    before = world.state.encode()
+    for version, error in ((1, "unknown-version"), (0, "checkpoints-lost")):
+        with pytest.raises(Refusal) as caught:
+            world.hello("t2", version)
+        assert caught.value.error == error
+    assert "one of version 3 was committed" in str(caught.value)
+    assert world.state.encode() == before
+    world.hello("t2", 2)
     check_consistency(world)
+
+
+def test_a_run_without_a_checkpoint_begins_again_on_the_same_rollouts(world):
+    for _ in range(2):
+        train(world)
+    acknowledged, batch = world.state.fates.acknowledged, world.plan("t", 0).lease_ids
+    world.hello("t2", 0)
+    assert (world.state.fates.acknowledged, world.state.fates.trained) == (acknowledged, 0)
+    assert world.plan("t2", 0).lease_ids == batch
+
+
+def test_the_run_is_not_finished_before_the_line_that_ends_it_is_saved():
+    world = ready(World(make_settings(max_steps=2, evaluation_every=100)))
+    train(world)
+    world.checkpoint("t", [0, 1])
+    train(world)
+    world.checkpoint("t", [0, 1, 2])
+    world.hello("t2", 1)  # it could not read the newest
+    assert world.state.checkpoint == 1
+    world.report("t2", 1)
+    if world.next("t2").action is NextAction.PUBLISH:
+        world.publish("t2")
+    world.serve(world.member, 2)
+    assert world.next("t2").action is NextAction.FINISH
+    assert view(world.core).phase is Phase.FINISHING
+    world.checkpoint("t2", [1, 2])
+    assert view(world.core).phase is Phase.FINISHED
+    world.hello("t3", 2)  # restarted by mistake: it has its checkpoint, and nothing more to write
+    assert world.next("t3").action is NextAction.FINISH
+    assert view(world.core).phase is Phase.FINISHED
+
+
+def test_checkpoint_failures_add_up_over_incarnations(world):
+    train(world)
+    world.serve(world.member, 1)
+    world.report("t", 1, checkpoint_failures=2.0)
+    assert world.state.rows[1]["checkpoint_failures"] == 2
+    world.hello("t2", 1)
+    world.report("t2", 1, checkpoint_failures=1.0)
+    world.publish("t2")
+    world.serve(world.member, 2)
+    world.report("t2", 2, checkpoint_failures=1.0)
+    assert view(world.core).checkpoint_failures == 3
+    world.acknowledge()
+    world.crash(0)
+    assert view(world.core).checkpoint_failures == 3
+
+
+def test_grading_errors_are_counted_and_told_once(world, caplog):
+    for lease in world.lease(world.member, 0, 3):
+        group = make_group(lease)
+        failed = msgspec.structs.replace(group.completions[0], grading_error="timeout after 10 s")
+        group = msgspec.structs.replace(group, completions=[failed, group.completions[1]])
+        assert world.push(world.member, group) is PushResult.ACCEPTED
+    assert view(world.core).grading_errors == 3
+    assert world.report("t", 0)["grading_errors"] == 3
+    assert len([m for m in caplog.messages if "timeout after 10 s" in m]) == 1
 
 
 def test_metrics_rows_are_kept_until_a_checkpoint_has_them(world):
@@ -419,6 +474,30 @@ def test_mismatch_is_the_mean_over_publishes(world):
     assert world.state.rows[1]["publish_seconds"] == 1.5
 
 
+def test_the_same_commit_again_counts_once(world):
+    """The answer was lost; the trainer says it again, and a coordinator that restarted hears it."""
+    train(world, publish=False)
+    members = [m.member_id for m in world.begin_publish("t").members]
+    for value in (0.25, 0.25):
+        world.commit_publish("t", members, mismatch_kl=value)
+    world.acknowledge()
+    world.crash(0)
+    world.commit_publish("t", members, mismatch_kl=0.25)
+    assert world.state.publish_mismatches == 1
+    world.commit_publish("t", members, mismatch_kl=0.75)
+    assert world.state.mismatch_kl == 0.5
+
+
+def test_before_a_publish_measures_the_steps_say_how_far_the_sides_are_apart(world):
+    world.serve(world.member, 0, 3)
+    assert world.report("t", 0) is not None  # no token of its own version: it says nothing
+    assert world.state.mismatch_kl is None
+    world.publish("t")
+    world.serve(world.member, 1)
+    world.report("t", 1, mismatch_kl=0.5)
+    assert world.state.mismatch_kl == 0.5
+
+
 # --- the end --------------------------------------------------------------------------------------
 
 
@@ -432,7 +511,7 @@ def test_the_budget_of_steps_ends_the_run_once_its_last_version_is_measured():
     assert view(world.core).waiting_for == "the evaluation of version 1: 0 of 2 prompts"
     world.serve(world.member, 1)
     finish = world.next("t")
-    assert (finish.action, finish.reason) == (NextAction.FINISH, "budget: 1 steps")
+    assert (finish.action, finish.reason) == (NextAction.FINISH, "maxSteps")
     assert view(world.core).phase is Phase.FINISHING
     assert world.rollouts.offer(world.member, 1, world.now).stop
     world.checkpoint("t", [1])
@@ -455,14 +534,70 @@ def test_a_stop_outlives_crashes_and_can_be_taken_back(world):
 
 def test_a_stop_without_generators_does_not_wait_for_ever(world):
     train(world)
-    world.core.stop("interrupted", world.now)
+    world.core.stop("plateau", world.now)
     assert world.next("t") is None
     world.pass_time(20)
     assert world.next("t") is None
     world.pass_time(9)
     finish = world.next("t")
-    assert (finish.action, finish.reason) == (NextAction.FINISH, "interrupted")
+    assert (finish.action, finish.reason) == (NextAction.FINISH, "plateau")
     assert [p.version for p in world.state.points] == [0]
+
+
+def test_the_patience_with_a_final_evaluation_starts_anew_with_a_new_trainer(world):
+    train(world)
+    world.core.stop("plateau", world.now)
+    assert world.next("t") is None
+    world.pass_time(20)
+    assert world.next("t") is None
+    world.pass_time(7)
+    world.hello("t2", 1)
+    world.pass_time(2)
+    assert world.next("t2") is None
+
+
+def test_who_interrupts_does_not_wait_for_an_evaluation(world):
+    train(world)
+    world.core.stop(wire.INTERRUPTED, world.now)
+    assert world.rollouts.offer(world.member, 8, world.now) is None
+    finish = world.next("t")
+    assert (finish.action, finish.reason) == (NextAction.FINISH, "interrupted")
+    world.checkpoint("t", [1])
+    assert view(world.core).phase is Phase.FINISHED
+    world.core.stop("", world.now)  # resumed
+    world.hello("t2", 1)
+    assert [lease.slot for lease in world.lease(world.member, 1, 2)] != []
+
+
+def test_a_held_out_prompt_that_nobody_can_serve_waits_is_counted_and_ends_no_run():
+    world = ready(World(make_settings(max_steps=1)))
+    world.serve(world.member, 0)
+    world.report("t", 0)
+    world.publish("t")
+    good, bad = world.lease(world.member, 1, 2)
+    world.push(world.member, make_group(good))
+    tried = 0
+    while True:
+        assert world.push(world.member, make_group(bad, logprob=1.0)) is PushResult.INVALID
+        tried += 1
+        if tried == 5:
+            assert "held-out prompt 1, which came back 5 times" in view(world.core).waiting_for
+        assert world.state.fates.acknowledged == world.state.fates.trained + world.state.fates.queued
+        following = world.next("t")
+        if following is not None:
+            break
+        for _ in range(100):
+            again = world.lease(world.member, 1, 2)
+            if again:
+                break
+            world.pass_time(1, {world.member: 1})
+        assert [lease.slot for lease in again] == [bad.slot]
+        bad = again[0]
+    assert following.action is NextAction.FINISH
+    assert tried == 10
+    assert world.now > 60
+    counts = view(world.core).counts
+    assert (counts.held_out_invalid, counts.invalid) == (20, 0)
 
 
 # --- what survives --------------------------------------------------------------------------------
@@ -542,7 +677,6 @@ def test_wire_groups_are_what_the_journal_holds():
         completions=1,
         max_tokens=8,
         temperature=1.0,
-        seed=0,
         remaining_seconds=1.0,
         policy_version=0,
     )

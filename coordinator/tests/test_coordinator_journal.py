@@ -13,19 +13,20 @@ from hypothesis import strategies as st
 
 from scalerl_coordinator import frames
 from scalerl_coordinator.frames import CorruptJournal
-from scalerl_coordinator.journal import Disk, Journal, JournalLocked, JournalRefused
+from scalerl_coordinator.journal import Disk, Journal, JournalDied, JournalLocked, JournalRefused
 
 
 async def open_journal(directory: Path, **options) -> tuple[Journal, list[bytes]]:
     """A started journal, and the records it held."""
     journal = Journal(directory, **options)
     try:
-        _, replayed = journal.recover()
+        recovery = journal.recover()
         records = []
-        for item in replayed:
+        for item in recovery:
             records.append(bytes(item.header))
             if item.has_blob:
-                journal.index(bytes(item.header).decode(), item.location)
+                recovery.index(bytes(item.header).decode(), item.location)
+        recovery.retain(recovery.blobs)
         await journal.start()
     except BaseException:
         await journal.close()
@@ -47,7 +48,7 @@ async def test_what_is_durable_comes_back_with_its_blobs(tmp_path):
     await written(tmp_path, 6)
     journal, records = await open_journal(tmp_path)
     assert records == [f"r{at}".encode() for at in range(6)]
-    assert [len(blob) for blob in journal.read(["r5", "r1"])] == [105, 101]
+    assert [len(blob) for blob in journal.blobs.read(["r5", "r1"])] == [105, 101]
     journal.append(b"more", None)
     await journal.durable()
     await journal.close()
@@ -133,10 +134,11 @@ async def test_damage_in_a_finished_segment_or_a_missing_one_is_an_error(tmp_pat
         path.write_bytes(whole)
     journal, records = await open_journal(tmp_path)
     assert records == [b"r3"]
-    assert [len(blob) for blob in journal.read(["r0", "r1", "r2"])] == [50, 50, 50]
+    assert [len(blob) for blob in journal.blobs.read(["r0", "r1", "r2"])] == [50, 50, 50]
+    recovery = journal.recover()
     (tmp_path / "segment-00000002").unlink()
     with pytest.raises(CorruptJournal, match="segment-00000002"):
-        journal.retain(["r1"])
+        recovery.retain(["r1"])
     journal.forget(["r0", "r1"])
     journal.rotate(b"state")
     await journal.close()
@@ -152,9 +154,9 @@ async def test_a_damaged_blob_is_found_when_it_is_read(tmp_path):
     whole[-10] ^= 1
     path.write_bytes(whole)
     with pytest.raises(CorruptJournal, match="offset 16"):
-        journal.read(["r"])
+        journal.blobs.read(["r"])
     with pytest.raises(KeyError):
-        journal.read(["never"])
+        journal.blobs.read(["never"])
     await journal.close()
 
 
@@ -224,7 +226,7 @@ async def test_a_full_disk_refuses_whole_and_recovers(tmp_path, room):
     disk = FullDisk()
     journal, _ = await open_journal(tmp_path, disk=disk)
     went_back = []
-    journal.on_refusal = lambda: went_back.append([bytes(i.header) for i in journal.recover()[1]])
+    journal.on_refusal = lambda: went_back.append([bytes(i.header) for i in journal.recover()])
     journal.append(b"before", None)
     await journal.durable()
     disk.room = room
@@ -244,7 +246,7 @@ async def test_a_full_disk_refuses_whole_and_recovers(tmp_path, room):
             await asyncio.sleep(0.05)
     journal.append(b"after", "after", bytes(10))
     await journal.durable()
-    assert journal.read(["after"]) == [bytes(10)]
+    assert journal.blobs.read(["after"]) == [bytes(10)]
     await journal.close()
     assert not list(tmp_path.glob("*.tmp"))
     journal, records = await open_journal(tmp_path)
@@ -270,4 +272,107 @@ async def test_a_snapshot_that_finds_no_room_changes_nothing(tmp_path):
     assert not list(tmp_path.glob("snapshot*"))
     journal, records = await open_journal(tmp_path)
     assert records == [b"r0", b"r1"]
+    await journal.close()
+
+
+class ReadOnlyDisk(Disk):
+    """A volume that the kernel has turned read-only: nothing can be written, and nothing cut off either."""
+
+    read_only = False
+
+    def _check(self) -> None:
+        if self.read_only:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    def write(self, fd: int, data) -> int:
+        if self.read_only and len(data) > 20:
+            super().write(fd, data[:20])  # the part that went through before
+        self._check()
+        return super().write(fd, data)
+
+    def sync(self, fd: int) -> None:
+        self._check()
+        super().sync(fd)
+
+    def truncate(self, fd: int, size: int) -> None:
+        self._check()
+        super().truncate(fd, size)
+
+
+async def test_a_read_only_volume_refuses_at_once_though_the_torn_tail_stays(tmp_path):
+    disk = ReadOnlyDisk()
+    journal, _ = await open_journal(tmp_path, disk=disk)
+    went_back = []
+    journal.on_refusal = lambda: went_back.append([bytes(i.header) for i in journal.recover()])
+    journal.append(b"before", None)
+    await journal.durable()
+    disk.read_only = True
+    journal.append(b"lost", None)
+    async with asyncio.timeout(2):
+        with pytest.raises(JournalRefused, match="Read-only file system"):
+            await journal.durable()
+    assert went_back == [[b"before"]]
+    disk.read_only = False
+    async with asyncio.timeout(10):
+        while journal.refusing is not None:  # noqa: ASYNC110 -- nothing announces it
+            await asyncio.sleep(0.05)
+    journal.append(b"after", None)
+    await journal.durable()
+    await journal.close()
+    journal, records = await open_journal(tmp_path)
+    assert records == [b"before", b"after"]
+    await journal.close()
+
+
+async def test_going_back_passes_over_what_a_failed_sync_left_whole(tmp_path):
+    """The frame is in the file, but its sync failed: it was refused, and is not to come back."""
+
+    class FailingSync(ReadOnlyDisk):
+        def write(self, fd: int, data) -> int:
+            return Disk.write(self, fd, data)
+
+    disk = FailingSync()
+    journal, _ = await open_journal(tmp_path, disk=disk)
+    went_back = []
+    journal.on_refusal = lambda: went_back.append([bytes(i.header) for i in journal.recover()])
+    disk.read_only = True
+    journal.append(b"lost", None)
+    with pytest.raises(JournalRefused):
+        await journal.durable()
+    assert went_back == [[]]
+    disk.read_only = False
+    async with asyncio.timeout(10):
+        while journal.refusing is not None:  # noqa: ASYNC110 -- nothing announces it
+            await asyncio.sleep(0.05)
+    await journal.close()
+    journal, records = await open_journal(tmp_path)
+    assert records == []
+    await journal.close()
+
+
+@pytest.mark.parametrize("where", ["write", "go back"])
+async def test_a_writer_that_dies_is_told_of_and_nobody_waits(tmp_path, where):
+    class BrokenDisk(FullDisk):
+        broken = False
+
+        def write(self, fd: int, data) -> int:
+            if self.broken and where == "write":
+                raise ValueError("a bug")
+            return super().write(fd, data)
+
+    def go_back() -> None:
+        raise ValueError("a bug")
+
+    disk, deaths = BrokenDisk(), []
+    journal, _ = await open_journal(tmp_path, disk=disk)
+    journal.on_refusal, journal.on_death = go_back, deaths.append
+    disk.broken, disk.room = True, 0
+    journal.append(b"a", None)
+    async with asyncio.timeout(2):
+        with pytest.raises(JournalDied if where == "write" else JournalRefused):
+            await journal.durable()
+        await asyncio.sleep(0.05)
+        with pytest.raises(JournalDied, match="a bug"):
+            journal.check()
+    assert [str(death) for death in deaths] == ["a bug"]
     await journal.close()

@@ -16,7 +16,7 @@ from scalerl_coordinator.accounting import Accepted, sum_step
 from scalerl_coordinator.batcher import Item, balance, zero_variance
 from scalerl_coordinator.checks import BadGroup, measure
 from scalerl_coordinator.clock import LogicalClock
-from scalerl_coordinator.curriculum import SeededEpochs, lease_seed
+from scalerl_coordinator.curriculum import SeededEpochs
 from scalerl_coordinator.evaluation import Evaluation, PromptResult, due, summarize
 from scalerl_coordinator.leases import LeaseBook
 from scalerl_coordinator.membership import Membership, UnknownMember
@@ -49,11 +49,6 @@ def test_epochs_and_seeds_differ_and_never_change():
     assert [SeededEpochs(1000, 0).choose(1000 + i) for i in range(6)] != first
     assert [SeededEpochs(1000, 1).choose(i) for i in range(6)] != first
     assert 0 <= SeededEpochs(10**8, 0).choose(10**12) < 10**8
-
-
-def test_lease_seeds_fit_a_signed_word_and_differ_by_split():
-    assert 0 <= lease_seed(0, "train", 7) < 2**31
-    assert lease_seed(0, "train", 7) == lease_seed(0, "train", 7) != lease_seed(0, "held_out", 7)
 
 
 # --- batcher -------------------------------------------------------------------------------------
@@ -194,6 +189,12 @@ def test_leases_expire_in_order_of_issue_and_only_open_ones():
     assert book.of("g") == {"b", "c"}
     assert book.abandoned("g", ["c"], 5.0) == ["b"]
     assert book.abandoned("g", ["c"], 1.0) == []
+    book.add("d", "g", 3.0, told=False)
+    assert book.abandoned("g", ["b", "c"], 100.0) == []
+    book.tell(["d", "ended"], 8.0)
+    assert book.abandoned("g", ["b", "c"], 8.0) == []
+    assert book.abandoned("g", ["b", "c"], 8.5) == ["d"]
+    assert (book.remaining_seconds("d", 9.0), book.remaining_seconds("ended", 9.0)) == (4.0, None)
 
 
 def test_known_deadlines_survive_a_resync_and_new_ones_start_now():
@@ -211,11 +212,12 @@ def test_a_slot_that_comes_back_waits_longer_each_time_but_not_the_first():
     book = LeaseBook(10.0)
     waits = []
     for _ in range(9):
-        spoiled = book.spoil(3, "bad", 0.0)
+        spoiled = book.spoil((wire.Split.TRAIN, 3), "bad", 0.0)
         waits.append(spoiled.not_before)
     assert waits == [0, 1, 2, 4, 8, 16, 32, 60, 60]
-    assert book.waits(3, 59.0)
-    assert not book.waits(3, 60.0)
+    assert book.waits((wire.Split.TRAIN, 3), 59.0)
+    assert not book.waits((wire.Split.TRAIN, 3), 60.0)
+    assert not book.waits((wire.Split.HELD_OUT, 3), 59.0)
     assert book.wait_over(59.0, 60.0)
 
 
@@ -230,7 +232,6 @@ LEASE = wire.Lease(
     completions=2,
     max_tokens=8,
     temperature=1.0,
-    seed=0,
     remaining_seconds=1.0,
     policy_version=3,
 )
@@ -245,10 +246,11 @@ def changed(**changes: object) -> wire.Group:
 
 def test_a_sound_group_is_summed_up():
     spans = [wire.VersionSpan(2, 0), wire.VersionSpan(3, 1)]
-    measured = measure(changed(versions=spans, finish_reason="length"), 2, 8, 3)
+    measured = measure(changed(versions=spans, finish_reason="length", grading_error="timeout"), 2, 8, 3)
     assert measured.lengths == [4, 4]
     assert measured.scores == [0.0, 1.0]
     assert (measured.truncated, measured.oldest_version, measured.newest_version) == (1, 2, 3)
+    assert measured.grading_errors == 1
     assert measured.version_tokens == 4 * 3 + 2 + 3 * 3
 
 

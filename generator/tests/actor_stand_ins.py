@@ -163,7 +163,6 @@ class CoordinatorStandIn:
                 completions=4,
                 max_tokens=32,
                 temperature=1.0,
-                seed=i,
                 remaining_seconds=60.0,
                 policy_version=0,
             )

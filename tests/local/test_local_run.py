@@ -71,7 +71,7 @@ def test_it_runs_to_its_budget_without_a_compiler(finished: LocalRun) -> None:
     summary = finished.summary()
     assert summary.keys() >= SUMMARY_KEYS
     assert summary["steps"] == 20
-    assert summary["stop_reason"] == "budget: 20 steps"
+    assert summary["stop_reason"] == "maxSteps"
     assert summary["tokens_trained"] > 0
     assert_counts_add_up(summary, RUN)
 

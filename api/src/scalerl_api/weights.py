@@ -133,9 +133,10 @@ def checksum(payload: bytes | bytearray | memoryview) -> int:
     r"""What a payload sums to: :math:`\sum_i (2i + 1)\, x_i \bmod 2^{64}`, as a signed 64-bit integer.
 
     :math:`x_i` are the payload's little-endian 64-bit words. Odd weights make any change of one word
-    visible, distinct ones make an exchange of two different words visible, and wrapping integer
-    arithmetic gives the same value on every device whatever the order of summation. It guards
-    against drift and damage, not against an adversary.
+    visible. Distinct ones make an exchange of two words visible, unless twice the product of their
+    difference and their distance is a multiple of 2⁶⁴ (neighbours that differ in bit 63 alone). Wrapping
+    integer arithmetic gives the same value on every device whatever the order of summation. It
+    guards against drift and damage, not against an adversary.
 
     This is the definition, and slow; the torch functions of the two sides are the fast ones.
 

@@ -95,7 +95,6 @@ class Lease(Struct, frozen=True, kw_only=True):
     completions: int
     max_tokens: int
     temperature: float
-    seed: int
     remaining_seconds: float
     """Deliver within this time, or the group is someone else's."""
     policy_version: int
@@ -157,7 +156,8 @@ class PushResult(enum.StrEnum):
     STALE = "stale"
     """A token older than maxStalenessSteps at its step; dropped and counted, the slot is issued again."""
     INVALID = "invalid"
-    """Does not match the lease (count, lengths, non-finite log-probabilities); dropped, counted, issued again."""
+    """Does not match the lease (count, lengths, non-finite log-probabilities); dropped, counted, issued again: at
+    once the first time, then after ever longer waits."""
 
 
 class PushReply(Struct, frozen=True, kw_only=True):
@@ -258,7 +258,9 @@ class StepReport(Struct, frozen=True, kw_only=True):
     incarnation: str
     step: int
     stats: dict[str, float]
-    """Finite scalars for metrics.jsonl: loss, grad_norm, entropy, mismatch_kl, seconds by phase, …"""
+    """Finite scalars for metrics.jsonl: loss, grad_norm, entropy, seconds by phase, … Two of them are read here:
+    ``mismatch_kl``, the KL estimate (k3) over the step's tokens that its own version sampled (absent when it has
+    none), and ``checkpoint_failures``, how many checkpoints this incarnation could not write so far."""
     busy_seconds: float
     """Seconds of this step in which the ranks computed (mean over ranks)."""
     trained_tokens: int
@@ -287,7 +289,7 @@ class PublishPermit(Struct, frozen=True, kw_only=True):
 
 
 class PublishCommit(Struct, frozen=True, kw_only=True):
-    """``POST /v1/trainer/publish/commit``."""
+    """``POST /v1/trainer/publish/commit``. The very same message again, after a lost answer, counts once."""
 
     incarnation: str
     version: int
@@ -325,8 +327,13 @@ class Ack(Struct, frozen=True, kw_only=True):
 # --- watching (anyone with the token) ----------------------------------------------------------
 
 
+INTERRUPTED = "interrupted"
+"""The reason of a stop by somebody who waits for the end: the last version is saved, and not measured."""
+
+
 class Stop(Struct, frozen=True, kw_only=True):
-    """``POST /v1/stop``: end the run in order. The trainer finishes its step, checkpoints and leaves.
+    """``POST /v1/stop``: end the run in order. The trainer finishes its step, its last version is measured (unless the
+    reason is :data:`INTERRUPTED`), it checkpoints and leaves.
 
     A stop is journaled and outlives restarts; whoever resumes a stopped run takes it back first.
     """
@@ -368,6 +375,8 @@ class Counts(Struct, frozen=True, kw_only=True):
     invalid: int
     duplicate: int
     expired_leases: int
+    held_out_invalid: int = 0
+    """Evaluation rollouts refused as invalid; in no other count."""
 
 
 class Phase(enum.StrEnum):
@@ -389,6 +398,7 @@ class Status(Struct, frozen=True, kw_only=True):
     """Steps trained."""
     published_version: int
     stop_reason: str
+    """Why the run ends or has ended: the budget's field that is used up (``maxSteps``), or the reason of a stop."""
     counts: Counts
     members: list[Member]
     points: list[EvaluationPoint]
@@ -403,7 +413,12 @@ class Status(Struct, frozen=True, kw_only=True):
     max_staleness_steps: int
     mean_staleness_steps: float
     mismatch_kl: float | None
-    """Mean over steps of the KL estimate between trainer and generators at the same weight version."""
+    """KL estimate (k3) between trainer and generators at the same weight version: the mean over publishes that
+    measured it; before any did, over steps."""
+    grading_errors: int = 0
+    """Accepted rollouts, evaluation's too, whose verifier failed: their score says nothing about them."""
+    checkpoint_failures: int = 0
+    """Checkpoints that could not be written, over all incarnations of the trainer; told with each step."""
 
 
 # --- weight control (trainer → actor) ----------------------------------------------------------

@@ -11,6 +11,9 @@ import msgspec
 
 from scalerl_coordinator.slots import staleness
 
+Row = dict[str, int | float]
+"""A line of metrics.jsonl. With ``int`` named, a count that comes back from a snapshot is still one."""
+
 
 class Accepted(msgspec.Struct, array_like=True):
     """What is remembered of a group of training rollouts; its tokens stay in the journal."""
@@ -24,6 +27,7 @@ class Accepted(msgspec.Struct, array_like=True):
     version_tokens: int
     filtered: bool = False
     """Set when its step closes."""
+    grading_errors: int = 0
 
     @property
     def rollouts(self) -> int:
@@ -42,6 +46,10 @@ class Fates(msgspec.Struct, array_like=True):
     invalid: int = 0
     duplicate: int = 0
     expired_leases: int = 0
+    held_out_invalid: int = 0
+    """Evaluation rollouts that were refused as invalid."""
+    grading_errors: int = 0
+    """Accepted rollouts, evaluation's too, whose verifier failed."""
 
 
 class Line(msgspec.Struct, array_like=True, frozen=True):
@@ -77,6 +85,7 @@ class StepSums(msgspec.Struct, array_like=True):
     staleness_tokens: int = 0
     staleness_sum: int = 0
     staleness_max: int = 0
+    grading_errors: int = 0
 
 
 def sum_step(step: int, groups: list[Accepted]) -> StepSums:
@@ -89,6 +98,7 @@ def sum_step(step: int, groups: list[Accepted]) -> StepSums:
         sums.work_tokens += tokens
         sums.truncated += group.truncated
         sums.score_sum += sum(group.scores)
+        sums.grading_errors += group.grading_errors
         if group.filtered:
             sums.filtered_groups += 1
             continue

@@ -33,6 +33,8 @@ class Measured:
     version_tokens: int
     """Sum over completion tokens of the version that sampled each."""
     newest_version: int
+    grading_errors: int
+    """Completions whose verifier failed: their score says nothing about them."""
 
 
 def measure(group: Group, completions: int, max_tokens: int, newest: int) -> Measured:
@@ -54,7 +56,7 @@ def measure(group: Group, completions: int, max_tokens: int, newest: int) -> Mea
         raise BadGroup(
             f"prompt_token_ids has {len(group.prompt_token_ids)} bytes, not a positive multiple of 4"
         )
-    lengths, scores, truncated, version_tokens = [], [], 0, 0
+    lengths, scores, truncated, version_tokens, grading_errors = [], [], 0, 0, 0
     oldest, latest = newest, 0
     for index, completion in enumerate(group.completions):
         try:
@@ -67,9 +69,10 @@ def measure(group: Group, completions: int, max_tokens: int, newest: int) -> Mea
         lengths.append(completion.tokens)
         scores.append(completion.score)
         truncated += completion.finish_reason == "length"
+        grading_errors += completion.grading_error is not None
         oldest, latest = min(oldest, first), max(latest, last)
         version_tokens += weighted
-    return Measured(lengths, scores, truncated, oldest, version_tokens, latest)
+    return Measured(lengths, scores, truncated, oldest, version_tokens, latest, grading_errors)
 
 
 def _check_tokens(completion: Completion, max_tokens: int) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from scalerl_api.wire import Split
+from scalerl_api.wire import INTERRUPTED, Split
 from scalerl_coordinator import records as r
 from scalerl_coordinator.curriculum import Curriculum
 from scalerl_coordinator.leases import LeaseBook
@@ -26,6 +26,9 @@ _USAGE_SECONDS = 5.0
 
 WORK = "work"
 TRAINER = "trainer"
+
+MAX_STEPS = "maxSteps"
+"""Why a run ended that used up this part of its budget: the name of the spec's field, as of all budgets."""
 
 
 class Refusal(Exception):
@@ -176,7 +179,12 @@ class Core:
         if self.state.stop_reason:
             return self.state.stop_reason
         limit = self.settings.max_steps
-        return f"budget: {limit} steps" if limit is not None and self.state.version >= limit else ""
+        return MAX_STEPS if limit is not None and self.state.version >= limit else ""
+
+    @property
+    def interrupted(self) -> bool:
+        """Somebody waits for the end: nothing more is generated or measured for this run."""
+        return self.state.stop_reason == INTERRUPTED
 
     @property
     def finished(self) -> bool:

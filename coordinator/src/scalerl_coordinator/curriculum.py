@@ -56,9 +56,3 @@ class SeededEpochs:
             digest = hashlib.blake2b(right.to_bytes(8, "little"), key=key, digest_size=8).digest()
             left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
         return (left << self._half_bits) | right
-
-
-def lease_seed(run_seed: int, split: str, slot: int) -> int:
-    """The sampling seed of a lease, in [0, 2³¹): the same at every re-issue; for an evaluation, at every version."""
-    digest = hashlib.blake2b(f"{run_seed}/{split}/{slot}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 33

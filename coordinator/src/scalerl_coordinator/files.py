@@ -1,7 +1,7 @@
 """The two files a person looks at: ``metrics.jsonl``, one line a trained step, and ``curve.csv``, one row a point.
 
-Both follow from the journal, which is ahead of them at most by what a crash cut off; :meth:`RunFiles.repair` closes
-the gap at start. Blocking I/O: call from a thread.
+Both follow from the journal, which is ahead of them at most by what a crash or a full disk cut off;
+:meth:`RunFiles.write_rows` closes the gap. Blocking I/O: call from one thread.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from scalerl_api.paths import RunPaths
 from scalerl_api.wire import EvaluationPoint
+from scalerl_coordinator.accounting import Row
 
 CURVE_COLUMNS = (
     "compute",
@@ -29,8 +30,6 @@ CURVE_COLUMNS = (
     "mixed_versions",
 )
 
-Row = Mapping[str, float]
-
 
 class RunFiles:
     """Writes both files of one run."""
@@ -38,28 +37,45 @@ class RunFiles:
     def __init__(self, paths: RunPaths) -> None:
         self._metrics = paths.metrics
         self._curve = paths.curve
+        self._present: set[int] | None = None
+        """Steps of the rows last written, if that went well and nobody has doubts."""
 
-    def append(self, row: Row) -> None:
-        """One more trained step."""
-        with self._metrics.open("a", encoding="utf-8") as file:
-            file.write(_line(row))
+    def write_rows(self, rows: Mapping[int, Row], version: int, *, whole: bool = False) -> None:
+        """Make metrics.jsonl hold a line for each of ``rows`` (by step), which end below ``version``.
+
+        Ordinarily that appends the last one. The first time, after a write that failed, and with ``whole``, the file
+        is put right by :meth:`repair`.
+
+        Raises:
+            OSError: the file is as it was, or lacks lines; the next call knows.
+        """
+        present, self._present = self._present, None
+        if present is None or whole:
+            self.repair(rows, version)
+        else:
+            with self._metrics.open("a", encoding="utf-8") as file:
+                file.writelines(_line(rows[step]) for step in sorted(rows.keys() - present))
+        self._present = set(rows)
 
     def repair(self, rows: Mapping[int, Row], version: int) -> None:
         """Make metrics.jsonl hold the steps below ``version`` and no others: after a crash, or a step back.
 
-        Lines of other steps and torn ones go, missing ones among ``rows`` (by step) are added.
+        Lines of other steps and torn ones go; those of ``rows`` are added or put in place of what is there. A file
+        that is right already is left alone.
         """
-        kept: dict[int, str] = {}
         try:
-            lines = self._metrics.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+            text = self._metrics.read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
-            lines = []
-        for line in lines:
+            text = ""
+        kept: dict[int, str] = {}
+        for line in text.splitlines(keepends=True):
             step = _step_of(line)
             if step is not None and step < version:
                 kept[step] = line
-        kept |= {step: _line(row) for step, row in rows.items() if step < version and step not in kept}
-        _write_whole(self._metrics, "".join(kept[step] for step in sorted(kept)))
+        kept |= {step: _line(row) for step, row in rows.items() if step < version}
+        right = "".join(kept[step] for step in sorted(kept))
+        if right != text or not self._metrics.exists():
+            _write_whole(self._metrics, right)
 
     def write_curve(self, points: Sequence[EvaluationPoint]) -> None:
         """All points, by version; the file is replaced as a whole."""

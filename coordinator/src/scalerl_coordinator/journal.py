@@ -1,12 +1,15 @@
-"""The journal on disk: append, group commit, snapshots, recovery, and what happens when the disk is full.
+"""The journal on disk: append, group commit, snapshots, and what happens when the disk is full or goes read-only.
 
 One worker thread writes; the event loop appends and awaits. Everything appended while a sync is under way
 goes to disk with the next one (group commit), and :meth:`Journal.durable` returns when it is there.
 
-When a write or sync fails, nothing of the failed batch was promised to anyone: the file is cut back to what is on
-disk, everyone who waits is refused, ``on_refusal`` lets the owner take the state back to the journal's, and the
-journal refuses until a new segment could be opened and written. A file whose sync failed is never synced again:
-the kernel may have dropped its pages (so a new segment, not a second try).
+When a write or sync fails, nothing of the failed batch was promised to anyone: everyone who waits is refused,
+``on_refusal`` lets the owner take the state back to what is on disk, and the journal refuses until the torn tail is
+cut off and a new segment could be opened and written. A file whose sync failed is never synced again: the kernel
+may have dropped its pages (so a new segment, not a second try). Any other failure ends the writer for good, and
+``on_death`` tells the owner.
+
+Reading a directory, at start and when the state goes back, is in :mod:`.recovery`.
 """
 
 from __future__ import annotations
@@ -14,13 +17,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
-import itertools
 import logging
 import os
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,8 @@ from pathlib import Path
 import msgspec
 
 from scalerl_coordinator import frames
-from scalerl_coordinator.frames import Buffer, CorruptJournal
+from scalerl_coordinator.frames import Buffer
+from scalerl_coordinator.recovery import BlobIndex, Layout, Location, Recovery, Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -42,21 +44,12 @@ class JournalRefused(Exception):
     """Not written, nothing has changed; the disk's error is the cause."""
 
 
+class JournalDied(Exception):
+    """The writer has ended, nothing will be written any more; what ended it is the cause."""
+
+
 class JournalLocked(Exception):
     """Another coordinator works on this directory."""
-
-
-class Location(msgspec.Struct, frozen=True, array_like=True):
-    """Where a blob's frame stands."""
-
-    segment: int
-    offset: int
-    length: int
-
-
-class _Snapshot(msgspec.Struct, frozen=True):
-    state: bytes
-    blobs: dict[str, Location]
 
 
 class Disk:
@@ -67,6 +60,9 @@ class Disk:
 
     def sync(self, fd: int) -> None:
         os.fdatasync(fd)
+
+    def truncate(self, fd: int, size: int) -> None:
+        os.ftruncate(fd, size)
 
 
 @dataclass(slots=True)
@@ -85,15 +81,6 @@ class _Batch:
     """After it: snapshot to write, segments that still hold wanted blobs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    """One record found at recovery."""
-
-    header: memoryview
-    location: Location
-    has_blob: bool
-
-
 @dataclass(slots=True)
 class JournalFigures:
     """For the metrics."""
@@ -105,10 +92,18 @@ class JournalFigures:
     rotations: int = 0
 
 
+def _nothing() -> None:
+    return None
+
+
+def _ignore(_: BaseException) -> None:
+    return None
+
+
 class Journal:
     """One directory, one owner (held by a lock file).
 
-    Life: construct → :meth:`recover` → :meth:`start` → appends → :meth:`close`.
+    Life: construct → :meth:`recover` → :meth:`start` → appends → :meth:`close`. Blobs are read through ``blobs``.
 
     Raises:
         JournalLocked: another process has it.
@@ -119,7 +114,8 @@ class Journal:
     ) -> None:
         self.directory = directory
         self.figures = JournalFigures()
-        self.on_refusal: Callable[[], None] = lambda: None
+        self.on_refusal: Callable[[], None] = _nothing
+        self.on_death: Callable[[BaseException], object] = _ignore
         self._disk = disk or Disk()
         self._segment_bytes = segment_bytes
         directory.mkdir(parents=True, exist_ok=True)
@@ -131,8 +127,10 @@ class Journal:
             raise JournalLocked(
                 f"{directory}: another coordinator works on this run; stop it first"
             ) from None
-        self._blobs: dict[str, Location] = {}
-        self._segment = 0
+        self._layout = Layout(directory)
+        self.blobs = BlobIndex(self._layout)
+        self._recovery: Recovery | None = None
+        self._segment = 1
         self._fd = -1
         self._written = 0  # bytes of the present segment: appended to it,
         self._acknowledged = 0  # and known to be on disk
@@ -142,84 +140,42 @@ class Journal:
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._wake = asyncio.Event()
         self._error: OSError | None = None
+        self._death: BaseException | None = None
         self._closing = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._owner: asyncio.Task[None] | None = None
-        self._index_lock = threading.Lock()
 
-    # --- recovery -------------------------------------------------------------------------------
+    # --- life -----------------------------------------------------------------------------------
 
-    def recover(self) -> tuple[bytes | None, Iterator[Replayed]]:
-        """The newest snapshot's state, and the records after it in order. Exhaust the iterator before :meth:`start`.
-
-        The blob index is rebuilt on the way: the owner names each blob with :meth:`index` and ends with
-        :meth:`retain`.
+    def recover(self) -> Recovery:
+        """What is on disk: to be read to its end before :meth:`start`; in ``on_refusal``, to go back to.
 
         Raises:
-            CorruptJournal: while iterating, too.
+            CorruptJournal, OSError: see :class:`~.recovery.Recovery`.
         """
-        snapshots, segments = self._numbered("snapshot"), self._numbered("segment")
-        state: bytes | None = None
-        first = 1
-        self._blobs = {}
-        if snapshots:
-            first = snapshots[-1]
-            path = self._path("snapshot", first)
-            try:
-                snapshot = msgspec.msgpack.decode(
-                    frames.decode_snapshot(path.read_bytes(), str(path)), type=_Snapshot
-                )
-            except msgspec.DecodeError as error:
-                raise CorruptJournal(str(path), 0, f"the snapshot does not fit: {error}") from error
-            state, self._blobs = snapshot.state, dict(snapshot.blobs)
-        live = [n for n in segments if n >= first]
-        for number, following in itertools.pairwise(live):
-            if following != number + 1:
-                raise CorruptJournal(str(self._path("segment", number + 1)), 0, "the segment is missing")
-        if live[:1] != [first] and (snapshots or segments):
-            raise CorruptJournal(str(self._path("segment", first)), 0, "the segment is missing")
-        return state, self._replay(live, live[-1] if live else first)
-
-    def _replay(self, live: list[int], newest: int) -> Iterator[Replayed]:
-        end = 0
-        for number in live:
-            path = self._path("segment", number)
-            data = memoryview(path.read_bytes())
-            end = frames.SEGMENT_HEADER.size if len(data) >= frames.SEGMENT_HEADER.size else 0
-            for frame in frames.read_segment(data, str(path), number, last=number == live[-1]):
-                end = frame.end
-                yield Replayed(
-                    frame.header, Location(number, frame.offset, end - frame.offset), len(frame.blob) > 0
-                )
-        self._segment = self._open_number = newest
-        self._written = self._acknowledged = self._synced = end
-
-    def index(self, key: str, location: Location) -> None:
-        """Recovery: the blob of the record just replayed is known as ``key``."""
-        self._blobs[key] = location
-
-    def retain(self, keys: Iterable[str]) -> None:
-        """Recovery: only these blobs are wanted; all must be there."""
-        wanted = set(keys)
-        missing = wanted - self._blobs.keys()
-        if missing:
-            raise CorruptJournal(
-                str(self.directory), 0, f"the groups of {len(missing)} leases are not in any segment"
-            )
-        blobs = {key: at for key, at in self._blobs.items() if key in wanted}
-        for segment in sorted({at.segment for at in blobs.values()}):
-            path = self._path("segment", segment)
-            if not path.exists():
-                raise CorruptJournal(str(path), 0, "the segment is missing, and groups of it are wanted")
-        self._blobs = blobs
-
-    # --- appending ------------------------------------------------------------------------------
+        until = (self._open_number, self._synced) if self._fd >= 0 else None
+        self._recovery = Recovery(self._layout, self.blobs, until)
+        return self._recovery
 
     async def start(self) -> None:
         """Cut a torn tail off, open the segment for appending, start the writer."""
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._thread, self._open_tail)
         self._owner = loop.create_task(self._commit_forever(), name="journal")
+        self._owner.add_done_callback(self._owner_done)
+
+    async def close(self) -> None:
+        """Write what is queued, stop the writer, let go of the directory."""
+        self._closing = True
+        self._wake.set()
+        if self._owner is not None:
+            await asyncio.gather(self._owner, return_exceptions=True)  # ``on_death`` has told of its failure
+        self._thread.shutdown(wait=True)
+        if self._fd >= 0:
+            os.close(self._fd)
+        os.close(self._lock)
+
+    # --- appending ------------------------------------------------------------------------------
 
     @property
     def refusing(self) -> OSError | None:
@@ -236,7 +192,9 @@ class Journal:
         return self._written >= self._segment_bytes
 
     def check(self) -> None:
-        """Raises JournalRefused while nothing can be written; call before changing any state."""
+        """Raises JournalRefused while, JournalDied once nothing can be written; call before changing any state."""
+        if self._death is not None:
+            raise JournalDied(f"{self.directory}: the writer has ended: {self._death!r}") from self._death
         if self._error is not None:
             raise JournalRefused(f"{self.directory}: {self._error.strerror}") from self._error
 
@@ -245,8 +203,7 @@ class Journal:
         batch = self._open_batch()
         length = frames.frame_bytes(header, blob)
         if key is not None:
-            with self._index_lock:
-                self._blobs[key] = Location(self._segment, self._written, length)
+            self.blobs.put(key, Location(self._segment, self._written, length))
         batch.parts.extend(frames.encode_frame(header, blob, self._acknowledged))
         batch.size += length
         self._written += length
@@ -256,9 +213,7 @@ class Journal:
 
     def forget(self, keys: Iterable[str]) -> None:
         """These blobs are not wanted any more; their segments go at a later rotation."""
-        with self._index_lock:
-            for key in keys:
-                self._blobs.pop(key, None)
+        self.blobs.forget(keys)
 
     def rotate(self, state: bytes) -> None:
         """Begin a new segment, with a snapshot of the state as of the last appended record before it.
@@ -267,9 +222,8 @@ class Journal:
         """
         if self._error is not None:
             return
-        with self._index_lock:
-            blobs = dict(self._blobs)
-        snapshot = msgspec.msgpack.encode(_Snapshot(state, blobs))
+        blobs = self.blobs.copy()
+        snapshot = msgspec.msgpack.encode(Snapshot(state, blobs))
         batch = self._open_batch()
         batch.rotation = (snapshot, frozenset(at.segment for at in blobs.values()))
         batch.position = self._position
@@ -280,8 +234,12 @@ class Journal:
     async def durable(self) -> None:
         """Returns when everything appended before this call is on disk.
 
+        Await it before anything else after the appends: then no refusal can come in between, and a return says
+        that they are there to stay.
+
         Raises:
             JournalRefused: it is not, and never will be: the state has gone back to what is.
+            JournalDied: nobody knows, and nobody will write any more.
         """
         self.check()
         position = self._position
@@ -290,42 +248,6 @@ class Journal:
         future = asyncio.get_running_loop().create_future()
         self._waiters.append((position, future))
         await future
-
-    async def close(self) -> None:
-        """Write what is queued, stop the writer, let go of the directory."""
-        self._closing = True
-        self._wake.set()
-        if self._owner is not None:
-            await self._owner
-        self._thread.shutdown(wait=True)
-        if self._fd >= 0:
-            os.close(self._fd)
-        os.close(self._lock)
-
-    # --- reading blobs (any thread) -------------------------------------------------------------
-
-    def read(self, keys: Iterable[str]) -> list[bytes]:
-        """The blobs of ``keys``, checked against their checksums. Blocks on the disk: call from a thread.
-
-        Raises:
-            KeyError: a key is forgotten or was never there.
-            CorruptJournal: a blob is damaged.
-        """
-        with self._index_lock:
-            locations = [self._blobs[key] for key in keys]
-        files: dict[int, int] = {}
-        try:
-            blobs = []
-            for at in locations:
-                path = self._path("segment", at.segment)
-                if at.segment not in files:
-                    files[at.segment] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                data = os.pread(files[at.segment], at.length, at.offset)
-                blobs.append(bytes(frames.read_frame(data, str(path), at.offset).blob))
-            return blobs
-        finally:
-            for fd in files.values():
-                os.close(fd)
 
     # --- the writer -----------------------------------------------------------------------------
 
@@ -357,6 +279,22 @@ class Journal:
                 if not future.done():
                     future.set_result(None)
 
+    def _owner_done(self, owner: asyncio.Task[None]) -> None:
+        problem = asyncio.CancelledError("cancelled") if owner.cancelled() else owner.exception()
+        if problem is None:
+            return
+        log.error("%s: the journal's writer has ended: %r", self.directory, problem)
+        self._death = problem
+        died = JournalDied(f"{self.directory}: the writer has ended: {problem!r}")
+        self._answer_waiters(died)
+        self.on_death(problem)
+
+    def _answer_waiters(self, problem: Exception) -> None:
+        waiters, self._waiters = self._waiters, deque()
+        for _, future in waiters:
+            if not future.done():
+                future.set_exception(problem)
+
     def _write(self, batch: _Batch) -> None:
         """Worker thread: one batch to disk, all of it or OSError."""
         if batch.parts:
@@ -382,12 +320,12 @@ class Journal:
             log.warning("snapshot %d not written (%s); the journal before it stays", number, error.strerror)
             return
         for kind in ("snapshot", "segment"):
-            for old in self._numbered(kind):
+            for old in self._layout.numbered(kind):
                 if old < number and (kind == "snapshot" or old not in wanted):
-                    self._path(kind, old).unlink(missing_ok=True)
+                    self._layout.path(kind, old).unlink(missing_ok=True)
 
     def _write_snapshot(self, number: int, payload: bytes) -> None:
-        path = self._path("snapshot", number)
+        path = self._layout.path("snapshot", number)
         aside = path.with_suffix(".tmp")
         try:
             self._write_file(aside, frames.encode_snapshot(payload))
@@ -411,17 +349,23 @@ class Journal:
         """Worker thread, once: continue the last segment, or begin the first."""
         for path in self.directory.glob("*.tmp"):
             path.unlink()
-        if self._synced == 0:
+        if self._recovery is None:
+            raise AssertionError("recover() comes before start()")
+        self._segment, end = self._recovery.tail
+        self._recovery = None
+        if end == 0:
             self._create_segment(self._segment)
         else:
-            self._fd = os.open(self._path("segment", self._segment), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-            os.ftruncate(self._fd, self._synced)
+            path = self._layout.path("segment", self._segment)
+            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            self._open_number, self._synced = self._segment, end
+            self._cut_tail()
             self._disk.sync(self._fd)
         self._written = self._acknowledged = self._synced
 
     def _create_segment(self, number: int) -> None:
         """Worker thread: a new segment, empty but for its header, on disk; it becomes the open one."""
-        path = self._path("segment", number)
+        path = self._layout.path("segment", number)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             header = frames.segment_header(number)
@@ -447,31 +391,22 @@ class Journal:
     # --- refusing -------------------------------------------------------------------------------
 
     async def _refuse(self, error: OSError) -> None:
-        """Nothing of the failed batch, or after it, was promised: undo it all, then wait for space."""
+        """Nothing of the failed batch, or after it, was promised: undo it all, then wait for a disk that writes."""
         log.error("the journal cannot be written: %s; refusing until it can", error.strerror)
         self._error = error
         self.figures.refusals += 1
         self._pending.clear()
-        refused = JournalRefused(f"{self.directory}: {error.strerror}")
-        waiters, self._waiters = self._waiters, deque()
+        self._durable = self._position
+        self._answer_waiters(JournalRefused(f"{self.directory}: {error.strerror}"))
+        if self._closing:
+            return
+        self.on_refusal()
         loop = asyncio.get_running_loop()
         while not self._closing:
             try:
-                await loop.run_in_executor(self._thread, self._cut_tail)
-                break
-            except OSError as problem:
-                log.error("the journal's torn tail cannot be cut off: %s", problem.strerror)
-                await asyncio.sleep(_PROBE_SECONDS)
-        self._durable = self._position
-        if not self._closing:
-            self.on_refusal()
-        for _, future in waiters:
-            if not future.done():
-                future.set_exception(refused)
-        while not self._closing:
-            try:
                 await loop.run_in_executor(self._thread, self._reopen)
-            except OSError:
+            except OSError as problem:
+                log.debug("the journal cannot be written yet: %s", problem.strerror)
                 await asyncio.sleep(_PROBE_SECONDS)
                 continue
             self._segment, self._error = self._open_number, None
@@ -479,11 +414,9 @@ class Journal:
             log.info("the journal can be written again, in segment %d", self._segment)
             return
 
-    def _cut_tail(self) -> None:
-        os.ftruncate(self._fd, self._synced)
-
     def _reopen(self) -> None:
-        """Worker thread: a new segment with room to write, or OSError and everything as before."""
+        """Worker thread: no torn tail, and a new segment with room to write; or OSError, and a next try may come."""
+        self._cut_tail()
         probe = self.directory / "room.tmp"
         try:
             self._write_file(probe, bytes(_HEADROOM_BYTES))
@@ -491,11 +424,5 @@ class Journal:
             probe.unlink(missing_ok=True)
         self._create_segment(self._open_number + 1)
 
-    # --- names ----------------------------------------------------------------------------------
-
-    def _path(self, kind: str, number: int) -> Path:
-        return self.directory / f"{kind}-{number:08d}"
-
-    def _numbered(self, kind: str) -> list[int]:
-        names = (path.name.removeprefix(f"{kind}-") for path in self.directory.glob(f"{kind}-*"))
-        return sorted(int(name) for name in names if name.isdigit())
+    def _cut_tail(self) -> None:
+        self._disk.truncate(self._fd, self._synced)

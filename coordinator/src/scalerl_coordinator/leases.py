@@ -7,25 +7,33 @@ nobody, and at worst a lost lease is noticed later.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+
+from scalerl_api.wire import Split
 
 _LONGEST_DELAY_SECONDS = 60.0
 NOTABLE_ATTEMPTS = 5
 """A slot that came back spoiled so often is worth a word in the status."""
+HOPELESS_ATTEMPTS = 10
+"""A final evaluation does not wait for a prompt that came back so often."""
+
+Place = tuple[Split, int]
+"""A training slot, or a position in the held-out set."""
 
 
 @dataclass(slots=True)
 class _Open:
     holder: str
     deadline: float
-    issued_at: float
+    told_at: float | None
+    """When the answer that carries it went out; None while that is still to come."""
     prompt_id: str | None = None
 
 
 @dataclass(slots=True)
 class Spoiled:
-    """A slot whose groups were refused, or whose leases were given back."""
+    """A place whose groups were refused, or whose leases were given back."""
 
     attempts: int
     not_before: float
@@ -37,14 +45,27 @@ class LeaseBook:
     """Open leases by id. Times are logical seconds, and never go back, so leases expire in the order of issue."""
 
     lease_seconds: float
-    spoiled: dict[int, Spoiled] = field(default_factory=dict)
-    """Training slots in trouble."""
+    spoiled: dict[Place, Spoiled] = field(default_factory=dict)
+    """Places in trouble."""
     _open: dict[str, _Open] = field(default_factory=dict)
     _by_holder: dict[str, set[str]] = field(default_factory=dict)
 
-    def add(self, lease_id: str, holder: str, now: float) -> None:
-        self._open[lease_id] = _Open(holder, now + self.lease_seconds, now)
+    def add(self, lease_id: str, holder: str, now: float, *, told: bool = True) -> None:
+        """``told``: its holder knows of it; else :meth:`tell` says when it does."""
+        self._open[lease_id] = _Open(holder, now + self.lease_seconds, now if told else None)
         self._by_holder.setdefault(holder, set()).add(lease_id)
+
+    def tell(self, lease_ids: Iterable[str], now: float) -> None:
+        """The answer with these leases goes out now: from here on their holder can be asked about them."""
+        for lease_id in lease_ids:
+            lease = self._open.get(lease_id)
+            if lease is not None:
+                lease.told_at = now
+
+    def remaining_seconds(self, lease_id: str, now: float) -> float | None:
+        """Until the deadline; None for a lease that is not open any more."""
+        lease = self._open.get(lease_id)
+        return None if lease is None else max(0.0, lease.deadline - now)
 
     def remove(self, lease_id: str) -> None:
         lease = self._open.pop(lease_id, None)
@@ -59,8 +80,12 @@ class LeaseBook:
         return set(self._by_holder.get(holder, ()))
 
     def abandoned(self, holder: str, held: Collection[str], older_than: float) -> list[str]:
-        """Leases issued before ``older_than`` that ``holder`` does not say it works on."""
-        return sorted(i for i in self.of(holder) - set(held) if self._open[i].issued_at < older_than)
+        """Leases ``holder`` was told of before ``older_than`` and does not say it works on."""
+        return sorted(
+            i
+            for i in self.of(holder) - set(held)
+            if (told_at := self._open[i].told_at) is not None and told_at < older_than
+        )
 
     def expired(self, now: float) -> list[str]:
         """Leases past their deadline, earliest first. The caller closes them and calls :meth:`remove`."""
@@ -80,20 +105,25 @@ class LeaseBook:
         lease = self._open.get(lease_id)
         return None if lease is None else lease.prompt_id
 
-    def spoil(self, slot: int, reason: str, now: float) -> Spoiled:
-        """A training slot came back for ``reason``. It is issued again at once; from the second time on it waits."""
-        attempts = self.spoiled[slot].attempts + 1 if slot in self.spoiled else 1
+    def spoil(self, place: Place, reason: str, now: float) -> Spoiled:
+        """``place`` came back for ``reason``. It is issued again at once; from the second time on it waits."""
+        attempts = self.spoiled[place].attempts + 1 if place in self.spoiled else 1
         delay = 0.0 if attempts == 1 else min(2.0 ** min(attempts - 2, 16), _LONGEST_DELAY_SECONDS)
-        self.spoiled[slot] = Spoiled(attempts, now + delay, reason)
-        return self.spoiled[slot]
+        self.spoiled[place] = Spoiled(attempts, now + delay, reason)
+        return self.spoiled[place]
 
-    def waits(self, slot: int, now: float) -> bool:
-        """Whether ``slot`` may not be issued yet."""
-        spoiled = self.spoiled.get(slot)
+    def attempts(self, place: Place) -> int:
+        """How often ``place`` came back since it was last served."""
+        spoiled = self.spoiled.get(place)
+        return 0 if spoiled is None else spoiled.attempts
+
+    def waits(self, place: Place, now: float) -> bool:
+        """Whether ``place`` may not be issued yet."""
+        spoiled = self.spoiled.get(place)
         return spoiled is not None and now < spoiled.not_before
 
     def wait_over(self, before: float, now: float) -> bool:
-        """Whether some slot's wait ended in (before, now]."""
+        """Whether some place's wait ended in (before, now]."""
         return any(before < s.not_before <= now for s in self.spoiled.values())
 
     def resync(self, open_leases: dict[str, str], now: float) -> None:

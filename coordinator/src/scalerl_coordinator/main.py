@@ -63,7 +63,7 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     run = load_run(environment.paths.run_file)
-    task = await asyncio.to_thread(open_task, run.spec.task)
+    task = await asyncio.to_thread(open_task, run.spec.task, environment.paths.root)
     settings = Settings.of_run(
         run,
         train_digest=task.train.digest,

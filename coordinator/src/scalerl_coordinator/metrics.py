@@ -50,7 +50,7 @@ class _RunCollector(Collector):
         dropped = CounterMetricFamily(
             _PREFIX + "dropped_rollouts", "Rollouts dropped, by reason.", labels=("reason",)
         )
-        for reason in ("late", "stale", "invalid", "duplicate"):
+        for reason in ("late", "stale", "invalid", "duplicate", "held_out_invalid"):
             dropped.add_metric((reason,), getattr(counts, reason))
         yield dropped
         phases = GaugeMetricFamily(_PREFIX + "phase", "1 for the phase the run is in.", labels=("phase",))
@@ -77,6 +77,8 @@ class _RunCollector(Collector):
         for name, total, text in (
             ("acknowledged_rollouts", counts.acknowledged, "Accepted, less what a fresh start gave up."),
             ("expired_leases", counts.expired_leases, "Training leases given away."),
+            ("grading_errors", status.grading_errors, "Accepted rollouts whose verifier failed."),
+            ("checkpoint_failures", status.checkpoint_failures, "Checkpoints that could not be written."),
             ("generated_tokens", status.tokens_generated, "By all generators."),
             ("trained_tokens", status.tokens_trained, "On the present line of versions."),
             ("wall_seconds", status.wall_seconds, "Since the first lease."),

@@ -74,6 +74,8 @@ class GroupAccepted(Record, frozen=True, array_like=True, tag="group"):
     """Of any token of the group."""
     version_tokens: int
     """Sum over completion tokens of the version that sampled each."""
+    grading_errors: int = 0
+    """Completions whose verifier failed."""
 
 
 class EvaluationStarted(Record, frozen=True, array_like=True, tag="evaluation"):
@@ -94,6 +96,7 @@ class EvaluationAccepted(Record, frozen=True, array_like=True, tag="evaluation-g
     truncated: int
     mixed: bool
     """A token came from another version than the one being measured."""
+    grading_errors: int = 0
 
 
 class Dropped(Record, frozen=True, array_like=True, tag="dropped"):
@@ -106,7 +109,6 @@ class Dropped(Record, frozen=True, array_like=True, tag="dropped"):
 class TrainerJoined(Record, frozen=True, array_like=True, tag="trainer"):
     incarnation: str
     version: int
-    world_size: int
 
 
 class Restored(Record, frozen=True, array_like=True, tag="restored"):
@@ -125,6 +127,8 @@ class StepTrained(Record, frozen=True, array_like=True, tag="step"):
 class Published(Record, frozen=True, array_like=True, tag="published"):
     version: int
     stats: dict[str, float]
+    digest: str = ""
+    """Of the whole commit: the same one again is the repetition of a call whose answer was lost."""
 
 
 class CheckpointCommitted(Record, frozen=True, array_like=True, tag="checkpoint"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from dataclasses import dataclass
@@ -11,8 +12,7 @@ from scalerl_api.wire import PushResult, Split
 from scalerl_coordinator import records as r
 from scalerl_coordinator.checks import BadGroup, Measured, measure
 from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal
-from scalerl_coordinator.curriculum import lease_seed
-from scalerl_coordinator.leases import NOTABLE_ATTEMPTS
+from scalerl_coordinator.leases import HOPELESS_ATTEMPTS, NOTABLE_ATTEMPTS, Place
 from scalerl_coordinator.membership import Member, UnknownMember
 from scalerl_coordinator.slots import lease_limit, staleness, step_of
 
@@ -41,6 +41,7 @@ class Rollouts:
 
     def __init__(self, core: Core) -> None:
         self._core = core
+        self._told_of_grading = False
 
     # --- membership -----------------------------------------------------------------------------
 
@@ -83,7 +84,7 @@ class Rollouts:
         if not member.healthy:
             core.give_away(member.name)
         elif request.held_leases is not None:
-            # An answer that never arrived leaves leases that nobody works on; two heartbeats tell.
+            # An answer that never arrived leaves leases that nobody works on; two heartbeats after it tell.
             older = now - 2 * core.settings.heartbeat_seconds
             for lease_id in core.book.abandoned(member.name, request.held_leases, older):
                 core.close_lease(lease_id, r.Why.EXPIRED)
@@ -100,18 +101,23 @@ class Rollouts:
             core.wake.add(TRAINER)
 
     def offer(self, member_id: str, max_groups: int, now: float) -> wire.Leases | None:
-        """Work for a member that polls, or None while there is none. Raises UnknownMember."""
+        """Work for a member that polls, or None while there is none. Raises UnknownMember.
+
+        Whoever sends the leases says so to the lease book (:meth:`~.leases.LeaseBook.tell`).
+        """
         core = self._core
         member = core.membership.members.get(member_id)
         if member is None:
             raise UnknownMember(f"member {member_id!r} is not known here any more; register again")
         if core.state.finish_reason and core.ending:
             return wire.Leases(leases=[], stop=True)
+        if core.interrupted:
+            return None
         if core.state.fresh or not member.healthy or not 0 <= member.version <= core.newest_possible:
             # Weights from beyond what is known here belong to a line of versions that is lost.
             return None
         wanted = min(max_groups, _MOST_LEASES)
-        issues = self._evaluation_issues(member, wanted)
+        issues = self._evaluation_issues(member, wanted, now)
         if not core.ending:
             issues += self._training_issues(member, wanted - len(issues), now)
         if not issues:
@@ -123,11 +129,14 @@ class Rollouts:
         core.commit(r.LeasesIssued(member.name, numbered))
         return wire.Leases(leases=[self._lease(issue, member.name, now) for issue in numbered])
 
-    def _evaluation_issues(self, member: Member, wanted: int) -> list[tuple[Split, int, int, int]]:
+    def _evaluation_issues(
+        self, member: Member, wanted: int, now: float
+    ) -> list[tuple[Split, int, int, int]]:
         issues: list[tuple[Split, int, int, int]] = []
         for version, evaluation in sorted(self._core.state.evaluations.items()):
             if member.version == version or (evaluation.released and member.version > version):
-                positions = evaluation.todo[: wanted - len(issues)]
+                ready = (p for p in evaluation.todo if not self._core.book.waits((Split.HELD_OUT, p), now))
+                positions = itertools.islice(ready, wanted - len(issues))
                 issues += [(Split.HELD_OUT, position, position, version) for position in positions]
         return issues
 
@@ -141,7 +150,7 @@ class Rollouts:
         for slot in state.reissue:
             if len(issues) >= wanted or slot >= limit:
                 break
-            if not core.book.waits(slot, now):
+            if not core.book.waits((Split.TRAIN, slot), now):
                 issues.append((Split.TRAIN, slot, state.prompts[slot], member.version))
         fresh = range(state.next_slot, min(limit, state.next_slot + wanted - len(issues)))
         return issues + [(Split.TRAIN, slot, core.curriculum.choose(slot), member.version) for slot in fresh]
@@ -149,7 +158,7 @@ class Rollouts:
     def _lease(self, issue: r.Issue, holder: str, now: float) -> wire.Lease:
         core, identity = self._core, self._core.settings.identity
         lease_id = core.state.lease_id(issue.number)
-        core.book.add(lease_id, holder, now)
+        core.book.add(lease_id, holder, now, told=False)
         held_out = issue.split is Split.HELD_OUT
         return wire.Lease(
             lease_id=lease_id,
@@ -160,7 +169,6 @@ class Rollouts:
             completions=identity.evaluation_samples if held_out else identity.completions_per_prompt,
             max_tokens=identity.max_completion_tokens,
             temperature=core.settings.evaluation_temperature if held_out else core.settings.temperature,
-            seed=lease_seed(identity.seed, issue.split, issue.slot),
             remaining_seconds=core.book.lease_seconds,
             policy_version=issue.policy_version,
         )
@@ -174,8 +182,7 @@ class Rollouts:
             if lease is None:
                 continue
             core.close_lease(lease_id, r.Why.RELEASED)
-            if lease.split is Split.TRAIN:
-                self._spoil(lease.slot, f"released by {member.name}: {request.reason}", now)
+            self._spoil((lease.split, lease.slot), f"released by {member.name}: {request.reason}", now)
 
     # --- pushes ---------------------------------------------------------------------------------
 
@@ -189,6 +196,7 @@ class Rollouts:
             measured = self._measure(group, expected)
         except BadGroup as problem:
             return self._spoiled(group, expected, PushResult.INVALID, f"{member.name}: {problem}", now)
+        self._notice_grading(member, group, measured)
         if expected.split is Split.HELD_OUT:
             self._accept_evaluation(group, expected, measured, now)
             return PushResult.ACCEPTED, None
@@ -207,11 +215,12 @@ class Rollouts:
                 truncated=measured.truncated,
                 oldest_version=measured.oldest_version,
                 version_tokens=measured.version_tokens,
+                grading_errors=measured.grading_errors,
             ),
             payload,
         )
         self._core.book.remove(group.lease_id)
-        self._core.book.spoiled.pop(expected.slot, None)
+        self._core.book.spoiled.pop((Split.TRAIN, expected.slot), None)
         return PushResult.ACCEPTED, None
 
     def _expected(self, group: wire.Group) -> _Expected | Verdict:
@@ -264,14 +273,26 @@ class Rollouts:
             core.commit(r.Dropped(late=rollouts, duplicate=0))
             return PushResult.LATE, reason
         core.close_lease(group.lease_id, r.Why(result.value), rollouts)
-        if expected.split is Split.TRAIN:
-            self._spoil(expected.slot, reason, now)
+        self._spoil((expected.split, expected.slot), reason, now)
         return result, reason
 
-    def _spoil(self, slot: int, reason: str, now: float) -> None:
-        spoiled = self._core.book.spoil(slot, reason, now)
+    def _spoil(self, place: Place, reason: str, now: float) -> None:
+        spoiled = self._core.book.spoil(place, reason, now)
         if spoiled.attempts == NOTABLE_ATTEMPTS:
-            log.error("slot %d came back %d times, last because: %s", slot, spoiled.attempts, reason)
+            log.error("%s slot %d came back %d times, last because: %s", *place, spoiled.attempts, reason)
+        if spoiled.attempts >= HOPELESS_ATTEMPTS:
+            self._core.wake.add(TRAINER)
+
+    def _notice_grading(self, member: Member, group: wire.Group, measured: Measured) -> None:
+        """Say once what went wrong; the rest is counted."""
+        if measured.grading_errors and not self._told_of_grading:
+            self._told_of_grading = True
+            error = next(c.grading_error for c in group.completions if c.grading_error is not None)
+            log.error(
+                "%s, prompt %s: the verifier failed on %d of %d completions: %s; from now on grading errors are "
+                "only counted, in the status and in metrics.jsonl",
+                *(member.name, group.prompt_id, measured.grading_errors, len(group.completions), error),
+            )
 
     def _accept_evaluation(
         self, group: wire.Group, expected: _Expected, measured: Measured, now: float
@@ -287,6 +308,8 @@ class Rollouts:
                 tokens=sum(measured.lengths),
                 truncated=measured.truncated,
                 mixed=not measured.oldest_version == measured.newest_version == expected.policy_version,
+                grading_errors=measured.grading_errors,
             )
         )
         core.book.remove(group.lease_id)
+        core.book.spoiled.pop((Split.HELD_OUT, expected.slot), None)

@@ -1,22 +1,23 @@
 """The coordinator on the network: aiohttp in front of :class:`~.core.Core`, the journal behind it.
 
 A request goes body → struct → core → journal → answer. Between core and journal nothing awaits, so the order of the
-journal is the order of the decisions; and the answer waits until the journal has everything decided so far. Long
-polls sleep on an event that the core's ``wake`` sets, never on a timer of their own.
+journal is the order of the decisions; and whoever decided waits at once until the journal has it, before anything
+else is done for the answer. Long polls sleep on an event that the core's ``wake`` sets, never on a timer of their own.
 
-    401 unauthorized    426 wire-version    404 unknown-member    413 too-large    408 slow
-    400 bad-request     409 superseded and every other refusal    503 busy         507 no-space
+What a disk refuses is undone, and those who asked are told (507). Whatever else goes wrong behind an answer — a
+damaged journal, prompts that cannot be read, a decision that fails half-way — sets :attr:`Server.failure`: the process
+ends with it, and nothing that is in memory only is written down any more.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
@@ -27,40 +28,27 @@ from scalerl_coordinator.clock import LogicalClock
 from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal
 from scalerl_coordinator.files import RunFiles
 from scalerl_coordinator.frames import CorruptJournal
-from scalerl_coordinator.journal import Journal, JournalRefused
+from scalerl_coordinator.http import Answer, Gate, respond
+from scalerl_coordinator.journal import Journal
 from scalerl_coordinator.membership import UnknownMember
 from scalerl_coordinator.metrics import Metrics
 from scalerl_coordinator.rollouts import Rollouts
 from scalerl_coordinator.status import view
 from scalerl_coordinator.store import load_state, new_member_id
 from scalerl_coordinator.training import ShardPlan, Training, fill_shard
-from scalerl_tasks import PromptSource
+from scalerl_tasks import PromptSource, TaskError
 
 log = logging.getLogger(__name__)
 
 SMALL_BODY_BYTES = 2**20
 PUSH_BODY_BYTES = 2**26
+"""Of several groups; a single one may have what the run's lengths come to."""
 HELLO_BODY_BYTES = 2**29
-_IN_FLIGHT_BYTES = 2**29
-"""Bodies of pushes held at once; above it, actors are told to come back."""
 _LONGEST_POLL_SECONDS = 60.0
-_BODY_SECONDS = 30.0
-_SLOWEST_BYTES_PER_SECOND = 2**19
 _TICK_SECONDS = 0.25
 _ROTATE_AT_CHECKPOINT_BYTES = 2**20
 
 T = TypeVar("T")
-Reply = wire.Struct | bytes
-Handler = Callable[[Any], Awaitable[Reply]]
-
-
-class _Answer(Exception):
-    """An answer that is not 2xx."""
-
-    def __init__(self, status: int, error: str, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.error = error
 
 
 class _RawPush(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,17 +73,16 @@ class Server:
         self._core = core
         self._journal = journal
         self._files = files
-        self._token = f"Bearer {token}".encode()
         self._prompts = {wire.Split.TRAIN: train, wire.Split.HELD_OUT: held_out}
         self._clock = LogicalClock(time.monotonic() - core.meter.last)
         self._rollouts = Rollouts(core)
         self._training = Training(core)
         self._metrics = Metrics(lambda: view(core), journal.figures)
+        self._gate = Gate(token, self._metrics)
         self._events = {WORK: asyncio.Event(), TRAINER: asyncio.Event()}
-        self._in_flight_bytes = 0
         self._step_groups: tuple[int, str, list[wire.Group]] | None = None
         self._step_lock = asyncio.Lock()
-        self._files_lock = asyncio.Lock()
+        self._files_thread = ThreadPoolExecutor(1, thread_name_prefix="files")
         self._points_written: list[wire.EvaluationPoint] | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._closing = False
@@ -103,6 +90,7 @@ class Server:
         """Set when the coordinator cannot go on; whoever runs the server ends the process with it."""
         self.app = self._application()
         journal.on_refusal = self._go_back
+        journal.on_death = self._fail
 
     # --- life -----------------------------------------------------------------------------------
 
@@ -110,7 +98,8 @@ class Server:
         """Bring the files up to the state; begin to keep time. The journal is started."""
         self._flush()
         await self._journal.durable()
-        await self._write_files(repair=True)
+        await self._write_rows(whole=True)
+        await self._write_curve()
         self._ticker = asyncio.create_task(self._keep_time(), name="coordinator-tick")
         self._ticker.add_done_callback(self._ticker_done)
 
@@ -121,30 +110,41 @@ class Server:
             event.set()
 
     async def close(self) -> None:
-        """Journal what is left, with a snapshot; stop."""
+        """Journal what is left, with a snapshot, unless the state cannot be trusted any more; stop."""
         self.stop_polls()
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
-        if self._journal.refusing is None:
+        if self._journal.refusing is None and not self.failure.done():
             self._core.flush_usage(self._now())
             self._flush()
             self._journal.rotate(self._core.state.encode())
+            await self._write_rows()
+            await self._write_curve()
         await self._journal.close()
+        self._files_thread.shutdown(wait=True)
 
     async def _keep_time(self) -> None:
-        while True:
+        while not self.failure.done():
             await asyncio.sleep(_TICK_SECONDS)
             now = self._now()
-            if self._journal.refusing is None:
+            if self._journal.refusing is None and not self.failure.done():
                 self._core.tick(now)
                 self._training.tick(now)
                 self._flush()
-                await self._write_files()
+                await self._write_curve()
 
     def _ticker_done(self, ticker: asyncio.Task[None]) -> None:
-        if not ticker.cancelled() and ticker.exception() is not None and not self.failure.done():
-            self.failure.set_exception(ticker.exception() or RuntimeError("the ticker ended"))
+        problem = None if ticker.cancelled() else ticker.exception()
+        if problem is not None:
+            self._fail(problem)
+
+    def _fail(self, problem: BaseException) -> Answer:
+        """The coordinator cannot go on: the process ends with ``problem``; the answer is for who asked just now."""
+        if not self.failure.done():
+            log.error("the coordinator cannot go on: %s", problem)
+            self.failure.set_exception(problem)
+        return Answer(500, "failed", f"the coordinator ends: {problem}")
 
     def _now(self) -> float:
         # While nothing can be journaled nothing is delivered either: nobody's time runs.
@@ -172,26 +172,48 @@ class Server:
         core.wake.clear()
 
     def _decide(self, decision: Callable[[float], T]) -> T:
-        """Run one decision of the core; its records are in the journal's queue when this returns."""
+        """Run one decision of the core; its records are in the journal's queue when this returns.
+
+        An exception that is no refusal may have left the state half changed: nothing of it may be written.
+        """
+        if self.failure.done():
+            raise Answer(500, "failed", "the coordinator ends, after a failure that its log tells of")
         self._journal.check()
         try:
-            return decision(self._now())
-        finally:
+            try:
+                result = decision(self._now())
+            except (Refusal, UnknownMember):
+                self._flush()
+                raise
             self._flush()
+        except (Refusal, UnknownMember):
+            raise
+        except Exception as problem:
+            log.exception("a decision failed half-way")
+            raise self._fail(problem) from problem
+        return result
+
+    async def _decided(self, decision: Callable[[float], T]) -> T:
+        """A decision that is on disk: it and everything before it that it may rest upon.
+
+        Nothing awaits between the two, so no refusal of the disk goes unnoticed in between.
+        """
+        result = self._decide(decision)
+        await self._journal.durable()
+        return result
 
     def _go_back(self) -> None:
         """The disk took no more: the state returns to what the journal holds."""
         try:
             state = load_state(self._journal)
-        except CorruptJournal as problem:
-            if not self.failure.done():
-                self.failure.set_exception(problem)
+        except (CorruptJournal, OSError) as problem:
+            self._fail(problem)
             return
         self._core.rebase(state, self._now())
         self._step_groups = None
 
     async def _poll(self, topic: str, wait_seconds: float, attempt: Callable[[float], T | None]) -> T | None:
-        """``attempt`` at once and at every event of ``topic``, until it gives something or time is over."""
+        """``attempt`` at once and at every event of ``topic``, until it gives something (on disk then), or time is over."""
         if not (math.isfinite(wait_seconds) and wait_seconds >= 0):
             raise Refusal("bad-request", f"wait_seconds is {wait_seconds}, must be a number of seconds")
         loop = asyncio.get_running_loop()
@@ -200,6 +222,7 @@ class Server:
             event = self._events[topic]
             result = self._decide(attempt)
             if result is not None or self._closing or loop.time() >= deadline:
+                await self._journal.durable()
                 return result
             try:
                 async with asyncio.timeout_at(deadline):
@@ -210,7 +233,8 @@ class Server:
     # --- actors ---------------------------------------------------------------------------------
 
     async def _register(self, request: wire.Register) -> wire.Registered:
-        return self._decide(lambda now: self._rollouts.register(request, new_member_id(request.name), now))
+        member_id = new_member_id(request.name)
+        return await self._decided(lambda now: self._rollouts.register(request, member_id, now))
 
     async def _heartbeat(self, request: wire.Heartbeat) -> wire.Ack:
         if self._journal.refusing is not None:
@@ -221,25 +245,39 @@ class Server:
 
     async def _lease(self, request: wire.LeaseRequest) -> wire.Leases:
         self._decide(lambda now: self._rollouts.arrive(request, now))
-        leases = await self._poll(
-            WORK,
-            request.wait_seconds,
-            lambda now: self._rollouts.offer(request.member_id, request.max_groups, now),
-        )
-        if leases is None or not leases.leases:
-            return leases or wire.Leases(leases=[])
-        # Generated tasks make a prompt to know its id: not on the event loop.
-        ids = await asyncio.to_thread(
-            lambda: [self._prompts[lease.split][lease.prompt_index].id for lease in leases.leases]
-        )
-        for lease, prompt_id in zip(leases.leases, ids, strict=True):
-            self._core.book.set_prompt_id(lease.lease_id, prompt_id)
-        return wire.Leases(
-            leases=[
-                msgspec.structs.replace(lease, prompt_id=prompt_id)
-                for lease, prompt_id in zip(leases.leases, ids, strict=True)
-            ]
-        )
+        given: list[wire.Lease] = []
+
+        def attempt(now: float) -> wire.Leases | None:
+            leases = self._rollouts.offer(request.member_id, request.max_groups, now)
+            given.extend(leases.leases if leases is not None else ())
+            return leases
+
+        try:
+            leases = await self._poll(WORK, request.wait_seconds, attempt)
+            if leases is None or not leases.leases:
+                return leases or wire.Leases(leases=[])
+            # Generated tasks make a prompt to know its id: not on the event loop.
+            ids = await asyncio.to_thread(self._prompt_ids, given)
+        except TaskError as problem:
+            raise self._fail(problem) from problem
+        finally:
+            # Also when the client is gone: an answer that does not arrive is noticed from here on.
+            self._core.book.tell((lease.lease_id for lease in given), self._now())
+        return wire.Leases(leases=self._named(given, ids))
+
+    def _prompt_ids(self, leases: list[wire.Lease]) -> list[str]:
+        return [self._prompts[lease.split][lease.prompt_index].id for lease in leases]
+
+    def _named(self, leases: list[wire.Lease], ids: list[str]) -> list[wire.Lease]:
+        """The leases as they go out; without those that ended while their prompts were looked up."""
+        book, now = self._core.book, self._now()
+        named = []
+        for lease, prompt_id in zip(leases, ids, strict=True):
+            remaining = book.remaining_seconds(lease.lease_id, now)
+            if remaining is not None:
+                book.set_prompt_id(lease.lease_id, prompt_id)
+                named.append(msgspec.structs.replace(lease, prompt_id=prompt_id, remaining_seconds=remaining))
+        return named
 
     async def _push(self, request: _RawPush) -> wire.PushReply:
         groups = []
@@ -247,7 +285,7 @@ class Server:
             try:
                 groups.append(_decode_group(raw))
             except msgspec.DecodeError as problem:
-                raise _Answer(400, "bad-request", str(problem).replace("`$", f"`$.groups[{index}]")) from None
+                raise Answer(400, "bad-request", str(problem).replace("`$", f"`$.groups[{index}]")) from None
 
         def take(now: float) -> list[tuple[wire.PushResult, str | None]]:
             self._core.membership.get(request.member_id, now)
@@ -256,20 +294,20 @@ class Server:
                 for group, raw in zip(groups, request.groups, strict=True)
             ]
 
-        verdicts = self._decide(take)
+        verdicts = await self._decided(take)
         return wire.PushReply(results=[v for v, _ in verdicts], reasons=[reason for _, reason in verdicts])
 
     async def _release(self, request: wire.Release) -> wire.Ack:
-        self._decide(lambda now: self._rollouts.release(request, now))
+        await self._decided(lambda now: self._rollouts.release(request, now))
         return wire.Ack()
 
     # --- trainer --------------------------------------------------------------------------------
 
     async def _hello(self, request: wire.TrainerHello) -> wire.TrainerWelcome:
-        welcome = self._decide(lambda now: self._training.hello(request, now))
-        await self._journal.durable()
+        welcome = await self._decided(lambda now: self._training.hello(request, now))
         self._step_groups = None
-        await self._write_files(repair=True)
+        await self._write_rows(whole=True)
+        await self._write_curve()
         return welcome
 
     async def _next(self, request: wire.NextRequest) -> wire.Next:
@@ -277,7 +315,7 @@ class Server:
         return found or wire.Next(action=wire.NextAction.WAIT, step=request.version)
 
     async def _shard(self, request: wire.ShardRequest) -> bytes:
-        plan = self._decide(lambda _: self._training.plan_shard(request))
+        plan = await self._decided(lambda _: self._training.plan_shard(request))
         groups = await self._groups_of(plan)
         return await asyncio.to_thread(lambda: msgspec.msgpack.encode(fill_shard(plan, groups)))
 
@@ -287,21 +325,30 @@ class Server:
             cached = self._step_groups
             if cached is None or cached[:2] != (plan.step, plan.lease_ids[0]):
                 self._step_groups = None
-                await self._journal.durable()
-                groups = await asyncio.to_thread(self._read_groups, plan.lease_ids)
+                try:
+                    groups = await asyncio.to_thread(self._read_groups, plan.lease_ids)
+                except KeyError as problem:
+                    raise Refusal(
+                        "not-ready", f"step {plan.step} was forgotten meanwhile (group {problem})"
+                    ) from None
+                except (CorruptJournal, OSError) as problem:
+                    raise self._fail(problem) from problem
                 self._step_groups = cached = (plan.step, plan.lease_ids[0], groups)
             return cached[2]
 
     def _read_groups(self, lease_ids: list[str]) -> list[wire.Group]:
-        return [_decode_group(blob) for blob in self._journal.read(lease_ids)]
+        blobs = self._journal.blobs.read(lease_ids)
+        try:
+            return [_decode_group(blob) for blob in blobs]
+        except msgspec.DecodeError as problem:
+            raise CorruptJournal(
+                str(self._journal.directory), 0, f"a group does not fit: {problem}"
+            ) from problem
 
     async def _step(self, report: wire.StepReport) -> wire.Ack:
-        row = self._decide(lambda now: self._training.step(report, now))
-        await self._journal.durable()
+        await self._decided(lambda now: self._training.step(report, now))
         self._step_groups = None
-        if row is not None:
-            async with self._files_lock:
-                await self._on_files(lambda: self._files.append(row))
+        await self._write_rows()
         return wire.Ack()
 
     async def _publish_begin(self, request: wire.PublishBegin) -> wire.PublishPermit:
@@ -311,26 +358,33 @@ class Server:
         return permit or wire.PublishPermit(ready=False, members=[])
 
     async def _publish_commit(self, request: wire.PublishCommit) -> wire.Ack:
-        self._decide(lambda now: self._training.publish_commit(request, now))
+        await self._decided(lambda now: self._training.publish_commit(request, now))
         return wire.Ack()
 
     async def _checkpoint_begin(self, request: wire.CheckpointBegin) -> wire.CheckpointSnapshot:
-        return self._decide(lambda now: self._training.checkpoint_begin(request, now))
+        return await self._decided(lambda now: self._training.checkpoint_begin(request, now))
 
     async def _checkpoint_commit(self, request: wire.CheckpointCommit) -> wire.Ack:
         # What the journal forgets now, metrics.jsonl has to have.
-        await self._write_files(repair=True)
-        self._decide(lambda now: self._training.checkpoint_commit(request, now))
+        if not await self._write_rows():
+            raise Answer(507, "no-space", "metrics.jsonl cannot be written (see the log); try again later")
+        await self._decided(lambda now: self._training.checkpoint_commit(request, now))
+        await self._write_curve()
         return wire.Ack()
 
     # --- anyone ---------------------------------------------------------------------------------
 
     async def _stop(self, request: wire.Stop) -> wire.Ack:
-        self._decide(lambda now: self._core.stop(request.reason, now))
+        await self._decided(lambda now: self._core.stop(request.reason, now))
         return wire.Ack()
 
     async def _status(self, request: web.Request) -> web.Response:
-        return _response(msgspec.msgpack.encode(view(self._core)))
+        return respond(msgspec.msgpack.encode(view(self._core)))
+
+    async def _health(self, request: web.Request) -> web.Response:
+        if self.failure.done():
+            return web.Response(status=503, text="the coordinator ends\n")
+        return web.Response(text="alive\n")
 
     async def _ready(self, request: web.Request) -> web.Response:
         if self._closing or self._journal.refusing is not None:
@@ -339,22 +393,19 @@ class Server:
 
     # --- files ----------------------------------------------------------------------------------
 
-    async def _write_files(self, *, repair: bool = False) -> None:
-        state = self._core.state
-        points = list(state.points)
-        if not repair and points == self._points_written:
-            return
-        async with self._files_lock:
-            if repair:
-                rows, version = dict(state.rows), state.version
-                await self._on_files(lambda: self._files.repair(rows, version))
-            if await self._on_files(lambda: self._files.write_curve(points)):
-                self._points_written = points
+    async def _write_rows(self, *, whole: bool = False) -> bool:
+        rows, version = dict(self._core.state.rows), self._core.state.version
+        return await self._on_files(lambda: self._files.write_rows(rows, version, whole=whole))
+
+    async def _write_curve(self) -> None:
+        points = list(self._core.state.points)
+        if points != self._points_written and await self._on_files(lambda: self._files.write_curve(points)):
+            self._points_written = points
 
     async def _on_files(self, write: Callable[[], None]) -> bool:
-        """Files for people do not hold up the run: the journal has it all, and repairs them later."""
+        """Files for people do not hold up the run: the journal has it all until a checkpoint is committed."""
         try:
-            await asyncio.to_thread(write)
+            await asyncio.get_running_loop().run_in_executor(self._files_thread, write)
         except OSError as error:
             log.error("metrics.jsonl or curve.csv not written: %s", error)
             return False
@@ -364,11 +415,12 @@ class Server:
 
     def _application(self) -> web.Application:
         app = web.Application()
+        push_bytes = max(PUSH_BODY_BYTES, self._core.settings.longest_group_bytes)
         for path, kind, limit, handler in (
             (endpoints.MEMBERS, wire.Register, SMALL_BODY_BYTES, self._register),
             (endpoints.HEARTBEAT, wire.Heartbeat, SMALL_BODY_BYTES, self._heartbeat),
             (endpoints.LEASE, wire.LeaseRequest, SMALL_BODY_BYTES, self._lease),
-            (endpoints.GROUPS, _RawPush, PUSH_BODY_BYTES, self._push),
+            (endpoints.GROUPS, _RawPush, push_bytes, self._push),
             (endpoints.RELEASE, wire.Release, SMALL_BODY_BYTES, self._release),
             (endpoints.TRAINER_HELLO, wire.TrainerHello, HELLO_BODY_BYTES, self._hello),
             (endpoints.TRAINER_NEXT, wire.NextRequest, SMALL_BODY_BYTES, self._next),
@@ -380,9 +432,9 @@ class Server:
             (endpoints.CHECKPOINT_COMMIT, wire.CheckpointCommit, SMALL_BODY_BYTES, self._checkpoint_commit),
             (endpoints.STOP, wire.Stop, SMALL_BODY_BYTES, self._stop),
         ):
-            app.router.add_post(path, self._endpoint(path, kind, limit, handler))
-        app.router.add_get(endpoints.STATUS, self._guarded(endpoints.STATUS, self._status))
-        app.router.add_get(endpoints.HEALTH, _health)
+            app.router.add_post(path, self._gate.endpoint(path, kind, limit, handler))
+        app.router.add_get(endpoints.STATUS, self._gate.guarded(endpoints.STATUS, self._status))
+        app.router.add_get(endpoints.HEALTH, self._health)
         app.router.add_get(endpoints.READY, self._ready)
         app.router.add_get(endpoints.METRICS, self._metrics_text)
         return app
@@ -390,108 +442,5 @@ class Server:
     async def _metrics_text(self, request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.text(), content_type="text/plain", charset="utf-8")
 
-    def _endpoint(
-        self, path: str, kind: type[Any], limit: int, handler: Handler
-    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        decode = msgspec.msgpack.Decoder(kind).decode
-
-        async def answer(request: web.Request) -> web.Response:
-            body = await self._body(request, limit)
-            try:
-                self._metrics.received_bytes.inc(len(body))
-                message = decode(body)
-                reply = await handler(message)
-            finally:
-                self._in_flight_bytes -= len(body)
-            if path != endpoints.HEARTBEAT:
-                # Nothing leaves before everything it rests upon is on disk; that somebody lives rests upon nothing.
-                await self._journal.durable()
-            return _response(reply if isinstance(reply, bytes) else msgspec.msgpack.encode(reply))
-
-        return self._guarded(path, answer)
-
-    def _guarded(
-        self, path: str, answer: Callable[[web.Request], Awaitable[web.Response]]
-    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """``answer`` behind the token and the wire version, its errors as :class:`wire.Problem`."""
-
-        async def guarded(request: web.Request) -> web.Response:
-            try:
-                self._check_headers(request)
-                response = await answer(request)
-            except _Answer as problem:
-                response = _problem(problem.status, problem.error, str(problem))
-            except msgspec.DecodeError as problem:
-                response = _problem(400, "bad-request", str(problem))
-            except UnknownMember as problem:
-                response = _problem(404, "unknown-member", str(problem))
-            except Refusal as problem:
-                status = 400 if problem.error in ("bad-request", "bad-snapshot") else 409
-                response = _problem(status, problem.error, str(problem))
-            except JournalRefused as problem:
-                response = _problem(507, "no-space", f"{problem}; nothing was taken in, try again later")
-            except KeyError as problem:
-                # The step was forgotten while its groups were being read.
-                response = _problem(409, "not-ready", f"group {problem} is forgotten")
-            self._metrics.requests.labels(path, str(response.status)).inc()
-            return response
-
-        return guarded
-
-    def _check_headers(self, request: web.Request) -> None:
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, self._token):
-            raise _Answer(401, "unauthorized", "the run's bearer token is missing or wrong")
-        version = request.headers.get(wire.WIRE_HEADER)
-        if version != str(wire.WIRE_VERSION):
-            raise _Answer(
-                426,
-                "wire-version",
-                f"you speak wire version {version or 'none'}, the coordinator {wire.WIRE_VERSION}; "
-                f"update the older one",
-            )
-
-    async def _body(self, request: web.Request, limit: int) -> bytes:
-        """The request's body, counted as in flight; the caller takes it off the count."""
-        length = request.content_length
-        if length is None or length > limit:
-            raise _Answer(
-                413, "too-large", f"the body has {length} bytes, at most {limit} are taken; send less"
-            )
-        if self._in_flight_bytes + length > _IN_FLIGHT_BYTES and self._in_flight_bytes:
-            raise _Answer(503, "busy", f"{self._in_flight_bytes} bytes are being taken in; try again shortly")
-        self._in_flight_bytes += length
-        chunks: list[bytes] = []
-        received = 0
-        try:
-            async with asyncio.timeout(_BODY_SECONDS + length / _SLOWEST_BYTES_PER_SECOND):
-                async for chunk in request.content.iter_any():
-                    received += len(chunk)
-                    chunks.append(chunk)
-        except TimeoutError:
-            raise _Answer(408, "slow", f"{received} of {length} bytes came in time") from None
-        finally:
-            if received != length:
-                self._in_flight_bytes -= length
-        if received != length:
-            raise _Answer(400, "bad-request", f"{received} bytes came, {length} were announced")
-        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
-
 
 _decode_group = msgspec.msgpack.Decoder(wire.Group).decode
-
-
-def _response(body: bytes) -> web.Response:
-    return web.Response(body=body, content_type=wire.CONTENT_TYPE)
-
-
-def _problem(status: int, error: str, message: str) -> web.Response:
-    return web.Response(
-        status=status,
-        body=msgspec.msgpack.encode(wire.Problem(error=error, message=message)),
-        content_type=wire.CONTENT_TYPE,
-    )
-
-
-async def _health(request: web.Request) -> web.Response:
-    return web.Response(text="alive\n")

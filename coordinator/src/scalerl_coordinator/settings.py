@@ -8,6 +8,9 @@ import msgspec
 
 from scalerl_api.spec import ScaleRLRun
 
+_COMPLETION_SLACK_BYTES = 2**14
+"""Names, version spans, a grading error's text, and what MessagePack adds."""
+
 
 class Identity(msgspec.Struct, frozen=True, array_like=True):
     """What may not change between the incarnations of one journal: it would change what slots mean."""
@@ -38,6 +41,16 @@ class Settings:
     generator_devices: int
     trainer_devices: int
     heartbeat_seconds: float = 2.0
+    context_tokens: int = 2**20
+    """Longest prompt and completion together."""
+
+    @property
+    def longest_group_bytes(self) -> int:
+        """More than the largest group of this run takes on the wire: 4 bytes a token id, 4 a log-probability."""
+        identity = self.identity
+        completions = max(identity.completions_per_prompt, identity.evaluation_samples)
+        longest = 8 * identity.max_completion_tokens + _COMPLETION_SLACK_BYTES
+        return completions * longest + 4 * self.context_tokens + _COMPLETION_SLACK_BYTES
 
     @classmethod
     def of_run(
@@ -65,5 +78,6 @@ class Settings:
             lease_seconds=float(spec.generator.lease_seconds),
             max_steps=spec.budget.max_steps,
             generator_devices=max(1, spec.generator.devices),
+            context_tokens=spec.model.context_tokens,
             trainer_devices=spec.trainer.replicas * max(1, spec.trainer.devices),
         )

@@ -30,6 +30,7 @@ def view(core: Core) -> wire.Status:
             invalid=fates.invalid,
             duplicate=fates.duplicate,
             expired_leases=fates.expired_leases,
+            held_out_invalid=fates.held_out_invalid,
         ),
         members=[
             wire.Member(
@@ -48,6 +49,8 @@ def view(core: Core) -> wire.Status:
         max_staleness_steps=state.line.staleness_max,
         mean_staleness_steps=state.line.mean_staleness,
         mismatch_kl=state.mismatch_kl,
+        grading_errors=fates.grading_errors,
+        checkpoint_failures=state.checkpoint_failures,
     )
 
 
@@ -78,9 +81,10 @@ def _waiting_for(core: Core, phase: Phase) -> str:
         return "the first weights to reach a generator"
     if phase is Phase.FINISHING and state.finish_reason:
         return "the trainer's last checkpoint"
-    for slot, spoiled in sorted(core.book.spoiled.items()):
+    for (split, slot), spoiled in sorted(core.book.spoiled.items()):
         if spoiled.attempts >= NOTABLE_ATTEMPTS:
-            return f"slot {slot}, which came back {spoiled.attempts} times, last because: {spoiled.reason}"
+            what = "slot" if split is wire.Split.TRAIN else "held-out prompt"
+            return f"{what} {slot}, which came back {spoiled.attempts} times, last because: {spoiled.reason}"
     for version, evaluation in sorted(state.evaluations.items()):
         return (
             f"the evaluation of version {version}: {len(evaluation.results)} of {evaluation.prompts} prompts"

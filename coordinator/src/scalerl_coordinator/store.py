@@ -17,15 +17,16 @@ def load_state(journal: Journal) -> State:
 
     Raises:
         CorruptJournal: acknowledged bytes are damaged, or do not fit.
+        OSError: they cannot be read.
     """
-    snapshot, records = journal.recover()
+    recovery = journal.recover()
     try:
-        state = State() if snapshot is None else State.decode(snapshot)
+        state = State() if recovery.snapshot is None else State.decode(recovery.snapshot)
     except msgspec.DecodeError as error:
         raise CorruptJournal(
             str(journal.directory), 0, f"the snapshot's state does not fit: {error}"
         ) from error
-    for item in records:
+    for item in recovery:
         try:
             record = r.decode(item.header)
         except msgspec.DecodeError as error:
@@ -35,8 +36,8 @@ def load_state(journal: Journal) -> State:
             ) from error
         state.apply(record)
         if isinstance(record, r.GroupAccepted):
-            journal.index(record.lease_id, item.location)
-    journal.retain(group.lease_id for group in state.groups.values())
+            recovery.index(record.lease_id, item.location)
+    recovery.retain(group.lease_id for group in state.groups.values())
     return state
 
 

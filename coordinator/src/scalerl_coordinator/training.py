@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import msgspec
 
 from scalerl_api import wire
-from scalerl_api.wire import NextAction
+from scalerl_api.wire import NextAction, Split
 from scalerl_coordinator import records as r
+from scalerl_coordinator.accounting import Row
 from scalerl_coordinator.batcher import Item, balance
 from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal, check_identity
 from scalerl_coordinator.evaluation import due
+from scalerl_coordinator.leases import HOPELESS_ATTEMPTS
 from scalerl_coordinator.membership import Member
 from scalerl_coordinator.state import State
 
@@ -57,7 +61,7 @@ class Training:
         """A trainer (again); the one before it is superseded.
 
         Raises:
-            Refusal: ``bad-snapshot``, ``identity``, ``no-state`` or ``unknown-version``.
+            Refusal: ``bad-snapshot``, ``identity``, ``no-state``, ``checkpoints-lost`` or ``unknown-version``.
         """
         core, state = self.core, self.core.state
         if not request.incarnation:
@@ -70,18 +74,37 @@ class Training:
                 f"the trainer's checkpoint is of version {request.version}, the journal knows {state.version} steps; "
                 f"a checkpoint's snapshot restores an empty coordinator only: empty its directory, or begin anew",
             )
-        if 0 < request.version < state.first_kept_step or request.version < 0:
-            raise Refusal(
-                "unknown-version",
-                f"version {request.version} is older than any kept checkpoint (oldest: {state.first_kept_step}); "
-                f"start from a kept one, or from 0 to begin anew",
-            )
+        if request.version < 0:
+            raise Refusal("bad-request", f"version is {request.version}, must be at least 0")
+        if request.version < state.first_kept_step:
+            self._refuse_forgotten(request.version)
         if request.version < state.version:
-            log.warning("the trainer goes back from version %d to %d", state.version, request.version)
+            log.warning(
+                "the trainer goes back from version %d to %d; these steps are trained again, on the same rollouts",
+                *(state.version, request.version),
+            )
         core.flush_usage(now)
-        core.commit(r.TrainerJoined(request.incarnation, request.version, request.world_size))
+        core.commit(r.TrainerJoined(request.incarnation, request.version))
+        log.info("trainer of %d ranks at version %d", request.world_size, request.version)
         self._holds.clear()
+        self._nobody_since = None
         return wire.TrainerWelcome(next_step=state.version, published_version=state.published)
+
+    def _refuse_forgotten(self, version: int) -> NoReturn:
+        state = self.core.state
+        if version == 0:
+            raise Refusal(
+                "checkpoints-lost",
+                f"the trainer has no checkpoint, but one of version {state.checkpoint} was committed and the batches "
+                f"before version {state.first_kept_step} are forgotten since: beginning anew would give up "
+                f"{state.fates.acknowledged} acknowledged rollouts and {len(state.points)} points. Put a checkpoint "
+                f"back, or start a new run in an empty directory",
+            )
+        raise Refusal(
+            "unknown-version",
+            f"version {version} is older than any kept checkpoint (oldest: {state.first_kept_step}); "
+            f"start from a kept one",
+        )
 
     def _restore(self, snapshot: bytes, version: int) -> None:
         try:
@@ -147,16 +170,22 @@ class Training:
     def _ending(self, now: float) -> wire.Next | None:
         core, state = self.core, self.core.state
         version = state.version
+        if core.interrupted:
+            return self._finish(now)
         if state.published != version or (self._behind(now) and not self._measured(version)):
             return wire.Next(action=NextAction.PUBLISH, step=version, reason=core.ending)
         if not self._measured(version) and version not in state.evaluations:
             core.commit(r.EvaluationStarted(version, core.settings.identity.held_out_prompts))
-        if self._measured(version) or self._nobody_measures(version, now):
-            if not state.finish_reason:
-                core.flush_usage(now)
-                core.commit(r.FinishGiven(core.ending))
-            return wire.Next(action=NextAction.FINISH, step=version, reason=core.ending)
+        if self._measured(version) or self._nobody_measures(version, now) or self._hopeless(version):
+            return self._finish(now)
         return None
+
+    def _finish(self, now: float) -> wire.Next:
+        core = self.core
+        if not core.state.finish_reason:
+            core.flush_usage(now)
+            core.commit(r.FinishGiven(core.ending))
+        return wire.Next(action=NextAction.FINISH, step=core.state.version, reason=core.ending)
 
     def _measured(self, version: int) -> bool:
         return any(p.version == version for p in self.core.state.points)
@@ -177,6 +206,22 @@ class Training:
         if now - self._nobody_since < patience:
             return False
         log.error("the final evaluation (version %d) is left out: no generator holds that version", version)
+        return True
+
+    def _hopeless(self, version: int) -> bool:
+        """Whether all that is left of the final evaluation are prompts that come back again and again."""
+        evaluation = self.core.state.evaluations.get(version)
+        if evaluation is None:
+            return False
+        left = [p for p in range(evaluation.prompts) if p not in evaluation.results]
+        book = self.core.book
+        if any(book.attempts((Split.HELD_OUT, p)) < HOPELESS_ATTEMPTS for p in left):
+            return False
+        log.error(
+            "the final evaluation (version %d) is left out: %d of its prompts came back %d times or more, last because: "
+            "%s",
+            *(version, len(left), HOPELESS_ATTEMPTS, book.spoiled[Split.HELD_OUT, left[0]].reason),
+        )
         return True
 
     # --- a step ---------------------------------------------------------------------------------
@@ -207,7 +252,7 @@ class Training:
         share = balance(items, request.world_size)[request.rank]
         return ShardPlan(request.step, metas, [g.lease_id for g in groups], share)
 
-    def step(self, report: wire.StepReport, now: float) -> dict[str, float] | None:
+    def step(self, report: wire.StepReport, now: float) -> Row | None:
         """A step was applied: its line of metrics.jsonl, or None where that was known already. Raises Refusal."""
         self.check(report.incarnation)
         core, state = self.core, self.core.state
@@ -276,7 +321,7 @@ class Training:
             self.core.wake.add(TRAINER)
 
     def publish_commit(self, request: wire.PublishCommit, now: float) -> None:
-        """Who holds the version now. Raises Refusal."""
+        """Who holds the version now. The same commit again, after a lost answer, counts once. Raises Refusal."""
         self.check(request.incarnation)
         self._check_version("the trainer published version", request.version)
         _check_finite(request.stats)
@@ -296,8 +341,10 @@ class Training:
         ahead = any(
             m.healthy and (m.version > request.version or not m.heard) for m in members.members.values()
         )
-        if request.version >= core.state.published or core.ending or not ahead:
-            core.commit(r.Published(request.version, request.stats))
+        digest = hashlib.blake2b(msgspec.msgpack.encode(request), digest_size=8).hexdigest()
+        repeated = digest == core.state.last_publish
+        if not repeated and (request.version >= core.state.published or core.ending or not ahead):
+            core.commit(r.Published(request.version, request.stats, digest))
         self._start_evaluation_if_due()
         core.wake |= {WORK, TRAINER}
 

@@ -1,0 +1,140 @@
+"""Requests at the door: the token, the wire version, bodies within limits, and errors as :class:`wire.Problem`.
+
+401 unauthorized    426 wire-version    404 unknown-member    413 too-large    408 slow
+400 bad-request     409 superseded and every other refusal    503 busy         507 no-space
+500 failed: the coordinator cannot go on, and ends
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from scalerl_api import wire
+from scalerl_coordinator.core import Refusal
+from scalerl_coordinator.journal import JournalDied, JournalRefused
+from scalerl_coordinator.membership import UnknownMember
+from scalerl_coordinator.metrics import Metrics
+
+_IN_FLIGHT_BYTES = 2**29
+"""Bodies held at once; above it, senders are told to come back."""
+_BODY_SECONDS = 30.0
+_SLOWEST_BYTES_PER_SECOND = 2**19
+
+Handler = Callable[[Any], Awaitable[wire.Struct | bytes]]
+WebHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Answer(Exception):
+    """An answer that is not 2xx."""
+
+    def __init__(self, status: int, error: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.error = error
+
+
+class Gate:
+    """Makes aiohttp handlers of handlers from struct to struct; one for a server."""
+
+    def __init__(self, token: str, metrics: Metrics) -> None:
+        self._token = f"Bearer {token}".encode()
+        self._metrics = metrics
+        self._in_flight_bytes = 0
+
+    def endpoint(self, path: str, kind: type[Any], limit: int, handler: Handler) -> WebHandler:
+        """``handler`` of messages of ``kind``, in bodies of at most ``limit`` bytes; its reply in MessagePack, or as it is."""
+        decode = msgspec.msgpack.Decoder(kind).decode
+
+        async def answer(request: web.Request) -> web.Response:
+            body = await self._body(request, limit)
+            try:
+                self._metrics.received_bytes.inc(len(body))
+                reply = await handler(decode(body))
+            finally:
+                self._in_flight_bytes -= len(body)
+            return respond(reply if isinstance(reply, bytes) else msgspec.msgpack.encode(reply))
+
+        return self.guarded(path, answer)
+
+    def guarded(self, path: str, answer: Callable[[web.Request], Awaitable[web.Response]]) -> WebHandler:
+        """``answer`` behind the token and the wire version, its errors as :class:`wire.Problem`."""
+
+        async def guarded(request: web.Request) -> web.Response:
+            try:
+                self._check_headers(request)
+                response = await answer(request)
+            except Answer as problem:
+                response = _problem(problem.status, problem.error, str(problem))
+            except msgspec.DecodeError as problem:
+                response = _problem(400, "bad-request", str(problem))
+            except UnknownMember as problem:
+                response = _problem(404, "unknown-member", str(problem))
+            except Refusal as problem:
+                status = 400 if problem.error in ("bad-request", "bad-snapshot") else 409
+                response = _problem(status, problem.error, str(problem))
+            except JournalRefused as problem:
+                response = _problem(507, "no-space", f"{problem}; nothing was taken in, try again later")
+            except JournalDied as problem:
+                response = _problem(500, "failed", f"{problem}; the coordinator ends")
+            self._metrics.requests.labels(path, str(response.status)).inc()
+            return response
+
+        return guarded
+
+    def _check_headers(self, request: web.Request) -> None:
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(given, self._token):
+            raise Answer(401, "unauthorized", "the run's bearer token is missing or wrong")
+        version = request.headers.get(wire.WIRE_HEADER)
+        if version != str(wire.WIRE_VERSION):
+            raise Answer(
+                426,
+                "wire-version",
+                f"you speak wire version {version or 'none'}, the coordinator {wire.WIRE_VERSION}; "
+                f"update the older one",
+            )
+
+    async def _body(self, request: web.Request, limit: int) -> bytes:
+        """The request's body, counted as in flight; the caller takes it off the count."""
+        length = request.content_length
+        if length is None or length > limit:
+            raise Answer(
+                413, "too-large", f"the body has {length} bytes, at most {limit} are taken; send less"
+            )
+        if self._in_flight_bytes + length > _IN_FLIGHT_BYTES and self._in_flight_bytes:
+            raise Answer(503, "busy", f"{self._in_flight_bytes} bytes are being taken in; try again shortly")
+        self._in_flight_bytes += length
+        chunks: list[bytes] = []
+        received = 0
+        try:
+            async with asyncio.timeout(_BODY_SECONDS + length / _SLOWEST_BYTES_PER_SECOND):
+                async for chunk in request.content.iter_any():
+                    received += len(chunk)
+                    chunks.append(chunk)
+        except TimeoutError:
+            raise Answer(408, "slow", f"{received} of {length} bytes came in time") from None
+        finally:
+            if received != length:
+                self._in_flight_bytes -= length
+        if received != length:
+            raise Answer(400, "bad-request", f"{received} bytes came, {length} were announced")
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def respond(body: bytes) -> web.Response:
+    """A good answer in MessagePack."""
+    return web.Response(body=body, content_type=wire.CONTENT_TYPE)
+
+
+def _problem(status: int, error: str, message: str) -> web.Response:
+    return web.Response(
+        status=status,
+        body=msgspec.msgpack.encode(wire.Problem(error=error, message=message)),
+        content_type=wire.CONTENT_TYPE,
+    )

@@ -1,0 +1,187 @@
+"""The journal's directory, read: which files there are, what they hold, and where the blobs of groups stand."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from scalerl_coordinator import frames
+from scalerl_coordinator.frames import CorruptJournal
+
+
+class Location(msgspec.Struct, frozen=True, array_like=True):
+    """Where a blob's frame stands."""
+
+    segment: int
+    offset: int
+    length: int
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """What a snapshot file holds: the owner's state, and the blobs it may still ask for."""
+
+    state: bytes
+    blobs: dict[str, Location]
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """One record found at recovery."""
+
+    header: memoryview
+    location: Location
+    has_blob: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Names of the files in one journal's directory."""
+
+    directory: Path
+
+    def path(self, kind: str, number: int) -> Path:
+        return self.directory / f"{kind}-{number:08d}"
+
+    def numbered(self, kind: str) -> list[int]:
+        names = (path.name.removeprefix(f"{kind}-") for path in self.directory.glob(f"{kind}-*"))
+        return sorted(int(name) for name in names if name.isdigit())
+
+
+class BlobIndex:
+    """Where the blobs are, by key; used from any thread."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._at: dict[str, Location] = {}
+        self._lock = threading.Lock()
+
+    def put(self, key: str, location: Location) -> None:
+        with self._lock:
+            self._at[key] = location
+
+    def forget(self, keys: Iterable[str]) -> None:
+        with self._lock:
+            for key in keys:
+                self._at.pop(key, None)
+
+    def replace(self, locations: dict[str, Location]) -> None:
+        with self._lock:
+            self._at = locations
+
+    def copy(self) -> dict[str, Location]:
+        with self._lock:
+            return dict(self._at)
+
+    def locations(self, keys: Iterable[str]) -> list[Location]:
+        """Raises KeyError on a key that is forgotten or was never there."""
+        with self._lock:
+            return [self._at[key] for key in keys]
+
+    def read(self, keys: Iterable[str]) -> list[bytes]:
+        """The blobs of ``keys``, checked against their checksums. Blocks on the disk.
+
+        Raises:
+            KeyError: a key is forgotten or was never there.
+            CorruptJournal: a blob is damaged.
+            OSError: a segment cannot be read.
+        """
+        keys = list(keys)
+        files: dict[int, int] = {}
+        try:
+            blobs = []
+            for at in self.locations(keys):
+                path = self._layout.path("segment", at.segment)
+                if at.segment not in files:
+                    files[at.segment] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                data = os.pread(files[at.segment], at.length, at.offset)
+                blobs.append(bytes(frames.read_frame(data, str(path), at.offset).blob))
+            return blobs
+        except FileNotFoundError:
+            self.locations(keys)  # forgotten in the meantime, and so its segment is gone: a KeyError
+            raise
+        finally:
+            for fd in files.values():
+                os.close(fd)
+
+
+class Recovery:
+    """The newest snapshot, and by iteration the records after it, in order.
+
+    Its user names each blob with :meth:`index` on the way and ends with :meth:`retain`; only then do the blobs
+    become the journal's. ``until`` is for a journal at work: nothing after that many bytes of that segment counts,
+    whatever a failed write left there.
+
+    Raises:
+        CorruptJournal: here and while iterating.
+        OSError: here and while iterating.
+    """
+
+    def __init__(self, layout: Layout, blobs: BlobIndex, until: tuple[int, int] | None = None) -> None:
+        self._layout, self._index, self._until = layout, blobs, until
+        newest = None if until is None else until[0]
+        snapshots, segments = (
+            [n for n in layout.numbered(kind) if newest is None or n <= newest]
+            for kind in ("snapshot", "segment")
+        )
+        self.snapshot: bytes | None = None
+        """The owner's state; None where there is no snapshot."""
+        self.blobs: dict[str, Location] = {}
+        """Found so far."""
+        first = 1
+        if snapshots:
+            first = snapshots[-1]
+            path = layout.path("snapshot", first)
+            try:
+                snapshot = msgspec.msgpack.decode(
+                    frames.decode_snapshot(path.read_bytes(), str(path)), type=Snapshot
+                )
+            except msgspec.DecodeError as error:
+                raise CorruptJournal(str(path), 0, f"the snapshot does not fit: {error}") from error
+            self.snapshot, self.blobs = snapshot.state, dict(snapshot.blobs)
+        self._live = [n for n in segments if n >= first]
+        for number, following in itertools.pairwise(self._live):
+            if following != number + 1:
+                raise CorruptJournal(str(layout.path("segment", number + 1)), 0, "the segment is missing")
+        if self._live[:1] != [first] and (snapshots or segments):
+            raise CorruptJournal(str(layout.path("segment", first)), 0, "the segment is missing")
+        self.tail = (self._live[-1] if self._live else first, 0)
+        """The last segment, and, after the iteration, how many bytes of it are good."""
+
+    def __iter__(self) -> Iterator[Replayed]:
+        for number in self._live:
+            path = self._layout.path("segment", number)
+            data = memoryview(path.read_bytes())
+            if self._until is not None and number == self._until[0]:
+                data = data[: self._until[1]]
+            end = frames.SEGMENT_HEADER.size if len(data) >= frames.SEGMENT_HEADER.size else 0
+            for frame in frames.read_segment(data, str(path), number, last=number == self._live[-1]):
+                end = frame.end
+                yield Replayed(
+                    frame.header, Location(number, frame.offset, end - frame.offset), len(frame.blob) > 0
+                )
+            self.tail = (number, end)
+
+    def index(self, key: str, location: Location) -> None:
+        """The blob of the record just replayed is known as ``key``."""
+        self.blobs[key] = location
+
+    def retain(self, keys: Iterable[str]) -> None:
+        """Only these blobs are wanted; all must be there."""
+        wanted = set(keys)
+        missing = wanted - self.blobs.keys()
+        if missing:
+            raise CorruptJournal(
+                str(self._layout.directory), 0, f"the groups of {len(missing)} leases are not in any segment"
+            )
+        blobs = {key: at for key, at in self.blobs.items() if key in wanted}
+        for segment in sorted({at.segment for at in blobs.values()}):
+            path = self._layout.path("segment", segment)
+            if not path.exists():
+                raise CorruptJournal(str(path), 0, "the segment is missing, and groups of it are wanted")
+        self._index.replace(blobs)

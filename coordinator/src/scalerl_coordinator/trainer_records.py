@@ -1,0 +1,147 @@
+"""What the trainer's records do to the state: steps, steps back, publishes, checkpoints, the end, the run's time.
+
+The functions of :meth:`scalerl_coordinator.state.State.apply`, and called by it alone.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from scalerl_api.wire import Split
+from scalerl_coordinator import records as r
+from scalerl_coordinator.accounting import Row, extend, sum_step
+from scalerl_coordinator.slots import slots_of
+
+if TYPE_CHECKING:
+    from scalerl_coordinator.state import State
+
+
+def trainer_joined(state: State, record: r.TrainerJoined) -> None:
+    state.incarnation = record.incarnation
+    state.reported_failures = 0
+    state.finish_reason = ""  # whoever says hello has not left; a stop still stands
+    # A trainer that holds a version has read it from its checkpoint; one that holds none has none above 0.
+    state.checkpoint = record.version or min(state.checkpoint, 0)
+    for step in range(state.version, record.version):
+        # A checkpoint from ahead, after a trainer that could not load it went further back: the batches of
+        # these steps are the ones it has trained on; only their reports are gone.
+        _advance(state, step, {}, 0)
+    if record.version == state.version:
+        return
+    for step in range(record.version, state.version):
+        for group in state.step_groups(step):
+            if not group.filtered:
+                state.fates.trained -= group.rollouts
+                state.fates.queued += group.rollouts
+        state.rows.pop(step)
+    state.line = state.marks[record.version]
+    state.marks = {v: line for v, line in state.marks.items() if v < record.version}
+    state.version = record.version
+    state.last_row = state.rows.get(record.version - 1, {})
+
+
+def step_trained(state: State, record: r.StepTrained) -> None:
+    state.usage.trainer_busy_seconds += record.busy_seconds
+    # The trainer counts for itself, from 0 in every incarnation.
+    failures = int(record.stats.get("checkpoint_failures", 0))
+    state.checkpoint_failures += max(0, failures - state.reported_failures)
+    state.reported_failures = max(failures, state.reported_failures)
+    _advance(state, record.step, {**record.stats, "busy_seconds": record.busy_seconds}, record.trained_tokens)
+
+
+def _advance(state: State, step: int, stats: dict[str, float], trained_tokens: int) -> None:
+    """The line grows by ``step``, which is closed."""
+    slots = slots_of(step, state.settled.prompts_per_step)
+    sums = sum_step(step, state.step_groups(step))
+    state.marks[step] = state.line
+    state.line = extend(state.line, sums, trained_tokens, stats.get("mismatch_kl"))
+    state.version = step + 1
+    state.newest = max(state.newest, state.version)
+    state.fates.trained += sums.trained_rollouts
+    state.fates.queued -= sums.trained_rollouts
+    row: Row = {
+        "step": step,
+        "version": state.version,
+        "wall_seconds": state.usage.wall_seconds,
+        "device_seconds": state.usage.device_seconds,
+        "work_tokens": state.line.work_tokens,
+        "reward": sums.score_sum / sums.rollouts,
+        "groups": sums.groups,
+        "filtered_groups": sums.filtered_groups,
+        "rollouts": sums.rollouts,
+        "completion_tokens": sums.work_tokens,
+        "mean_completion_tokens": sums.work_tokens / sums.rollouts,
+        "truncated_fraction": sums.truncated / sums.rollouts,
+        "grading_errors": sums.grading_errors,
+        "staleness_mean": sums.staleness_sum / sums.staleness_tokens if sums.staleness_tokens else 0.0,
+        "staleness_max": sums.staleness_max,
+        "generated_tokens": state.usage.generated_tokens,
+        "trained_tokens": trained_tokens,
+        "checkpoint_failures": state.checkpoint_failures,
+        "prompts_crc32": zlib.crc32(repr([state.prompts[slot] for slot in slots]).encode()),
+    }
+    state.rows[step] = state.last_row = {**stats, **state.publish_stats, **row}
+    state.publish_stats = {}
+
+
+def published(state: State, record: r.Published) -> None:
+    if record.version < state.published:
+        # Nobody holds the later versions of the lost line any more: what they had begun is measured anew.
+        state.evaluations = {v: e for v, e in state.evaluations.items() if v <= record.version}
+        for lease_id in [
+            i
+            for i, lease in state.leases.items()
+            if lease.split is Split.HELD_OUT and lease.policy_version > record.version
+        ]:
+            del state.leases[lease_id]
+    state.published = record.version
+    state.last_publish = record.digest
+    state.newest = max(state.newest, record.version)
+    state.publish_stats = {**state.publish_stats, **record.stats}
+    mismatch = record.stats.get("mismatch_kl")
+    if mismatch is not None:
+        state.publish_mismatch_sum += mismatch
+        state.publish_mismatches += 1
+
+
+def checkpoint_committed(state: State, record: r.CheckpointCommitted) -> None:
+    state.checkpoint = record.step
+    first = max(state.first_kept_step, min([record.step, *record.kept_steps]))
+    size = state.settled.prompts_per_step
+    for step in range(state.first_kept_step, first):
+        for slot in slots_of(step, size):
+            del state.groups[slot], state.prompts[slot]
+        del state.filled[step], state.marks[step], state.rows[step]
+    state.first_kept_step = first
+
+
+def stop_requested(state: State, record: r.StopRequested) -> None:
+    state.stop_reason = record.reason
+    if not record.reason:
+        state.finish_reason = ""
+
+
+def finish_given(state: State, record: r.FinishGiven) -> None:
+    state.finish_reason = record.reason
+
+
+def usage_added(state: State, record: r.UsageAdded) -> None:
+    usage = state.usage
+    usage.wall_seconds += record.wall_seconds
+    usage.device_seconds += record.device_seconds
+    usage.generator_alive_seconds += record.generator_alive_seconds
+    usage.generator_busy_seconds += record.generator_busy_seconds
+    usage.generated_tokens += record.generated_tokens
+
+
+APPLY: dict[type, Callable[[State, Any], None]] = {
+    r.TrainerJoined: trainer_joined,
+    r.StepTrained: step_trained,
+    r.Published: published,
+    r.CheckpointCommitted: checkpoint_committed,
+    r.StopRequested: stop_requested,
+    r.FinishGiven: finish_given,
+    r.UsageAdded: usage_added,
+}

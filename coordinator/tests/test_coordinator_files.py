@@ -1,0 +1,83 @@
+"""metrics.jsonl and curve.csv: what is appended, and what is put right after a crash, a step back or a full disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scalerl_api.paths import RunPaths
+from scalerl_coordinator.files import RunFiles
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> RunFiles:
+    return RunFiles(RunPaths(tmp_path))
+
+
+@pytest.fixture
+def metrics(tmp_path: Path) -> Path:
+    return RunPaths(tmp_path).metrics
+
+
+def rows(*steps: int, loss: float = 0.5) -> dict[int, dict[str, int | float]]:
+    return {step: {"step": step, "loss": loss} for step in steps}
+
+
+def held(path: Path) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in map(json.loads, path.read_text().splitlines())]
+
+
+def test_rows_are_appended_once_and_the_file_is_not_rewritten(files, metrics):
+    files.write_rows(rows(0), 1)
+    inode = metrics.stat().st_ino
+    files.write_rows(rows(0, 1), 2)
+    files.write_rows(rows(0, 1), 2)  # the report came twice
+    files.write_rows(rows(1, 2), 3)  # a checkpoint has made the state forget row 0
+    assert held(metrics) == [(0, 0.5), (1, 0.5), (2, 0.5)]
+    assert metrics.stat().st_ino == inode
+
+
+@pytest.mark.parametrize(
+    "torn", ['{"step": 2, "lo', '{"step": 2, "loss": 0.5}', "\x00" * 30, "[1]\n", "{}\n"]
+)
+def test_torn_and_foreign_lines_go_and_missing_ones_come(files, metrics, torn):
+    metrics.write_text('{"step": 0, "loss": 0.5}\n{"step": 1, "loss": 0.5}\n' + torn)
+    files.write_rows(rows(1, 2), 3)
+    assert held(metrics) == [(0, 0.5), (1, 0.5), (2, 0.5)]
+
+
+def test_a_step_back_drops_the_lines_of_the_lost_line(files, metrics):
+    files.write_rows(rows(0, 1, 2), 3)
+    files.write_rows(rows(0), 1, whole=True)
+    assert held(metrics) == [(0, 0.5)]
+    files.write_rows(rows(0) | rows(1, loss=0.25), 2)
+    assert held(metrics) == [(0, 0.5), (1, 0.25)]
+
+
+def test_a_line_that_should_have_been_dropped_is_replaced(files, metrics):
+    """The step back found the disk full; by now its steps are trained again."""
+    metrics.write_text('{"step": 0, "loss": 0.5}\n{"step": 1, "loss": 9.0}\n')
+    files.write_rows(rows(0, 1), 2)
+    assert held(metrics) == [(0, 0.5), (1, 0.5)]
+
+
+def test_rows_that_could_not_be_written_come_with_the_next(files, metrics):
+    files.write_rows(rows(0), 1)
+    aside = metrics.with_name("aside")
+    metrics.rename(aside)
+    metrics.mkdir()
+    with pytest.raises(OSError, match="directory"):
+        files.write_rows(rows(0, 1), 2)
+    metrics.rmdir()
+    aside.rename(metrics)
+    files.write_rows(rows(0, 1, 2), 3)
+    assert held(metrics) == [(0, 0.5), (1, 0.5), (2, 0.5)]
+
+
+def test_a_file_that_is_right_is_left_alone(files, metrics):
+    files.write_rows(rows(0, 1), 2)
+    inode = metrics.stat().st_ino
+    files.repair(rows(0, 1), 2)
+    assert metrics.stat().st_ino == inode
