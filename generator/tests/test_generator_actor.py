@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import numpy as np
 import pytest
 from actor_stand_ins import (
@@ -23,7 +25,9 @@ from actor_stand_ins import (
 
 from scalerl_api import endpoints
 from scalerl_api.load import load_run
-from scalerl_api.wire import Ack, Problem, PushReply, Split, WeightReceived
+from scalerl_api.wire import Ack, Problem, PushReply, Split, WeightReceive, WeightReceived
+from scalerl_generator.prompts import PromptCodec
+from scalerl_generator.vllm_client import VllmClient
 from scalerl_tasks.sources import open_task
 
 pytestmark = pytest.mark.timeout(60)
@@ -105,7 +109,8 @@ async def test_lease_to_push(scene: Scene) -> None:
     assert scores == [1.0, 0.0, 1.0, 0.0], "graded with the end token in its text"
     assert [c.finish_reason for c in group.completions] == ["stop"] * 4
     assert [(span.version, span.start) for span in even.versions] == [(0, 0)]
-    assert set((await scene.server())["salts"]) == {"0"}
+    (salt,) = set((await scene.server())["salts"])
+    assert salt.startswith("0."), "one installation of version 0"
 
     _, text = await scene.get(endpoints.METRICS)
     assert 'scalerl_actor_rollouts_total{split="train"} 80.0' in text
@@ -137,8 +142,55 @@ async def test_update_in_flight(scene: Scene) -> None:
         assert [span.version for span in longest.versions] == [0, 1]
         assert longest.versions[0].start == 0
         assert 0 < longest.versions[1].start < longest.tokens
-    assert (await scene.server())["salts"] == ["0"] * 4 + ["1"]
+    salts = (await scene.server())["salts"]
+    assert [salt.split(".")[0] for salt in salts] == ["0"] * 4 + ["1"]
     assert {r.weight_version for r in scene.coordinator.requests} == {0, 1}
+
+
+async def test_completions_cut_by_their_limit_say_so(scene: Scene) -> None:
+    await scene.member()
+    await scene.trainer.publish(0)
+    scene.coordinator.offer(1, scene.train, max_tokens=4)
+    await until(lambda: scene.coordinator.groups)
+    (group,) = scene.coordinator.groups.values()
+    # "say 1" and its end token take more than four, three repetitions and the end token just four.
+    assert [c.finish_reason for c in group.completions] == ["length", "stop"] * 2
+
+
+async def test_a_version_published_again_shares_no_cache_with_its_first(scene: Scene) -> None:
+    await scene.member()
+    for epoch, version in enumerate((0, 1, 0)):
+        await scene.trainer.join(epoch)
+        assert isinstance(await scene.trainer.receive(epoch, version), WeightReceived)
+        scene.coordinator.offer(1, scene.train)
+        await until(lambda n=epoch: len(scene.coordinator.groups) > n)  # type: ignore[misc]
+    first, _, again = (await scene.server())["salts"]
+    assert first != again
+
+
+async def test_making_prompts_does_not_hold_up_the_rest(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await scene.member()
+    await scene.trainer.publish(0)
+    encode, texts = PromptCodec.encode, PromptCodec.texts
+
+    def slow(function: Any) -> Any:
+        def slowly(*given: Any) -> Any:
+            time.sleep(0.5)
+            return function(*given)
+
+        return slowly
+
+    monkeypatch.setattr(PromptCodec, "encode", slow(encode))
+    monkeypatch.setattr(PromptCodec, "texts", slow(texts))
+    scene.coordinator.offer(1, scene.train)
+    longest, before = 0.0, time.monotonic()
+    while not scene.coordinator.groups:
+        await asyncio.sleep(0.01)
+        now = time.monotonic()
+        longest, before = max(longest, now - before), now
+    assert longest < 0.4, "actor and test share a loop: it stood still"
 
 
 async def test_evaluation_goes_first(scene: Scene) -> None:
@@ -316,6 +368,29 @@ async def test_failed_update_of_a_member_written_off(scene: Scene) -> None:
     assert not scene.coordinator.pushes
 
 
+async def test_an_update_that_ends_in_a_bug_is_over(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    await scene.member()
+    await scene.trainer.publish(0)
+    await scene.trainer.join(7)
+
+    async def broken(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(VllmClient, "receive", broken)
+        message = WeightReceive(epoch=7, version=1, tensors=[], bucket_bytes=64, timeout_seconds=5.0)
+        body = msgspec.msgpack.encode(message)
+        url = scene.generator.control_url + endpoints.WEIGHTS_RECEIVE
+        async with scene.session.post(url, data=body, headers=scene.trainer.headers) as response:
+            assert response.status == 500
+    await until(lambda: scene.coordinator.beats[-1].weight_version == -1)
+    assert "scalerl_actor_update_failures_total 1.0" in (await scene.get(endpoints.METRICS))[1]
+    scene.coordinator.offer(1, scene.train)
+    await scene.trainer.publish(1)
+    await until(lambda: scene.coordinator.groups)
+    await until(lambda: scene.coordinator.beats[-1].busy_seconds > 0)
+
+
 async def test_one_update_at_a_time(scene: Scene) -> None:
     await scene.member()
     assert await scene.trainer.join(1) == Ack()
@@ -334,6 +409,12 @@ async def test_control_refuses_strangers(scene: Scene) -> None:
     await scene.member()
     stranger = TrainerSide(scene.session, scene.generator.control_url, token="wrong")
     assert (await stranger.join(1)).error == "unauthorized"
+    raw = f"POST {endpoints.WEIGHTS_JOIN} HTTP/1.1\r\nHost: h\r\nContent-Length: 0\r\nConnection: close\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", scene.generator.control_port)
+    writer.write(raw.encode() + b"Authorization: Bearer \xff\r\n\r\n")
+    assert b" 401 " in await reader.readline(), "a byte that is no text is a wrong token, not a bug"
+    writer.close()
+    await writer.wait_closed()
     scene.trainer.headers["x-scalerl-wire"] = "99"
     problem = await scene.trainer.join(1)
     assert (problem.error, "99" in problem.message) == ("wire-version", True)

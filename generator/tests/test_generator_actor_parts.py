@@ -189,6 +189,13 @@ async def test_serving_waits_for_whole_weights() -> None:
     assert (server.version, server.is_serving) == (NO_WEIGHTS, False)
     server.updated(5)
     assert await server.serving() == 5
+    salt = server.cache_salt
+    server.update_began()
+    server.update_broke(weights_whole=True)
+    assert server.cache_salt == salt, "the same weights"
+    server.updated(5)
+    assert server.cache_salt != salt, "the same version again, perhaps of another line of training"
+    assert salt.startswith("5.")
     assert server.has_held(4)
     server.went_down()
     server.updated(6)

@@ -9,14 +9,16 @@ import pytest
 from aiohttp import web
 
 from scalerl_api.wire import TensorSpec, WeightReceive
-from scalerl_generator.vllm_client import (
+from scalerl_generator.vllm_client import VllmClient, together
+from scalerl_generator.vllm_replies import (
     UNVERSIONED,
+    BadReply,
     GenerationFailed,
     ServerDown,
     ServerRefused,
     Span,
     UpdateFailed,
-    VllmClient,
+    VllmError,
 )
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -128,9 +130,59 @@ async def test_errors_are_typed(serve: Serve) -> None:
     nobody = VllmClient("http://127.0.0.1:9", "secret")
     with pytest.raises(ServerDown):
         await nobody.pause()
-    with pytest.raises(ServerDown, match="not ready in 0"):
-        await nobody.wait_until_ready(0.0)
     await nobody.close()
+
+
+async def test_answers_that_mean_nothing_are_errors_of_the_server(serve: Serve) -> None:
+    """Whoever handles a VllmError handles these too: nothing of msgspec's comes through."""
+
+    async def page(request: web.Request) -> web.Response:
+        return web.Response(text="<html>")
+
+    async def nothing(request: web.Request) -> web.Response:
+        return web.json_response({"results": []})
+
+    client = await serve({"/inference/v1/generate": page, "/collective_rpc": nothing})
+    with pytest.raises(BadReply, match="<html>"):
+        await client.generate([1], n=1, max_tokens=1)
+    with pytest.raises(BadReply, match="<html>"):
+        await client.prompt_logprobs([1, 2])
+    with pytest.raises(BadReply, match="no worker"):
+        await client.publish_report()
+    odd = choice(weight_versions=[{"version": "latest", "start": 0, "end": 2}])
+    client = await serve({"/inference/v1/generate": answer(odd)})
+    with pytest.raises(BadReply, match="'latest' is not a number"):
+        await client.generate([1, 2], n=1, max_tokens=2)
+
+
+async def test_the_first_failure_ends_the_calls_beside_it() -> None:
+    ended: list[str] = []
+
+    async def waits() -> int:
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+        return 1
+
+    async def fails() -> int:
+        await asyncio.sleep(0)
+        raise ServerDown("gone") from OSError("cause")
+
+    async def number(n: int) -> int:
+        return n
+
+    with pytest.raises(ServerDown) as failed:  # not a group of errors, and with its own cause
+        await together([waits(), fails(), waits()])
+    assert isinstance(failed.value.__cause__, OSError)
+    assert ended == ["cancelled"] * 2
+    assert await together(number(n) for n in (3, 1, 2)) == [3, 1, 2]
+
+
+def test_every_error_is_the_servers() -> None:
+    kinds = (ServerDown, ServerRefused, BadReply, GenerationFailed, UpdateFailed)
+    assert all(issubclass(kind, VllmError) for kind in kinds)
 
 
 RECEIVE = WeightReceive(

@@ -24,7 +24,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from scalerl_api.weights import lay_out, trailer
 from scalerl_api.wire import GroupJoin, TensorSpec, WeightReceive
 from scalerl_generator.checksum import checksum_u8
-from scalerl_generator.vllm_client import UNVERSIONED, ServerRefused, UpdateFailed, VllmClient
+from scalerl_generator.state import ServerState
+from scalerl_generator.vllm_client import VllmClient
+from scalerl_generator.vllm_replies import UNVERSIONED, ServerRefused, UpdateFailed, VllmError
 from scalerl_generator.vllm_server import TOKEN_VARIABLE
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
@@ -66,7 +68,8 @@ def free_port() -> int:
 class Server:
     url: str
     model: Path
-    start_seconds: float
+    process: subprocess.Popen[bytes]
+    log: Path
 
 
 def start_server(root: Path, *, tied: bool, dtype: str, fp32_head: bool) -> Iterator[Server]:
@@ -93,7 +96,7 @@ def start_server(root: Path, *, tied: bool, dtype: str, fp32_head: bool) -> Iter
                     await asyncio.sleep(0.2)
 
         asyncio.run(ready())
-        yield Server(f"http://127.0.0.1:{port}", model, time.monotonic() - started)
+        yield Server(f"http://127.0.0.1:{port}", model, process, root / "server.log")
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -205,6 +208,11 @@ def score(policy: LlamaForCausalLM, tokens: list[int]) -> np.ndarray[Any, np.dty
     return logprobs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
 
 
+async def weight_version(client: VllmClient) -> str:
+    body = await client._call("GET", "/weight_info", None, 10)
+    return str(json.loads(body)["weight_version"])
+
+
 def start_doomed_sender(epoch: int, version: int) -> subprocess.Popen[str]:
     script = Path(__file__).with_name("doomed_sender.py")
     argv = [sys.executable, str(script), str(epoch), str(version), str(BUCKET_BYTES)]
@@ -216,14 +224,14 @@ PROBE = [int(t) for t in np.random.default_rng(3).integers(2, 64, 60)]
 
 async def test_publishing_into_generations_in_flight(server: Server) -> None:
     async with VllmClient(server.url, TOKEN) as client:
-        assert await client.weight_version() == UNVERSIONED
+        assert await weight_version(client) == "default"
         sender = await connect(client, 1)
         long = asyncio.create_task(client.generate([5, 6, 7], n=16, max_tokens=SPAN_LIMIT, cache_salt="0"))
         await asyncio.sleep(0.15)
         policy = new_weights(server.model, 1)
         before = await client.prompt_logprobs(PROBE)
         await publish(client, sender, policy, 1)
-        assert await client.weight_version() == 1
+        assert await weight_version(client) == "1"
         after = await client.prompt_logprobs(PROBE)
         assert np.abs(after - score(policy, PROBE)).max() < 1e-4
         assert np.abs(after - before).max() > 0.1
@@ -237,7 +245,7 @@ async def test_publishing_into_generations_in_flight(server: Server) -> None:
         report = await client.publish_report()
         assert (report.state, report.version, report.tensors) == ("whole", 1, len(manifest(policy)))
         assert report.buckets == len(lay_out(manifest(policy), BUCKET_BYTES)) > 3
-        await client.shutdown_group()
+        await client._call("POST", "/shutdown_weight_transfer_engine", {}, 30)
 
 
 async def test_sampled_logprobs_are_of_the_distribution_sampled_from(server: Server) -> None:
@@ -248,7 +256,7 @@ async def test_sampled_logprobs_are_of_the_distribution_sampled_from(server: Ser
         await publish(client, sender, policy, 2)
         for temperature in (1.0, 0.5):
             (sampled,) = await client.generate(
-                prompt, n=1, max_tokens=40, temperature=temperature, seed=4, cache_salt=f"2-{temperature}"
+                prompt, n=1, max_tokens=40, temperature=temperature, cache_salt=f"2-{temperature}"
             )
             tokens = prompt + sampled.token_ids.tolist()
             with torch.no_grad():
@@ -257,26 +265,52 @@ async def test_sampled_logprobs_are_of_the_distribution_sampled_from(server: Ser
                 1, torch.from_numpy(sampled.token_ids).long()[:, None]
             )
             np.testing.assert_allclose(sampled.logprobs, expected[:, 0].numpy(), atol=1e-4)
-        again = await client.generate(prompt, n=1, max_tokens=40, temperature=0.5, seed=4, cache_salt="x")
-        assert again[0].token_ids.tolist() == sampled.token_ids.tolist()
 
 
-async def test_the_salt_keeps_old_prefixes_from_new_weights(server: Server) -> None:
+async def test_no_new_request_meets_a_cache_of_other_weights(server: Server) -> None:
+    """Not even when a trainer went back to a checkpoint and a version comes again with other weights."""
     prompt = PROBE * 5  # longer than a cache block, so that there is something to reuse
-    old, new = new_weights(server.model, 10), new_weights(server.model, 11)
+    state = ServerState()
+    state.came_up()
     async with VllmClient(server.url, TOKEN) as client:
         sender = await connect(client, 10)
 
-        async def first_token_logprob(salt: str) -> float:
-            (sampled,) = await client.generate(prompt, n=1, max_tokens=1, seed=1, cache_salt=salt)
-            truth = score(new, [*prompt, int(sampled.token_ids[0])])[-1]
-            return float(sampled.logprobs[0] - truth)
+        async def error_of_first_token(policy: LlamaForCausalLM, salt: str) -> float:
+            (sampled,) = await client.generate(prompt, n=1, max_tokens=1, cache_salt=salt)
+            truth = score(policy, [*prompt, int(sampled.token_ids[0])])[-1]
+            return abs(float(sampled.logprobs[0] - truth))
 
-        await publish(client, sender, old, 10)
-        await client.generate(prompt, n=1, max_tokens=1, seed=1, cache_salt="v10")
-        await publish(client, sender, new, 11)
-        assert abs(await first_token_logprob("v11")) < 1e-4
-        assert abs(await first_token_logprob("v10")) > 1e-3, "an equal salt should have met the old cache"
+        salts = []
+        for seed, version in enumerate((10, 11, 10)):
+            policy = new_weights(server.model, 10 + seed)
+            await publish(client, sender, policy, version)
+            state.updated(version)
+            salts.append(state.cache_salt)
+            assert await error_of_first_token(policy, state.cache_salt) < 1e-4
+            assert await error_of_first_token(policy, state.cache_salt) < 1e-4  # of the cache of its own
+        assert await error_of_first_token(policy, salts[0]) > 1e-3, (
+            "an equal salt should have met the old cache"
+        )
+
+
+async def test_what_waits_through_an_update_is_read_with_the_weights_it_finds(server: Server) -> None:
+    """So its KV is the new weights', under the salt of the old: newer than the salt says, never older."""
+    prompt = PROBE * 5
+    old, new = new_weights(server.model, 14), new_weights(server.model, 15)
+    async with VllmClient(server.url, TOKEN) as client:
+        sender = await connect(client, 14)
+        await publish(client, sender, old, 14)
+        await client.pause()
+        waiting = asyncio.create_task(client.generate(prompt, n=1, max_tokens=2, cache_salt="old"))
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        await publish(client, sender, new, 15)  # pauses once more, and resumes
+        (sampled,) = await waiting
+        assert [span.version for span in sampled.weight_versions] == [15]
+        truth = score(new, [*prompt, *sampled.token_ids.tolist()])[-2:]
+        assert np.abs(sampled.logprobs - truth).max() < 1e-4, (
+            "its prompt was read with the weights that it found"
+        )
 
 
 async def test_a_sender_killed_in_a_publish_is_an_error_soon_and_mended_by_the_next(server: Server) -> None:
@@ -329,7 +363,7 @@ async def test_a_silent_sender_is_an_error_within_the_timeout_and_leaves_the_wei
             await client.receive(receive(policy, 5, 6, timeout_seconds=1))
         assert 0.9 < time.monotonic() - started < 6
         assert not failed.value.torn
-        assert await client.weight_version() == 5
+        assert await weight_version(client) == "5"
         assert np.abs(await client.prompt_logprobs(PROBE) - score(policy, PROBE)).max() < 1e-4
 
 
@@ -396,5 +430,70 @@ async def test_every_kind_of_bf16_model_takes_weights(tmp_path: Path, tied: bool
                 error = np.abs(scored - exact)
                 assert error.mean() < 2 * rounding.mean()
                 assert error.max() < 2 * rounding.max()
+    finally:
+        await asyncio.to_thread(servers.close)  # type: ignore[attr-defined]
+
+
+def engine_of(server: Server) -> int:
+    """The engine's process id: the server's one child."""
+    pid = server.process.pid
+    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(child)
+
+
+def environment_of(pid: int) -> bytes:
+    """As anybody sees it; empty when the process is gone or a zombie."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
+async def ended(pid: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not environment_of(pid):
+            return True
+        await asyncio.sleep(0.05)
+    return False
+
+
+async def generate_many(client: VllmClient) -> list[Any]:
+    calls = [client.generate([5, 6, 7 + i], n=4, max_tokens=SPAN_LIMIT) for i in range(40)]
+    return await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def test_the_engine_dies_with_its_server(tmp_path: Path) -> None:
+    servers = start_server(tmp_path, tied=True, dtype="float32", fp32_head=True)
+    server = await asyncio.to_thread(next, servers)
+    try:
+        engine = engine_of(server)
+        assert environment_of(engine) == environment_of(server.process.pid), "orphans are known by it"
+        async with VllmClient(server.url, TOKEN) as client:
+            working = asyncio.create_task(generate_many(client))
+            await asyncio.sleep(0.5)
+            server.process.kill()
+            server.process.wait(10)
+            assert await ended(engine, 10)
+            await working
+            with socket.socket() as s:  # nobody listens any more
+                assert s.connect_ex(("127.0.0.1", int(server.url.rpartition(":")[2]))) != 0
+    finally:
+        await asyncio.to_thread(servers.close)  # type: ignore[attr-defined]
+
+
+async def test_a_dead_engine_ends_its_server_in_few_words(tmp_path: Path) -> None:
+    servers = start_server(tmp_path, tied=True, dtype="float32", fp32_head=True)
+    server = await asyncio.to_thread(next, servers)
+    try:
+        async with VllmClient(server.url, TOKEN) as client:
+            working = asyncio.create_task(generate_many(client))
+            await asyncio.sleep(0.5)
+            os.kill(engine_of(server), signal.SIGKILL)
+            assert not [answer for answer in await working if not isinstance(answer, VllmError)]
+        await asyncio.to_thread(server.process.wait, 20)
+        log = server.log.read_text()
+        assert "EngineDeadError" in log
+        assert len(log.splitlines()) < 100, "an error for each request in flight, with its stack"
     finally:
         await asyncio.to_thread(servers.close)  # type: ignore[attr-defined]

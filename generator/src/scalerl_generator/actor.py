@@ -34,6 +34,7 @@ import signal
 import sys
 import time
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -54,7 +55,8 @@ from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.prompts import PromptCodec, PromptTooLong, TokenizerProblem
 from scalerl_generator.rollouts import RolloutMaker, WrongPrompt
 from scalerl_generator.state import BusyClock, ServerState
-from scalerl_generator.vllm_client import VllmClient, VllmError
+from scalerl_generator.vllm_client import VllmClient
+from scalerl_generator.vllm_replies import VllmError
 from scalerl_tasks.errors import GradingError, TaskError
 from scalerl_tasks.prompts import PromptSource
 from scalerl_tasks.sources import Task, open_grading_pool, open_task
@@ -129,11 +131,12 @@ async def run_actor(
             return
         task, codec = opening.result()
         grader = await stack.enter_async_context(open_grading_pool(spec.task))
+        thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="text"))
 
         capacity, per_group = spec.generator.max_concurrent_sequences, spec.recipe.completions_per_prompt
         sources: dict[Split, PromptSource] = {Split.TRAIN: task.train, Split.HELD_OUT: task.held_out}
         maker = RolloutMaker(
-            server, watch, state, busy, codec, grader, metrics, sources, max_sequences=capacity
+            server, watch, state, busy, codec, grader, metrics, sources, thread, max_sequences=capacity
         )
         delivery = Delivery(coordinator, membership, metrics)
         leasing = Leasing(

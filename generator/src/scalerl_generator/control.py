@@ -36,7 +36,8 @@ from scalerl_api.wire import (
 )
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.state import BusyClock, ServerState
-from scalerl_generator.vllm_client import UpdateFailed, VllmClient, VllmError
+from scalerl_generator.vllm_client import VllmClient, together
+from scalerl_generator.vllm_replies import UpdateFailed, VllmError
 
 logger = logging.getLogger("scalerl.actor.control")
 
@@ -107,14 +108,16 @@ class WeightControl:
         started = time.monotonic()
         try:
             received = await self._server.receive(request)
-        except VllmError as error:
+        except BaseException as error:  # a bug or a cancellation too must not leave an update open for ever
             whole = isinstance(error, UpdateFailed) and not error.torn
             self._epoch = None
             self._metrics.update_failures.inc()
             if whole:
                 self._busy.unpause()
-            logger.error("version %d not taken: %s", request.version, error)
+            logger.error("version %d not taken: %s: %s", request.version, type(error).__name__, error)
             self._state.update_broke(weights_whole=whole)
+            if not isinstance(error, VllmError):
+                raise
             raise ControlProblem(502, "update-failed", f"version {request.version}: {error}") from error
         self._busy.unpause()
         self._state.updated(request.version)
@@ -144,8 +147,8 @@ class WeightControl:
                     409, "wrong-version", f"holds {self._state.version}, not {request.version}"
                 )
             try:
-                scores = await asyncio.gather(
-                    *(self._server.prompt_logprobs(ids, timeout_seconds=_PROBE_SECONDS) for ids in sequences)
+                scores = await together(
+                    self._server.prompt_logprobs(ids, timeout_seconds=_PROBE_SECONDS) for ids in sequences
                 )
             except VllmError as error:
                 raise ControlProblem(502, "probe-failed", str(error)) from error
@@ -224,7 +227,7 @@ def _guard(token: str) -> Any:
         if not request.path.startswith("/v1/"):
             return await handler(request)
         try:
-            given = request.headers.get("Authorization", "").encode()
+            given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
             if not secrets.compare_digest(given, expected):
                 raise ControlProblem(401, "unauthorized", "the run's token is missing or wrong")
             version = request.headers.get(WIRE_HEADER, "none")

@@ -10,24 +10,36 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from scalerl_api.wire import Completion, Group, Lease, Split, VersionSpan
 from scalerl_generator.join import ServerWatch
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.prompts import EncodedPrompt, PromptCodec
 from scalerl_generator.state import BusyClock, ServerState
-from scalerl_generator.vllm_client import GenerationFailed, Sampled, ServerDown, ServerRefused, VllmClient
+from scalerl_generator.vllm_client import VllmClient, together
+from scalerl_generator.vllm_replies import GenerationFailed, Sampled, ServerRefused, VllmError
 from scalerl_tasks.grading.pool import GradingPool
 from scalerl_tasks.prompts import Prompt, PromptSource
 
 logger = logging.getLogger("scalerl.actor.rollouts")
 
+Argument = TypeVar("Argument")
+Result = TypeVar("Result")
+
 _ATTEMPTS = 3
 _AFTER_THE_LEASE_SECONDS = 60.0
 """The lease's own deadline ends a request; were the two timeouts one moment, either could swallow the other."""
+
+_VARYING = re.compile(r"\d[\d,.]*|'[^']*'|\"[^\"]*\"")
+_KIND_CHARACTERS = 80
+_MOST_KINDS = 50
+"""Error texts come from model output, in the end: they must not fill the log."""
 
 
 class ServerLost(Exception):
@@ -46,7 +58,7 @@ class SampleRequest:
     prompt: EncodedPrompt
     stop_token_ids: Sequence[int]
     cache_salt: str
-    """Names the weight version: KV computed under another one is not reused for this request."""
+    """:attr:`ServerState.cache_salt <scalerl_generator.state.ServerState.cache_salt>` as the request is sent."""
     max_sequences: int
     """The server takes no more completions than this in one request."""
 
@@ -75,7 +87,7 @@ async def sample_plain(server: VllmClient, request: SampleRequest) -> list[Sampl
         )
         for start in range(0, lease.completions, most)
     ]
-    return [completion for part in await asyncio.gather(*parts) for completion in part]
+    return [completion for part in await together(parts) for completion in part]
 
 
 @dataclass(frozen=True)
@@ -94,6 +106,8 @@ class RolloutMaker:
 
     Args:
         sources: the prompts of each split; leases index into them.
+        thread: where prompts are made and tokenized and completions turned to text, which can take seconds
+            (a generated puzzle, a long context); with one thread, leases are served in the order they came.
         max_sequences: most completions in one request (the server's own limit).
     """
 
@@ -107,6 +121,7 @@ class RolloutMaker:
         grader: GradingPool,
         metrics: ActorMetrics,
         sources: Mapping[Split, PromptSource],
+        thread: Executor,
         *,
         max_sequences: int,
         strategy: Strategy = sample_plain,
@@ -114,6 +129,8 @@ class RolloutMaker:
         self._server, self._watch, self._state, self._busy = server, watch, state, busy
         self._codec, self._grader, self._metrics = codec, grader, metrics
         self._sources = sources
+        self._thread = thread
+        self._seen_grading_errors: set[str] = set()
         self._max_sequences = max_sequences
         self._strategy = strategy
 
@@ -122,21 +139,19 @@ class RolloutMaker:
 
         Raises:
             ServerLost: the lease cannot be served by this server any more.
-            ServerRefused, GenerationFailed: the server is well, and yet there is nothing to train on.
+            ServerRefused, BadReply, GenerationFailed: the server is well, and yet there is nothing to train on.
             PromptTooLong, WrongPrompt, SourceError: the run's configuration or data are at fault.
         """
-        prompt = self._prompt(lease)
-        encoded = self._codec.encode(prompt, lease.max_tokens)
+        prompt, encoded = await self._in_thread(self._encoded, lease)
         for attempt in range(1, _ATTEMPTS + 1):
-            version = await self._state.serving()
-            request = SampleRequest(
-                lease, encoded, self._codec.stop_token_ids, str(version), self._max_sequences
-            )
+            await self._state.serving()
+            salt = self._state.cache_salt
+            request = SampleRequest(lease, encoded, self._codec.stop_token_ids, salt, self._max_sequences)
             started = time.monotonic()
             self._busy.enter()
             try:
                 completions = await self._strategy(self._server, request)
-            except (ServerDown, ServerRefused, GenerationFailed) as error:
+            except VllmError as error:
                 if not await self._watch.alive():
                     raise ServerLost(str(error)) from error
                 refused = isinstance(error, ServerRefused) and error.status < 500
@@ -163,11 +178,10 @@ class RolloutMaker:
         """
         lease = generated.lease
         started = time.monotonic()
-        texts = self._codec.texts([c.token_ids for c in generated.completions])
+        texts = await self._in_thread(self._codec.texts, [c.token_ids for c in generated.completions])
         scores = await self._grader.score_group(generated.prompt, texts)
         self._metrics.grading_seconds.observe(time.monotonic() - started)
-        if errors := sum(score.error is not None for score in scores):
-            self._metrics.grading_errors.inc(errors)
+        self._note_grading_errors(generated.prompt, [s.error for s in scores if s.error is not None])
         completions = [
             Completion(
                 token_ids=c.token_ids.tobytes(),
@@ -190,6 +204,13 @@ class RolloutMaker:
             generation_seconds=generated.seconds,
         )
 
+    async def _in_thread(self, work: Callable[[Argument], Result], argument: Argument) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, argument)
+
+    def _encoded(self, lease: Lease) -> tuple[Prompt, EncodedPrompt]:
+        prompt = self._prompt(lease)
+        return prompt, self._codec.encode(prompt, lease.max_tokens)
+
     def _prompt(self, lease: Lease) -> Prompt:
         source = self._sources[lease.split]
         where = f"{lease.split.value} prompt {lease.prompt_index}"
@@ -204,6 +225,19 @@ class RolloutMaker:
                 "coordinator and actor must read the same data with the same versions of the task libraries"
             )
         return prompt
+
+    def _note_grading_errors(self, prompt: Prompt, errors: Sequence[str]) -> None:
+        """Count all, and log each kind (the error but for its numbers and what it quotes) once."""
+        self._metrics.grading_errors.inc(len(errors))
+        for error in errors:
+            kind = _VARYING.sub("", error)[:_KIND_CHARACTERS]
+            if kind not in self._seen_grading_errors and len(self._seen_grading_errors) < _MOST_KINDS:
+                self._seen_grading_errors.add(kind)
+                logger.warning(
+                    "prompt %s: a completion could not be graded and gets 0: %s (more of this kind are only counted)",
+                    prompt.id,
+                    error,
+                )
 
     def _check_versions(self, completions: Sequence[Sampled]) -> None:
         sampled = {span.version for c in completions for span in c.weight_versions}

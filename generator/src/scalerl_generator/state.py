@@ -6,6 +6,7 @@ Written by the server watch and by weight control, read by everything else. One 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable
 
@@ -17,7 +18,7 @@ class ServerState:
     """The state of one server; whoever subscribes is woken at every change.
 
     The server *serves* while it is up, holds published weights and no update is going on. Only then
-    are new requests sent, so that a request's cache salt names the weights its prompt is read with.
+    are new requests sent, each with :attr:`cache_salt`.
     """
 
     def __init__(self) -> None:
@@ -28,6 +29,19 @@ class ServerState:
         """How often the server came up; a new life needs a new registration and new weights."""
         self.update_failed = False
         """The last update did not succeed, so the coordinator may have written this member off."""
+        self.cache_salt = ""
+        """Names one installation of weights, and no other one ever; vLLM shares cached KV among equal salts only.
+
+        A version number would not do: a trainer that goes back to a checkpoint publishes its versions again,
+        with other weights, to the same server; and an actor that was restarted finds its old server.
+
+        What holds: KV that weights computed before a request was sent is reused for it only if they are the
+        weights the server held then. A salt is first used after its weights are in place, so nothing under
+        it was computed by earlier ones; and once later ones are in place, no new request uses it. A request
+        that waits through an update, within vLLM or on its way there, is one in flight: it keeps its salt,
+        so of its prompt it may find KV of the weights before the update, computes the rest with those after
+        it, and leaves that under the old salt, where only its like can meet it.
+        """
         self._installed: set[int] = set()
         self._serving = asyncio.Event()
         self._subscribers: list[asyncio.Event] = []
@@ -68,6 +82,7 @@ class ServerState:
         """An update succeeded: the server holds ``version`` and goes on."""
         if self.up:
             self.version, self.updating, self.update_failed = version, False, False
+            self.cache_salt = f"{version}.{secrets.token_hex(8)}"
             self._installed.add(version)
             self._changed()
 

@@ -1,0 +1,234 @@
+"""What the vLLM server answers: read, checked, and what is raised where it will not do.
+
+Errors of :class:`~scalerl_generator.vllm_client.VllmClient`::
+
+    VllmError
+    ├── ServerDown         no connection, or no answer in time
+    ├── ServerRefused      an answer that is not 200: ``status`` and ``message``
+    ├── BadReply           an answer of 200 that is not what this release of vLLM is known to answer
+    ├── GenerationFailed   an answer that cannot be trained on (aborted, or not finite)
+    └── UpdateFailed       weights were not taken; ``torn`` says what the server holds now
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+UNVERSIONED = -1
+"""Version of the weights a server has started with, before any update told it a number."""
+
+_CLAMPED = -9999.0
+"""vLLM writes this for a log-probability that is missing, minus infinity or NaN."""
+
+Reply = TypeVar("Reply")
+
+
+class VllmError(Exception):
+    """Base of what a :class:`~scalerl_generator.vllm_client.VllmClient` raises."""
+
+
+class ServerDown(VllmError):
+    """No connection, a connection that broke, or no answer within the timeout."""
+
+
+class ServerRefused(VllmError):
+    """The server answered, but not with 200."""
+
+    def __init__(self, path: str, status: int, message: str) -> None:
+        super().__init__(f"{path}: HTTP {status}: {message}")
+        self.status = status
+        self.message = message
+
+
+class BadReply(VllmError):
+    """The server said yes, in words that mean nothing here: is it the vLLM release this was written for?"""
+
+
+class GenerationFailed(VllmError):
+    """The server answered with completions that must not be trained on."""
+
+
+class UpdateFailed(VllmError):
+    """An update of weights did not succeed.
+
+    ``torn``: layers of both versions are mixed and the server stays paused; only a successful update
+    mends it. Otherwise the weights of before are whole.
+    """
+
+    def __init__(self, message: str, *, torn: bool) -> None:
+        super().__init__(
+            f"{message}; the server holds {'a mixture of versions' if torn else 'its old weights'}"
+        )
+        self.torn = torn
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens ``[start, end)`` of a completion were sampled under weights ``version``."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One completion.
+
+    ``token_ids`` ends with the stop token if there was one; ``finish_reason`` is ``stop`` then, and ``length``
+    when ``max_tokens`` cut it. ``logprobs`` are natural logarithms under the distribution sampled from:
+    ``log_softmax(logits / temperature)``.
+    """
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    weight_versions: tuple[Span, ...]
+    finish_reason: Literal["stop", "length"]
+
+
+class PublishReport(msgspec.Struct, frozen=True):
+    """What a worker says of its last update (``scalerl_generator.vllm_worker.PublishReport``)."""
+
+    state: Literal["whole", "torn"]
+    version: int | None
+    tensors: int
+    buckets: int
+    bytes: int
+    transfer_seconds: float
+    verify_seconds: float
+    load_seconds: float
+    finish_seconds: float
+
+
+class _SpanReply(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _LogprobReply(msgspec.Struct):
+    logprob: float
+
+
+class _LogprobsReply(msgspec.Struct):
+    content: list[_LogprobReply]
+
+
+class _ChoiceReply(msgspec.Struct):
+    index: int
+    token_ids: list[int]
+    finish_reason: str | None
+    logprobs: _LogprobsReply | None = None
+    weight_versions: list[_SpanReply] | None = None
+
+
+class _GenerateReply(msgspec.Struct):
+    choices: list[_ChoiceReply]
+    prompt_logprobs: list[dict[str, _LogprobReply] | None] | None = None
+
+
+class _RpcReply(msgspec.Struct):
+    results: list[PublishReport]
+
+
+class _ErrorDetail(msgspec.Struct):
+    message: str
+
+
+class _ErrorReply(msgspec.Struct):
+    error: _ErrorDetail
+
+
+_FINISHED: dict[str | None, Literal["stop", "length"]] = {"stop": "stop", "length": "length"}
+
+_GENERATE = msgspec.json.Decoder(_GenerateReply)
+_RPC = msgspec.json.Decoder(_RpcReply)
+_ERROR = msgspec.json.Decoder(_ErrorReply)
+
+
+def read_completions(content: bytes, n: int) -> list[Sampled]:
+    """The ``n`` completions of an answer, in the order of their indices.
+
+    Raises:
+        BadReply, GenerationFailed
+    """
+    choices = _decoded(_GENERATE, content).choices
+    if len(choices) != n:
+        raise GenerationFailed(f"asked for {n} completions, got {len(choices)}")
+    return [_sampled(choice) for choice in sorted(choices, key=lambda choice: choice.index)]
+
+
+def read_prompt_logprobs(content: bytes, token_ids: Sequence[int]) -> NDArray[np.float32]:
+    """Log-probability of each token after the first; shape ``[len(token_ids) - 1]``.
+
+    Raises:
+        BadReply, GenerationFailed
+    """
+    rows = _decoded(_GENERATE, content).prompt_logprobs
+    if rows is None or len(rows) != len(token_ids):
+        raise GenerationFailed(f"asked to score {len(token_ids)} tokens, got {rows and len(rows)} rows")
+    found = [(row or {}).get(str(token)) for token, row in zip(token_ids[1:], rows[1:], strict=True)]
+    logprobs = np.array([entry.logprob for entry in found if entry is not None], dtype=np.float32)
+    if len(logprobs) != len(found) or not np.isfinite(logprobs).all():
+        raise GenerationFailed("a prompt token has no finite log-probability")
+    return logprobs
+
+
+def read_report(content: bytes) -> PublishReport:
+    """The slowest worker's report; ``torn`` if any worker is.
+
+    Raises:
+        BadReply
+    """
+    reports = _decoded(_RPC, content).results
+    if not reports:
+        raise BadReply("no worker reports on its update")
+    return max(reports, key=lambda r: (r.state == "torn", r.transfer_seconds + r.load_seconds))
+
+
+def read_error(content: bytes) -> str:
+    """What an answer that is not 200 says."""
+    try:
+        return _ERROR.decode(content).error.message
+    except msgspec.DecodeError:
+        return content[:500].decode(errors="replace")
+
+
+def _decoded(decoder: msgspec.json.Decoder[Reply], content: bytes) -> Reply:
+    try:
+        return decoder.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        start = content[:100].decode(errors="replace")
+        raise BadReply(f"{error} (the answer starts with {start!r})") from error
+
+
+def _version(label: str) -> int:
+    if label == "default":
+        return UNVERSIONED
+    try:
+        return int(label)
+    except ValueError as error:
+        raise BadReply(f"weight version {label!r} is not a number") from error
+
+
+def _sampled(choice: _ChoiceReply) -> Sampled:
+    finish_reason = _FINISHED.get(choice.finish_reason)
+    if finish_reason is None:
+        raise GenerationFailed(f"completion {choice.index} finished by {choice.finish_reason!r}")
+    token_ids = np.array(choice.token_ids, dtype=np.int32)
+    content = choice.logprobs.content if choice.logprobs is not None else []
+    if len(content) != len(token_ids):
+        raise GenerationFailed(
+            f"completion {choice.index}: {len(token_ids)} tokens, {len(content)} log-probabilities"
+        )
+    logprobs = np.fromiter((entry.logprob for entry in content), dtype=np.float32, count=len(content))
+    if len(logprobs) and not logprobs.min() > _CLAMPED:
+        raise GenerationFailed(f"completion {choice.index}: a sampled token has no finite log-probability")
+    spans = tuple(Span(_version(s.version), s.start, s.end) for s in choice.weight_versions or ())
+    return Sampled(token_ids, logprobs, spans, finish_reason)
