@@ -53,9 +53,14 @@ class Process:
     command: str
 
 
+def _writes_below(entry: Path, logs: Path) -> bool:
+    """vLLM's engine renames itself, which wipes the environment that ``/proc`` shows; its output stays."""
+    return any(os.readlink(entry / "fd" / stream).startswith(f"{logs}/") for stream in ("1", "2"))
+
+
 def processes_of(directory: Path) -> list[Process]:
-    """Every live process whose environment says it belongs to the run in ``directory``."""
-    wanted = f"SCALERL_DIR={directory}".encode()
+    """Every live process whose environment, or whose output, says it belongs to the run in ``directory``."""
+    wanted, logs = f"SCALERL_DIR={directory}".encode(), directory / "logs"
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -63,7 +68,7 @@ def processes_of(directory: Path) -> list[Process]:
         try:
             environment = (entry / "environ").read_bytes().split(b"\0")
             state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
-            if wanted in environment and state != "Z":
+            if state != "Z" and (wanted in environment or _writes_below(entry, logs)):
                 name = next((v[13:].decode() for v in environment if v.startswith(b"SCALERL_NAME=")), "")
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 found.append(Process(int(entry.name), name, command))
@@ -167,6 +172,8 @@ def start_run(
             env={**os.environ, **(environment or {})},
             cwd=tmp,
             text=True,
+            # Whatever started the tests (a shell's `&` ignores it), Ctrl-C means something to the run.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     started = LocalRun(directory, process, output)
     try:

@@ -16,6 +16,7 @@ from runs import (
     assert_counts_add_up,
     assert_nothing_left,
     engine_of,
+    processes_of,
     small_spec,
     start_run,
 )
@@ -91,6 +92,7 @@ def test_parent_killed_leaves_no_orphan(tmp_path: Path) -> None:
             return bool(engines)
 
         run.until(engine_is_there, 120, "vLLM's engine, a grandchild")
+        assert set(engines) <= {p.pid for p in processes_of(run.directory)}  # nothing below is blind to it
         os.kill(run.process.pid, signal.SIGKILL)
         run.process.wait(timeout=10)
         assert_nothing_left(run.directory)
@@ -108,6 +110,28 @@ def test_ctrl_c_drains_checkpoints_and_exits_130(tmp_path: Path) -> None:
     assert_counts_add_up(summary, spec, complete=False)
     assert (run.directory / f"checkpoints/step-{summary['steps']:08d}").is_dir()
     assert_nothing_left(run.directory)
+
+
+def test_ctrl_c_then_resume_goes_on_to_the_end(tmp_path: Path) -> None:
+    spec = small_spec(budget__maxSteps=24)
+    with start_run(tmp_path, spec) as first:
+        first.until(lambda: first.step() >= 3, START_SECONDS, "three steps")
+        first.process.send_signal(signal.SIGINT)
+        assert first.finish(120) == 130, first.tail()
+    interrupted = first.summary()
+    assert interrupted["stop_reason"] == "interrupted"
+    assert 3 <= interrupted["steps"] < 24
+    with start_run(tmp_path, spec, "--resume") as second:
+        assert second.finish(400) == 0, second.tail()
+    summary = second.summary()
+    assert "going on after: interrupted" in second.output.read_text()
+    assert summary["stop_reason"] == "maxSteps"
+    assert summary["steps"] == 24
+    assert_counts_add_up(summary, spec)
+    # Each step once: what was trained before the interrupt is neither lost nor trained again.
+    assert [row["step"] for row in second.metrics()] == list(range(24))
+    assert [row["version"] for row in second.curve()] == ["0", "10", "20", "24"]
+    assert_nothing_left(second.directory)
 
 
 def test_second_ctrl_c_exits_now(tmp_path: Path) -> None:

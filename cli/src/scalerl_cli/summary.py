@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 
 from scalerl_api.spec import ScaleRLRun
+from scalerl_api.wire import INTERRUPTED
 from scalerl_cli.view import words
-from scalerl_operator.control import INTERRUPTED, Outcome
+from scalerl_operator.control import Outcome
 
 _FILE_WIDTH = 140
 """Columns where nobody says how wide the reader's window is."""
@@ -49,6 +50,8 @@ def summarize(run: ScaleRLRun, outcome: Outcome) -> dict[str, Any]:
         "max_staleness_steps": status.max_staleness_steps,
         "mean_staleness_steps": status.mean_staleness_steps,
         "mismatch_kl": status.mismatch_kl,
+        "checkpoint_failures": status.checkpoint_failures,
+        "grading_errors": status.grading_errors,
         "counts": msgspec.structs.asdict(status.counts),
         "startup": asdict(outcome.startup),
         "peak_memory_bytes": outcome.peak_memory_bytes,
@@ -94,6 +97,10 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("peak memory", f"{summary['peak_memory_bytes'] / 2**30:.2f} GiB"),
     ]
+    if summary["checkpoint_failures"]:
+        found.append(("checkpoints not written", f"{summary['checkpoint_failures']:,}"))
+    if summary["grading_errors"]:
+        found.append(("completions not graded", f"{summary['grading_errors']:,}"))
     if summary["restarts"]:
         found.append(("restarts", ", ".join(f"{name} {n}" for name, n in summary["restarts"].items())))
     return found

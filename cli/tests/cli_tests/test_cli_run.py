@@ -143,13 +143,15 @@ def test_the_first_interrupt_drains_and_the_run_can_be_taken_up_again(
     assert run.summary()["stop_reason"] == "interrupted"
     assert (run.directory / "checkpoints" / "last").read_text() == "whole"
     assert "--resume" in run.text()
-    for name in ("stop", "finished", "trainer-up"):
+    for name in ("finished", "trainer-up"):  # the stop is the command's to take back
         (run.directory / name).unlink()
     before = run.step()
     arguments = ("--resume", "--dir", str(run.directory))
     with shell(tmp_path, *arguments, spec={"budget": {"maxSteps": before + 20}}) as again:
         assert again.finish() == 0, again.text()
     assert again.summary()["steps"] == before + 20
+    assert again.summary()["stop_reason"] == "maxSteps"
+    assert "run: going on after: interrupted" in again.text()
 
 
 def test_the_second_interrupt_ends_everything_now(tmp_path: Path) -> None:
@@ -253,6 +255,17 @@ def test_a_role_that_fails_for_good_exits_1_and_shows_its_last_lines(tmp_path: P
     assert "  | line 49" in text
     assert "  | line 29\n" not in text
     assert "logs/prepare.log" in text
+
+
+def test_what_goes_wrong_without_ending_the_run_is_told(tmp_path: Path) -> None:
+    with shell(tmp_path, spec={"budget": {"maxSteps": 60}}, SMALL_TRAINER="full-disk") as run:
+        assert run.finish() == 0, run.text()
+    text, summary = run.text(), run.summary()
+    assert (summary["checkpoint_failures"], summary["grading_errors"]) == (3, 60)
+    assert "! run: a checkpoint could not be written (" in text
+    assert 1 <= text.count("! run: a checkpoint could not be written") <= 3
+    assert 1 <= text.count("! run: the verifier failed on a completion") <= 6  # not for each of 60
+    assert "checkpoints not written" in text
 
 
 def test_a_budget_of_seconds_stops_the_run(tmp_path: Path) -> None:

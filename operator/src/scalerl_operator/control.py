@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from scalerl_api.spec import ScaleRLRun
-from scalerl_api.wire import Phase, Status
+from scalerl_api.wire import INTERRUPTED, Phase, Status
 from scalerl_operator.observe.errors import CoordinatorUnreachable
 from scalerl_operator.observe.snapshot import RateMeter, Rates, Snapshot, eta_seconds
 from scalerl_operator.plan import Lifetime, Plan, Role
@@ -29,7 +29,12 @@ from scalerl_operator.runtime.unit import Event, Failure
 if TYPE_CHECKING:
     from scalerl_operator.observe.client import CoordinatorClient
 
-INTERRUPTED: Final = "interrupted"
+_TROUBLES: Final = {
+    "checkpoint_failures": (1, "a checkpoint could not be written ({count} so far); the last good one stays"),
+    "grading_errors": (2, "the verifier failed on a completion ({count} so far), whose score says nothing"),
+}
+"""What goes wrong without ending anything, as the coordinator's status counts it: in which words a person hears
+of it, and when: once the count is above so many times what was told last."""
 
 _TICK_SECONDS = 1.0
 _STARTING_TICK_SECONDS = 0.25
@@ -108,6 +113,7 @@ class LocalRun:
         self._is_resumed: bool | None = None
         self._last_tick = self._started
         self._peak_memory_bytes = 0
+        self._told = dict.fromkeys(_TROUBLES, 0)
 
     async def run(self) -> Outcome:
         """See the run through. No process of it is left afterwards."""
@@ -167,7 +173,15 @@ class LocalRun:
         except CoordinatorUnreachable:
             return False
         self._rates = self._meter.add(self._status)
+        self._tell_troubles(self._status)
         return True
+
+    def _tell_troubles(self, status: Status) -> None:
+        counts = {"checkpoint_failures": status.checkpoint_failures, "grading_errors": status.grading_errors}
+        for name, (growth, text) in _TROUBLES.items():
+            if counts[name] > growth * self._told[name]:
+                self._on_event(Event("run", text.format(count=counts[name]), is_problem=True))
+                self._told[name] = counts[name]
 
     async def _apply(self) -> None:
         if self._interrupts and (self._nothing_to_drain() or time.monotonic() > (self._drain_until or 0)):
