@@ -79,6 +79,9 @@ DecimalString = Annotated[str, BeforeValidator(_decimal_input), Field(pattern=_D
 PositiveDecimal = Annotated[DecimalString, _in_range(above=0.0)]
 NonNegativeDecimal = Annotated[DecimalString, _in_range(least=0.0)]
 UnitDecimal = Annotated[DecimalString, _in_range(least=0.0, most=1.0)]
+OpenUnitDecimal = Annotated[DecimalString, _in_range(above=0.0, below=1.0)]
+HorizonDecimal = Annotated[DecimalString, _in_range(above=1.0, most=16.0)]
+"""A multiple of the compute so far: no curve can be believed further ahead than a few doublings."""
 PositiveUnitDecimal = Annotated[DecimalString, _in_range(above=0.0, most=1.0)]
 DecayDecimal = Annotated[DecimalString, _in_range(least=0.0, below=1.0)]
 """A factor of a running mean: at 1 it would never forget its first value."""

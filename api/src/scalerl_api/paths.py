@@ -53,6 +53,11 @@ class RunPaths:
         return self.root / "curve.csv"
 
     @property
+    def decisions(self) -> Path:
+        """One JSON object a decision of the autoscaler, with all its inputs; written by the operator."""
+        return self.root / "decisions.jsonl"
+
+    @property
     def curve_picture(self) -> Path:
         return self.root / "curve.png"
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.fields import (
     DecayDecimal,
     GraderQuantity,
@@ -306,12 +307,6 @@ class BudgetSpec(Model):
         return self
 
 
-class AutoscalingSpec(Model):
-    """Who acts on the forecast."""
-
-    mode: Literal["Off"] = "Off"
-
-
 # --- the resource ------------------------------------------------------------------------------
 
 
@@ -355,6 +350,12 @@ class RunSpec(Model):
             raise ValueError(
                 f"warmStart.batchSize ({self.warm_start.batch_size}) must be at least trainer.replicas "
                 f"({self.trainer.replicas}): each rank takes an example or more"
+            )
+        allowed = self.autoscaling.generators
+        if allowed is not None and not allowed.min <= self.generator.replicas <= allowed.max:
+            raise ValueError(
+                f"generator.replicas ({self.generator.replicas}) must lie within autoscaling.generators "
+                f"({allowed.min} to {allowed.max})"
             )
         return self
 

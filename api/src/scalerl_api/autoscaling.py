@@ -1,0 +1,88 @@
+"""``spec.autoscaling``: who acts on the forecast of the curve, and by what rules.
+
+The rules themselves, with their sources, are in ``docs/autoscaling.md``; every default is ours unless
+a field says otherwise.
+"""
+
+from __future__ import annotations
+
+from datetime import date, datetime
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from scalerl_api.fields import HorizonDecimal, Model, OpenUnitDecimal, PositiveDecimal
+
+
+def _timestamp_input(value: Any) -> Any:
+    """YAML reads an unquoted time by itself; here it is text again."""
+    return value.isoformat() if isinstance(value, date) else value
+
+
+def _timestamp(value: str) -> str:
+    try:
+        moment = datetime.fromisoformat(value)
+    except ValueError:
+        raise ValueError(f"{value!r} is no time; write it like 2026-08-01T12:00:00Z") from None
+    if "T" not in value.upper() and " " not in value:
+        raise ValueError(f"{value!r} has no time of day; write it like 2026-08-01T12:00:00Z")
+    if moment.tzinfo is None:
+        raise ValueError(
+            f"{value!r} has no time zone; end it with Z (UTC) or an offset, like 2026-08-01T12:00:00Z"
+        )
+    return value
+
+
+Timestamp = Annotated[
+    str, BeforeValidator(_timestamp_input), Field(max_length=40), AfterValidator(_timestamp)
+]
+"""A moment with its time zone, as RFC 3339 writes it."""
+
+
+class GeneratorRange(Model):
+    """How many generators there may be; without one the autoscaler leaves their number alone."""
+
+    min: Annotated[int, Field(ge=1, le=1024)] = 1
+    max: Annotated[int, Field(ge=1, le=1024)]
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.max < self.min:
+            raise ValueError(f"max ({self.max}) must be at least min ({self.min})")
+        return self
+
+
+class AutoscalingSpec(Model):
+    """Who acts on the forecast, and when going on no longer pays."""
+
+    mode: Literal["Off", "Advisory", "Auto"] = "Off"
+    """``Advisory`` decides and records, but changes nothing."""
+    min_gain: OpenUnitDecimal = "0.02"
+    """Gain of reward at the horizon below which going on does not pay. The paper's margin is ±.02 [P]."""
+    horizon: HorizonDecimal = "2"
+    """Multiple of the compute used so far at which the gain is looked at."""
+    target: OpenUnitDecimal | None = None
+    """A reward without which the run is worth nothing: it stops once that is out of the budget's reach."""
+    price_per_device_hour: PositiveDecimal | None = None
+    value_per_point: PositiveDecimal | None = None
+    """Of one point, .01 of reward, in the currency of the price. With both, money decides in place of minGain."""
+    max_device_hours: PositiveDecimal | None = None
+    """What the autoscaler may plan with, if that is less than the budget's own."""
+    deadline: Timestamp | None = None
+    """When the result is wanted. It ends nothing by itself: generators are added if it binds."""
+    generators: GeneratorRange | None = None
+    cooldown_seconds: Annotated[int, Field(ge=1, le=604_800)] = 600
+    """At least so long between two changes of the number of generators."""
+    stop_after: Annotated[int, Field(ge=1, le=100)] = 3
+    """New evaluations in a row that must agree before the run is stopped."""
+    on_stop: Literal["Suspend", "Complete"] = "Suspend"
+    """``Suspend`` can be taken back; the last checkpoint stays either way."""
+
+    @model_validator(mode="after")
+    def _money_is_whole(self) -> Self:
+        if (self.price_per_device_hour is None) != (self.value_per_point is None):
+            given, missing = "pricePerDeviceHour", "valuePerPoint"
+            if self.price_per_device_hour is None:
+                given, missing = missing, given
+            raise ValueError(f"{given} says nothing without {missing}; give both or none")
+        return self
