@@ -8,7 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from scalerl_coordinator.journal import Journal
 from scalerl_coordinator.server import Server
 from scalerl_coordinator.settings import Settings
 from scalerl_coordinator.store import load_state
-from scalerl_tasks import Prompt, open_task
+from scalerl_tasks import Prompt, SourceError, open_task
 
 TOKEN = "secret"
 
@@ -117,17 +118,22 @@ class Process:
         return self.process.wait(15)
 
 
-class _Prompts:
-    """A prompt source without a task."""
+class Prompts:
+    """A prompt source without a task; its prompts may be bad, or take their time."""
 
     def __init__(self, name: str, size: int) -> None:
         self.digest = name
+        self.bad: set[int] = set()
+        self.seconds = 0.0
         self._size = size
 
     def __len__(self) -> int:
         return self._size
 
     def __getitem__(self, index: int) -> Prompt:
+        time.sleep(self.seconds)
+        if index in self.bad:
+            raise SourceError(f"prompt {index} of {self.digest} cannot be made")
         return Prompt(id=f"{self.digest}/{index}", text="", answer="")
 
 
@@ -137,7 +143,9 @@ class Local:
 
     port: int
     server: Server
+    journal: Journal
     paths: RunPaths
+    train: Prompts
     digest: str = "train"
 
     @property
@@ -145,27 +153,43 @@ class Local:
         return f"http://127.0.0.1:{self.port}"
 
 
-@pytest.fixture
-async def local(tmp_path: Path) -> AsyncIterator[Local]:
-    """Faster than a process, for what does not need one."""
+@asynccontextmanager
+async def serve(root: Path, nonce: str = "local", **options: object) -> AsyncIterator[Local]:
+    """A coordinator on ``root`` while the context lasts; then an orderly stop. ``options`` are the journal's."""
     settings = Settings.of_run(
         parse_run(run_text(), "test"), train_digest="train", held_out_digest="held-out", held_out_prompts=3
     )
-    paths = RunPaths(tmp_path)
-    journal = Journal(paths.journal)
-    core = Core.begin(settings, SeededEpochs(397, 0), load_state(journal), "local", 0.0)
+    paths = RunPaths(root)
+    journal = Journal(paths.journal, **options)
+    core = Core.begin(settings, SeededEpochs(397, 0), load_state(journal), nonce, 0.0)
     await journal.start()
-    server = Server(core, journal, RunFiles(paths), TOKEN, _Prompts("train", 397), _Prompts("held-out", 3))
+    train = Prompts("train", 397)
+    server = Server(core, journal, RunFiles(paths), TOKEN, train, Prompts("held-out", 3))
     await server.start()
     runner = web.AppRunner(server.app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
-        yield Local(runner.addresses[0][1], server, paths)
+        yield Local(runner.addresses[0][1], server, journal, paths, train)
     finally:
         server.stop_polls()
         await runner.cleanup()
         await server.close()
+        if server.failure.done():
+            server.failure.exception()  # retrieved: the test has looked at it, or another problem matters more
+
+
+@pytest.fixture
+async def local(tmp_path: Path) -> AsyncIterator[Local]:
+    """Faster than a process, for what does not need one."""
+    async with serve(tmp_path) as coordinator:
+        yield coordinator
+
+
+@pytest.fixture
+def serving_on() -> Callable[..., AbstractAsyncContextManager[Local]]:
+    """For tests that stop and start it, or choose its disk."""
+    return serve
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,9 +14,11 @@ from scalerl_coordinator import frames
 from scalerl_coordinator import records as r
 from scalerl_coordinator.core import Core
 from scalerl_coordinator.curriculum import SeededEpochs
+from scalerl_coordinator.journal import Disk, Journal
 from scalerl_coordinator.rollouts import Rollouts
 from scalerl_coordinator.settings import Identity, Settings
 from scalerl_coordinator.state import State
+from scalerl_coordinator.store import load_state
 from scalerl_coordinator.training import Training
 
 TRAIN_PROMPTS = 7
@@ -46,6 +50,13 @@ def make_settings(**changes: Any) -> Settings:
         "trainer_devices": 2,
     }
     return Settings(identity=msgspec.structs.replace(identity, **fields), **{**values, **changes})
+
+
+class QuickDisk(Disk):
+    """For walks of thousands of records: nobody pulls the plug, so nothing has to be forced to disk."""
+
+    def sync(self, fd: int) -> None:
+        return None
 
 
 class World:
@@ -208,6 +219,68 @@ class World:
                     self.beat(member_id, version)
             self.core.tick(self.now)
             self.training.tick(self.now)
+
+
+class JournalWorld(World):
+    """The same on a real :class:`Journal` with segments of a few records; an orderly stop is a crash like others."""
+
+    def __init__(self, settings: Settings, directory: Path) -> None:
+        self.directory = directory
+        self.loop = asyncio.new_event_loop()
+        self.journal: Journal | None = None
+        super().__init__(settings)
+
+    def _begin(self, state: State) -> None:
+        self.journal = Journal(self.directory, disk=QuickDisk(), segment_bytes=4000)
+        state = load_state(self.journal)
+        self.loop.run_until_complete(self.journal.start())
+        super()._begin(state)
+
+    def write(self) -> None:
+        assert self.journal is not None
+        for record, blob in self.core.outbox:
+            self.journal.append(
+                r.encode(record), record.lease_id if isinstance(record, r.GroupAccepted) else None, blob
+            )
+        self.core.outbox.clear()
+        self.journal.forget(self.core.forgotten)
+        self.core.forgotten.clear()
+        if self.journal.wants_rotation:
+            self.journal.rotate(self.core.state.encode())
+
+    def acknowledge(self) -> None:
+        self.write()
+        assert self.journal is not None
+        self.loop.run_until_complete(self.journal.durable())
+
+    def replay(self) -> State:
+        self.acknowledge()
+        assert self.journal is not None
+        return load_state(self.journal)
+
+    def crash(self, keep: int) -> None:
+        """All that was decided is on disk; every other time a snapshot is, too, as after SIGTERM."""
+        self.write()
+        before = self.state.encode()
+        assert self.journal is not None
+        if keep % 2:
+            self.journal.rotate(before)
+        self.close()
+        self._begin(State())
+        self.acknowledge()
+        self.journal.blobs.read(g.lease_id for g in self.state.groups.values())
+
+    def lose_volume(self) -> None:
+        self.write()
+        self.close()
+        for path in self.directory.iterdir():
+            path.unlink()
+        self._begin(State())
+        self.acknowledge()
+
+    def close(self) -> None:
+        assert self.journal is not None
+        self.loop.run_until_complete(self.journal.close())
 
 
 def check_consistency(world: World) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
 from pathlib import Path
 
 import pytest
+from coordinator_disks import FullDisk, ReadOnlyDisk
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -208,19 +207,6 @@ async def test_what_waits_together_is_synced_together(tmp_path):
     await journal.close()
 
 
-class FullDisk(Disk):
-    """Takes ``room`` more bytes, then is full; a write may be cut short, as a real one is."""
-
-    room = 10**9
-
-    def write(self, fd: int, data) -> int:
-        if self.room <= 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        count = super().write(fd, data[: self.room])
-        self.room -= count
-        return count
-
-
 @pytest.mark.parametrize("room", [0, 1, 30, 90])
 async def test_a_full_disk_refuses_whole_and_recovers(tmp_path, room):
     disk = FullDisk()
@@ -273,30 +259,6 @@ async def test_a_snapshot_that_finds_no_room_changes_nothing(tmp_path):
     journal, records = await open_journal(tmp_path)
     assert records == [b"r0", b"r1"]
     await journal.close()
-
-
-class ReadOnlyDisk(Disk):
-    """A volume that the kernel has turned read-only: nothing can be written, and nothing cut off either."""
-
-    read_only = False
-
-    def _check(self) -> None:
-        if self.read_only:
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    def write(self, fd: int, data) -> int:
-        if self.read_only and len(data) > 20:
-            super().write(fd, data[:20])  # the part that went through before
-        self._check()
-        return super().write(fd, data)
-
-    def sync(self, fd: int) -> None:
-        self._check()
-        super().sync(fd)
-
-    def truncate(self, fd: int, size: int) -> None:
-        self._check()
-        super().truncate(fd, size)
 
 
 async def test_a_read_only_volume_refuses_at_once_though_the_torn_tail_stays(tmp_path):

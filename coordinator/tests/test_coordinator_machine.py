@@ -6,11 +6,14 @@ kept checkpoint, and a coordinator that dies at any byte of its journal or loses
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 from coordinator_client import make_group
-from coordinator_world import TRAIN_PROMPTS, World, check_consistency, make_settings
+from coordinator_world import TRAIN_PROMPTS, JournalWorld, World, check_consistency, make_settings
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -19,6 +22,7 @@ from scalerl_api import wire
 from scalerl_api.wire import NextAction, PushResult, Split
 from scalerl_coordinator.curriculum import SeededEpochs
 from scalerl_coordinator.membership import UnknownMember
+from scalerl_coordinator.settings import Settings
 
 NAMES = ("g0", "g1", "g2")
 
@@ -28,7 +32,7 @@ class Coordinator(RuleBasedStateMachine):
 
     @initialize(k=st.integers(0, 3), max_steps=st.none() | st.integers(2, 6), spare=st.booleans())
     def begin(self, k: int, max_steps: int | None, spare: bool) -> None:
-        self.world = World(
+        self.world = self._make_world(
             make_settings(max_staleness_steps=k, max_steps=max_steps, zero_variance_filter=spare)
         )
         self.k, self.max_steps = k, max_steps
@@ -41,6 +45,9 @@ class Coordinator(RuleBasedStateMachine):
         self.checkpoints: dict[int, tuple[bytes, dict[int, list[str]]]] = {}  # snapshot, and what was trained
         self.unpublished = False
         self.point_versions: set[int] = set()
+
+    def _make_world(self, settings: Settings) -> World:
+        return World(settings)
 
     # --- an ordinary while ----------------------------------------------------------------------
 
@@ -316,6 +323,30 @@ class TestCoordinator(Coordinator.TestCase):
     settings = settings(
         max_examples=150,
         stateful_step_count=70,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    )
+
+
+class OnDisk(Coordinator):
+    """The same walk on a real journal: state and groups come back from snapshots and several segments."""
+
+    def _make_world(self, settings: Settings) -> World:
+        self.directory = Path(tempfile.mkdtemp(prefix="scalerl-journal-"))
+        return JournalWorld(settings, self.directory)
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "world"):
+            self.world.close()
+            self.world.loop.close()
+            shutil.rmtree(self.directory)
+
+
+class TestOnDisk(OnDisk.TestCase):
+    settings = settings(
+        max_examples=8,
+        stateful_step_count=40,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
     )

@@ -103,6 +103,20 @@ def test_bad_input_ends_with_2_and_one_clear_line(coordinator, fault):
         first.wait(10)
 
 
+async def test_a_damaged_group_ends_the_process_with_2_and_one_clear_line(coordinator, serving):
+    for lease in (await serving.lease(serving.member, 0, 64)).leases:
+        await serving.push(serving.member, [make_group(lease)])
+    segment = coordinator.paths.journal / "segment-00000001"
+    whole = bytearray(segment.read_bytes())
+    whole[whole.index(b"token_ids")] ^= 1
+    segment.write_bytes(whole)
+    with pytest.raises((Answer, aiohttp.ClientError)):
+        await serving.shard("t", 0)
+    assert await asyncio.to_thread(coordinator.process.wait, 15) == 2
+    assert "segment-00000001, offset" in coordinator.log()
+    assert "Traceback" not in coordinator.log()
+
+
 class Generator:
     """A client that does as an actor does: it retries with a pause, and registers again when it is told to."""
 

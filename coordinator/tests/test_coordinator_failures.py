@@ -1,0 +1,243 @@
+"""What the server does when something behind it fails: the disk, the prompts, the journal, a decision."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import aiohttp
+import msgspec
+import pytest
+from coordinator_client import Answer, Client, make_group
+from coordinator_disks import FullDisk, ReadOnlyDisk
+
+from scalerl_api import endpoints, wire
+from scalerl_coordinator import server as server_module
+from scalerl_coordinator.frames import CorruptJournal
+from scalerl_coordinator.state import State
+from scalerl_tasks import SourceError
+
+
+async def join(client: Client, digest: str = "train") -> str:
+    """A trainer, and a member that holds version 0."""
+    member = await client.register("g", digest)
+    await client.hello("t")
+    await client.publish("t", 0)
+    await client.heartbeat(member, 0)
+    return member
+
+
+async def fill(client: Client, member: str, groups: int = 64) -> list[wire.Lease]:
+    leases = (await client.lease(member, 0, groups)).leases
+    for lease in leases:
+        await client.push(member, [make_group(lease)])
+    return leases
+
+
+async def no_answer_but(status: int, error: str, call) -> str:
+    with pytest.raises(Answer) as caught:
+        await call
+    assert (caught.value.status, caught.value.error) == (status, error)
+    return caught.value.message
+
+
+async def test_prompts_that_cannot_be_made_end_the_coordinator_with_their_reason(local, visitor):
+    member = await join(visitor)
+    local.train.bad = set(range(397))
+    message = await no_answer_but(500, "failed", visitor.lease(member, 0, 64))
+    assert "of train cannot be made" in message
+    assert isinstance(local.server.failure.exception(), SourceError)  # which the process exits 2 with
+    await no_answer_but(500, "failed", visitor.lease(member, 0, 64))
+    async with visitor.session.get(visitor.url + endpoints.HEALTH) as response:
+        assert response.status == 503
+
+
+async def test_a_damaged_group_ends_the_coordinator_with_where_it_is(local, visitor):
+    member = await join(visitor)
+    await fill(visitor, member)
+    segment = local.paths.journal / "segment-00000001"
+    whole = bytearray(segment.read_bytes())
+    whole[whole.rindex(b"token_ids")] ^= 1
+    whole[whole.index(b"token_ids")] ^= 1
+    segment.write_bytes(whole)
+    message = await no_answer_but(500, "failed", visitor.shard("t", 0))
+    assert "segment-00000001, offset" in message
+    assert isinstance(local.server.failure.exception(), CorruptJournal)
+
+
+async def test_a_decision_that_fails_half_way_is_not_written_down(serving_on, tmp_path, monkeypatch):
+    async with serving_on(tmp_path) as local, aiohttp.ClientSession() as session:
+        client = Client(session, local.url)
+        member = await join(client)
+        lease = next(le for le in (await client.lease(member, 0, 64)).leases if le.split is wire.Split.TRAIN)
+        good = State.apply
+
+        def half_way(self: State, record: object) -> None:
+            good(self, record)
+            raise KeyError("a bug")
+
+        monkeypatch.setattr(State, "apply", half_way)
+        assert "a bug" in await no_answer_but(500, "failed", client.push(member, [make_group(lease)]))
+        monkeypatch.setattr(State, "apply", good)
+        assert isinstance(local.server.failure.exception(), KeyError)
+        await no_answer_but(500, "failed", client.push(member, [make_group(lease)]))
+    async with serving_on(tmp_path, "again") as local, aiohttp.ClientSession() as session:
+        client = Client(session, local.url)
+        assert (await client.status()).counts.acknowledged == 0
+        member = await client.register("g", "train", [lease.lease_id])
+        assert (await client.push(member, [make_group(lease)])).results == ["accepted"]
+
+
+async def test_a_read_only_volume_is_answered_with_507_and_shows_in_no_count(serving_on, tmp_path):
+    disk = ReadOnlyDisk()
+    async with serving_on(tmp_path, disk=disk) as local, aiohttp.ClientSession() as session:
+        client = Client(session, local.url)
+        member = await join(client)
+        leases = (await client.lease(member, 0, 64)).leases
+        before = (await client.status()).counts
+        disk.read_only = True
+        async with asyncio.timeout(2):
+            await no_answer_but(507, "no-space", client.push(member, [make_group(leases[5])]))
+        assert (await client.status()).counts == before
+        disk.read_only = False
+        async with asyncio.timeout(5):
+            while local.journal.refusing is not None:  # noqa: ASYNC110 -- nothing announces it
+                await asyncio.sleep(0.05)
+        assert (await client.push(member, [make_group(leases[5])])).results == ["accepted"]
+
+
+@pytest.mark.parametrize("problem", [PermissionError("the directory is gone"), ValueError("a bug")])
+async def test_a_state_that_cannot_go_back_ends_the_coordinator(serving_on, tmp_path, monkeypatch, problem):
+    disk = FullDisk()
+    async with serving_on(tmp_path, disk=disk) as local, aiohttp.ClientSession() as session:
+        client = Client(session, local.url)
+        member = await join(client)
+        leases = (await client.lease(member, 0, 64)).leases
+
+        def unreadable(_: object) -> State:
+            raise problem
+
+        monkeypatch.setattr(server_module, "load_state", unreadable)
+        disk.room = 0
+        await no_answer_but(507, "no-space", client.push(member, [make_group(leases[5])]))
+        async with asyncio.timeout(2):
+            await asyncio.wait([local.server.failure])
+        assert local.server.failure.exception() is problem
+
+
+async def test_leases_that_a_full_disk_undid_are_not_answered_with(serving_on, tmp_path):
+    """The disk refuses and has room again while the prompts are looked up."""
+    disk = FullDisk()
+    async with serving_on(tmp_path, disk=disk) as local, aiohttp.ClientSession() as session:
+        client = Client(session, local.url)
+        member = await join(client)
+        local.train.seconds = 0.15
+        disk.room = 0
+        asking = asyncio.create_task(client.lease(member, 0, 64))
+        async with asyncio.timeout(5):
+            while local.journal.refusing is None:  # noqa: ASYNC110 -- nothing announces it
+                await asyncio.sleep(0.01)
+            disk.room = 10**9
+            while local.journal.refusing is not None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await no_answer_but(507, "no-space", asking)
+        local.train.seconds = 0.0
+        leases = (await client.lease(member, 0, 64)).leases
+        reply = await client.push(member, [make_group(lease) for lease in leases])
+        assert set(reply.results) == {"accepted"}
+
+
+async def test_a_slow_answer_does_not_lose_its_leases_to_the_heartbeats_before_it(local, visitor):
+    member = await join(visitor)
+    local.train.seconds = 0.5
+    asking = asyncio.create_task(visitor.lease(member, 0, 64))
+    while not asking.done():
+        beat = wire.Heartbeat(
+            member_id=member,
+            weight_version=0,
+            healthy=True,
+            busy_seconds=0.0,
+            generated_tokens=0,
+            held_leases=[],
+        )
+        await visitor.post(endpoints.HEARTBEAT, beat, wire.Ack)
+        await asyncio.sleep(0.2)
+    leases = (await asking).leases
+    assert len(leases) == 15
+    assert all(lease.remaining_seconds < 26 for lease in leases)  # leased for 30, and 12 · 0.5 s late
+    reply = await visitor.push(member, [make_group(lease) for lease in leases])
+    assert set(reply.results) == {"accepted"}
+
+
+async def test_a_group_as_long_as_the_run_allows_is_taken(local, visitor, serving_on, tmp_path, monkeypatch):
+    monkeypatch.setattr(server_module, "PUSH_BODY_BYTES", 1)
+    async with serving_on(tmp_path / "small") as small, aiohttp.ClientSession() as session:
+        client = Client(session, small.url)
+        member = await join(client)
+        lease = (await client.lease(member, 0, 1)).leases[0]
+        group = make_group(lease, tokens=16)
+        completions = [
+            msgspec.structs.replace(c, grading_error="x" * 8000, finish_reason="length")
+            for c in group.completions
+        ]
+        group = msgspec.structs.replace(
+            group, completions=completions, prompt_token_ids=bytes(4 * 48), prompt_id="train/long" * 100
+        )
+        reply = await client.push(member, [group])
+        assert reply.results == ["invalid"]  # for its prompt's name alone: it was read
+        assert "prompt_id" in reply.reasons[0]
+        with pytest.raises(Answer, match="too-large"):
+            await client.post(endpoints.GROUPS, bytes(200_000), wire.PushReply)
+
+
+async def test_a_checkpoint_is_not_committed_while_rows_of_metrics_are_missing(local, visitor):
+    member = await join(visitor)
+    await fill(visitor, member)
+    metrics = local.paths.metrics
+    await visitor.report("t", 0, {"loss": 0.5})
+    aside = metrics.with_name("aside")
+    metrics.rename(aside)
+    metrics.mkdir()
+    await visitor.report("t", 1, {"loss": 0.25})
+    await no_answer_but(507, "no-space", visitor.checkpoint("t", 2, [2]))
+    metrics.rmdir()
+    aside.rename(metrics)
+    await visitor.checkpoint("t", 2, [2])
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in lines] == [(0, 0.5), (1, 0.25)]
+
+
+async def test_an_orderly_stop_and_a_start_change_nothing(serving_on, tmp_path):
+    """From a real snapshot, over several segments: counts, shard bytes, files, and what is leased next."""
+    async with serving_on(tmp_path, "p1", segment_bytes=1500) as local, aiohttp.ClientSession() as session:
+        client = Client(session, local.url)
+        member = await join(client)
+        await fill(client, member)
+        await client.report("t", 0, {"loss": 0.5})
+        await client.checkpoint("t", 1, [0, 1])
+        await client.publish("t", 1)
+        held = (await client.lease(member, 1, 3)).leases
+        await client.push(member, [make_group(held[0])])
+        release = wire.Release(member_id=member, lease_ids=[held[1].lease_id], reason="leaving")
+        await client.post(endpoints.RELEASE, release, wire.Ack)
+        before = await client.status()
+        shards = [await client.shard("t", step) for step in (0, 1, 2)]
+        rows = local.paths.metrics.read_text()
+        assert local.journal.figures.rotations > 2
+    assert list(local.paths.journal.glob("snapshot-*"))
+    local.paths.metrics.unlink()
+    async with serving_on(tmp_path, "p2", segment_bytes=1500) as local, aiohttp.ClientSession() as session:
+        client = Client(session, local.url)
+        assert local.paths.metrics.read_text() == rows  # to the byte
+        member = await client.register("g", "train", [held[2].lease_id])
+        after = await client.status()
+        assert (after.counts, after.step, after.points) == (before.counts, before.step, before.points)
+        assert after.last_step_stats == before.last_step_stats
+        welcome = await client.hello("t2", 1)
+        assert (welcome.next_step, welcome.published_version) == (1, 1)
+        assert [await client.shard("t2", step) for step in (0, 1, 2)] == shards
+        await client.heartbeat(member, 1)
+        assert (await client.push(member, [make_group(held[2])])).results == ["accepted"]
+        following = (await client.lease(member, 1, 64)).leases
+        assert [lease.slot for lease in following] == [held[1].slot, held[2].slot + 1]
+        assert following[0].prompt_id == held[1].prompt_id
