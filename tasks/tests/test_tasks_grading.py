@@ -138,9 +138,9 @@ async def test_hostile_mathematics(tmp_path, monkeypatch):
 
 
 async def test_a_completion_that_explodes_in_memory():
-    """``exact`` folds case in several copies of four bytes a character."""
-    large = "ß" * 15_000_000
-    pool = GradingPool(VerifierConfig("exact", ignore_case=True), memory_bytes=128 << 20)
+    """A character outside the basic plane takes four bytes in every copy."""
+    large = "\N{MATHEMATICAL DOUBLE-STRUCK DIGIT ONE}" * 15_000_000
+    pool = GradingPool(VerifierConfig("exact"), memory_bytes=128 << 20)
     async with pool:
         graded = await pool.score_group(FOUR, ["4", large, "4", "5"])
     assert [g.score for g in graded] == [1, 0, 1, 0]
@@ -295,9 +295,9 @@ async def test_killing_processes_at_random():
 async def test_nothing_leaks_over_groups_that_crash():
     """200 groups, one in four with a completion that blows the memory, so that its grader is replaced."""
     before = descriptors()
-    async with GradingPool(VerifierConfig("exact", ignore_case=True), memory_bytes=64 << 20) as pool:
+    async with GradingPool(VerifierConfig("exact"), memory_bytes=64 << 20) as pool:
         await pool.score_group(FOUR, ["4"])
-        held, large = descriptors(), "ß" * 9_000_000
+        held, large = descriptors(), "\N{MATHEMATICAL DOUBLE-STRUCK DIGIT ONE}" * 9_000_000
         for i in range(200):
             graded = await pool.score_group(FOUR, ["4", large if i % 4 == 0 else "5", "4"])
             assert [g.score for g in graded] == [1, 0, 1]

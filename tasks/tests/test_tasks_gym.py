@@ -5,7 +5,16 @@ import tracemalloc
 
 import pytest
 
-from scalerl_tasks import GymTask, ParameterError, SourceError, UnknownTaskError, open_reasoning_gym
+from scalerl_api.load import parse_run
+from scalerl_tasks import (
+    GymTask,
+    ParameterError,
+    SourceError,
+    UnknownTaskError,
+    open_reasoning_gym,
+    open_task,
+    verifier_config,
+)
 
 ADDITION = {
     "min_terms": 2,
@@ -125,6 +134,25 @@ def test_numbers_may_be_written_as_text():
     config = GymTask("basic_arithmetic", ADDITION | {"min_terms": "2"}).create().config
     assert config.min_terms == 2
     assert GymTask("gsm_symbolic", {"difficulty": "1.0"}).create().config.difficulty == 1.0
+    weights = GymTask("aiw", {"task_type_weights": ["0.5", "0.25", "2.5e-1"]}).create().config
+    assert weights.task_type_weights == [0.5, 0.25, 0.25]
+
+
+def test_a_fraction_in_a_run_file_reaches_the_task_as_a_number():
+    text = """
+        metadata: {name: a}
+        spec:
+          model: {scratch: {}, contextTokens: 64}
+          task:
+            reasoningGym: {name: aiw, parameters: {task_type_weights: ["0.5", "0.25", "0.25"], max_entities: 7}, size: 20}
+            verifier: {name: reasoning-gym}
+            heldOut: {size: 2}
+          recipe: {maxCompletionTokens: 16}
+          budget: {maxSteps: 3}
+    """
+    task = parse_run(text, "run.yaml").spec.task
+    assert open_task(task).train[0].text
+    assert verifier_config(task).task.create().config.task_type_weights == [0.5, 0.25, 0.25]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scalerl_api.spec import TaskSpec
+from scalerl_api.spec import TaskSpec, VerifierSpec
 from scalerl_tasks import (
     SourceError,
     TemplateError,
@@ -66,8 +66,14 @@ def test_a_bad_template_is_found_before_anything_is_opened():
 
 
 def test_a_memory_limit_that_is_no_use_is_refused():
-    with pytest.raises(VerifierError, match=r"task\.verifier\.memory is 32Mi; a grader needs at least 64Mi"):
-        open_grading_pool(section(verifier={"name": "exact", "memory": "32Mi"}))
+    with pytest.raises(ValueError, match=r"verifier\.memory\n.*must be at least 64Mi, got 63Mi"):
+        section(verifier={"name": "exact", "memory": "63Mi"})
+    unchecked = section(verifier={"name": "exact"}).model_copy(
+        update={"verifier": VerifierSpec.model_construct(name="exact", memory="63Mi")}
+    )
+    with pytest.raises(VerifierError, match=r"task\.verifier\.memory is 63Mi; a grader needs at least 64Mi"):
+        open_grading_pool(unchecked)
+    open_grading_pool(section(verifier={"name": "exact", "memory": "64Mi"}))
 
 
 def test_the_sections_in_the_guide_are_valid(tmp_path):

@@ -88,11 +88,6 @@ def test_exact(completion, score):
     assert open_verifier(VerifierConfig("exact")).score(prompt, completion) == score
 
 
-def test_exact_without_case():
-    folding = open_verifier(VerifierConfig("exact", ignore_case=True))
-    assert folding.score(Prompt("1", "q", "Straße"), "STRASSE") == 1.0
-
-
 @pytest.mark.parametrize(
     ("answer", "completion", "score"),
     [
@@ -231,7 +226,6 @@ def test_reasoning_gym_judges_by_metadata_where_a_task_has_no_answer():
     ("config", "says"),
     [
         (VerifierConfig("exakt"), "unknown verifier 'exakt'; did you mean 'exact'"),
-        (VerifierConfig("number", ignore_case=True), "ignore_case"),
         (VerifierConfig("exact", task=GymTask("chain_sum")), "takes a task"),
         (VerifierConfig("reasoning-gym"), "needs a reasoning-gym task"),
     ],

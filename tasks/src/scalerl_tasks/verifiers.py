@@ -64,12 +64,10 @@ class VerifierConfig:
 
     Attributes:
         name: one of :data:`VERIFIERS`.
-        ignore_case: for ``exact``: compare case-folded.
         task: for ``reasoning-gym``: whose scorer.
     """
 
     name: str
-    ignore_case: bool = False
     task: GymTask | None = None
 
 
@@ -84,8 +82,6 @@ def open_verifier(config: VerifierConfig) -> Verifier:
         raise VerifierError(
             f"unknown verifier {config.name!r}{did_you_mean(config.name, VERIFIERS)} (known: {', '.join(VERIFIERS)})"
         )
-    if config.ignore_case and config.name != "exact":
-        raise VerifierError(f"ignore_case is an option of the verifier 'exact', not of {config.name!r}")
     if config.task is not None and config.name != "reasoning-gym":
         raise VerifierError(f"only the verifier 'reasoning-gym' takes a task, not {config.name!r}")
     return _OPENERS[config.name](config)
@@ -96,12 +92,9 @@ class ExactVerifier:
 
     name = "exact"
 
-    def __init__(self, ignore_case: bool = False) -> None:
-        self._fold: Callable[[str], str] = str.casefold if ignore_case else str
-
     def score(self, prompt: Prompt, completion: str, /) -> float:
         self.check(prompt)
-        return float(self._fold(extract_answer(completion)) == self._fold(prompt.answer.strip()))
+        return float(extract_answer(completion) == prompt.answer.strip())
 
     def check(self, prompt: Prompt, /) -> None:
         if not prompt.answer.strip():
@@ -205,7 +198,7 @@ def _open_reasoning_gym(config: VerifierConfig) -> Verifier:
 
 
 _OPENERS: dict[str, Callable[[VerifierConfig], Verifier]] = {
-    "exact": lambda config: ExactVerifier(config.ignore_case),
+    "exact": lambda config: ExactVerifier(),
     "number": lambda config: NumberVerifier(),
     "math-verify": lambda config: MathVerifier(),
     "reasoning-gym": _open_reasoning_gym,
