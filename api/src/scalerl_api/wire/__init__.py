@@ -1,0 +1,129 @@
+"""What the processes of one run say to each other: msgspec structs, sent as MessagePack.
+
+Every request to the coordinator carries the run's bearer token and the header
+``x-scalerl-wire: <WIRE_VERSION>``; another version is refused with 426 and both numbers.
+Token ids travel as little-endian int32 bytes and log-probabilities as little-endian float32
+bytes, so that nobody decodes them who does not need them.
+
+Vocabulary
+    slot      position in the run's one sequence of training prompts; step ``t`` consumes slots
+              ``[t·B, (t+1)·B)`` with ``B = promptsPerStep``, so a batch's prompts never depend on timing.
+    version   number of optimizer updates the weights have seen; step ``t`` turns version ``t`` into ``t+1``.
+    lease     one slot (or one evaluation prompt) handed to one generator until its deadline.
+    group     all completions of one lease. A rollout is one completion.
+
+One module for each who speaks: :mod:`.actor`, :mod:`.trainer` (to the coordinator), :mod:`.control` (trainer to actor)
+and :mod:`.watching` (anyone); everything is to be had from here.
+"""
+
+from scalerl_api.wire.actor import (
+    Completion,
+    Group,
+    Heartbeat,
+    Lease,
+    LeaseRequest,
+    Leases,
+    Push,
+    PushReply,
+    PushResult,
+    Register,
+    Registered,
+    Release,
+    Split,
+    VersionSpan,
+)
+from scalerl_api.wire.base import (
+    CONTENT_TYPE,
+    WIRE_HEADER,
+    WIRE_VERSION,
+    Ack,
+    Member,
+    Problem,
+    Struct,
+)
+from scalerl_api.wire.control import (
+    GroupJoin,
+    Probe,
+    Probed,
+    TensorSpec,
+    WeightReceive,
+    WeightReceived,
+)
+from scalerl_api.wire.trainer import (
+    CheckpointBegin,
+    CheckpointCommit,
+    CheckpointSnapshot,
+    GroupMeta,
+    Next,
+    NextAction,
+    NextRequest,
+    PublishBegin,
+    PublishCommit,
+    PublishPermit,
+    Sequence,
+    Shard,
+    ShardRequest,
+    StepReport,
+    TrainerHello,
+    TrainerWelcome,
+)
+from scalerl_api.wire.watching import (
+    INTERRUPTED,
+    Counts,
+    EvaluationPoint,
+    Phase,
+    Status,
+    Stop,
+)
+
+__all__ = [
+    "CONTENT_TYPE",
+    "INTERRUPTED",
+    "WIRE_HEADER",
+    "WIRE_VERSION",
+    "Ack",
+    "CheckpointBegin",
+    "CheckpointCommit",
+    "CheckpointSnapshot",
+    "Completion",
+    "Counts",
+    "EvaluationPoint",
+    "Group",
+    "GroupJoin",
+    "GroupMeta",
+    "Heartbeat",
+    "Lease",
+    "LeaseRequest",
+    "Leases",
+    "Member",
+    "Next",
+    "NextAction",
+    "NextRequest",
+    "Phase",
+    "Probe",
+    "Probed",
+    "Problem",
+    "PublishBegin",
+    "PublishCommit",
+    "PublishPermit",
+    "Push",
+    "PushReply",
+    "PushResult",
+    "Register",
+    "Registered",
+    "Release",
+    "Sequence",
+    "Shard",
+    "ShardRequest",
+    "Split",
+    "Status",
+    "StepReport",
+    "Stop",
+    "Struct",
+    "TensorSpec",
+    "TrainerHello",
+    "TrainerWelcome",
+    "VersionSpan",
+    "WeightReceive",
+    "WeightReceived",
+]

@@ -1,0 +1,145 @@
+"""Trainer → coordinator: what to do, shards of a step, publishes, checkpoints."""
+
+from __future__ import annotations
+
+import enum
+
+from scalerl_api.wire.actor import VersionSpan
+from scalerl_api.wire.base import Member, Struct
+
+
+class TrainerHello(Struct, frozen=True, kw_only=True):
+    """``POST /v1/trainer/hello``: rank 0, after loading its checkpoint (or none: ``version`` 0)."""
+
+    incarnation: str
+    version: int
+    world_size: int
+    snapshot: bytes | None
+    """The coordinator state saved with that checkpoint; used only if the coordinator has no journal."""
+
+
+class TrainerWelcome(Struct, frozen=True, kw_only=True):
+    next_step: int
+    """Equals the hello's ``version``: steps from here are served again from the journal, or made anew."""
+    published_version: int
+
+
+class NextAction(enum.StrEnum):
+    TRAIN = "train"
+    PUBLISH = "publish"
+    """A member holds older weights than the trainer; give it the current ones."""
+    WAIT = "wait"
+    FINISH = "finish"
+    """Checkpoint and leave; ``reason`` says why."""
+
+
+class NextRequest(Struct, frozen=True, kw_only=True):
+    """``POST /v1/trainer/next``: rank 0's long poll for what to do; the trainer holds ``version``."""
+
+    incarnation: str
+    version: int
+    wait_seconds: float
+
+
+class Next(Struct, frozen=True, kw_only=True):
+    action: NextAction
+    step: int
+    reason: str = ""
+
+
+class ShardRequest(Struct, frozen=True, kw_only=True):
+    """``POST /v1/trainer/shard``: each rank fetches its part of a closed step; may be repeated."""
+
+    incarnation: str
+    step: int
+    rank: int
+    world_size: int
+
+
+class GroupMeta(Struct, frozen=True, kw_only=True):
+    """What every rank needs of every group of the step."""
+
+    slot: int
+    scores: list[float]
+    completion_tokens: list[int]
+    filtered: bool
+    """Zero variance: takes no part in the gradient, is not refilled."""
+
+
+class Sequence(Struct, frozen=True, kw_only=True):
+    group: int
+    """Index into :attr:`Shard.groups`."""
+    sample: int
+    """Index of the completion in its group."""
+    prompt_token_ids: bytes
+    token_ids: bytes
+    logprobs: bytes
+    versions: list[VersionSpan]
+
+
+class Shard(Struct, frozen=True, kw_only=True):
+    step: int
+    groups: list[GroupMeta]
+    sequences: list[Sequence]
+    """This rank's sequences of unfiltered groups, balanced over ranks by tokens."""
+
+
+class StepReport(Struct, frozen=True, kw_only=True):
+    """``POST /v1/trainer/step``: step ``step`` has been applied; the trainer now holds ``step + 1``."""
+
+    incarnation: str
+    step: int
+    stats: dict[str, float]
+    """Finite scalars for metrics.jsonl: loss, grad_norm, entropy, seconds by phase, … Two of them are read here:
+    ``mismatch_kl``, the KL estimate (k3) over the step's tokens that its own version sampled (absent when it has
+    none), and ``checkpoint_failures``, how many checkpoints this incarnation could not write so far."""
+    busy_seconds: float
+    """Seconds of this step in which the ranks computed (mean over ranks)."""
+    trained_tokens: int
+
+
+class PublishBegin(Struct, frozen=True, kw_only=True):
+    """``POST /v1/trainer/publish/begin``: long poll; answered once the version may go out."""
+
+    incarnation: str
+    version: int
+    wait_seconds: float
+
+
+class PublishPermit(Struct, frozen=True, kw_only=True):
+    ready: bool
+    """False: an evaluation of the version before is still being generated; ask again."""
+    members: list[Member]
+    """Whom to publish to (healthy members holding an older version)."""
+
+
+class PublishCommit(Struct, frozen=True, kw_only=True):
+    """``POST /v1/trainer/publish/commit``. The very same message again, after a lost answer, counts once."""
+
+    incarnation: str
+    version: int
+    updated: list[str]
+    """Member ids that hold ``version`` now."""
+    failed: list[str]
+    """Member ids that did not take it; they must register again."""
+    stats: dict[str, float]
+
+
+class CheckpointBegin(Struct, frozen=True, kw_only=True):
+    """``POST /v1/trainer/checkpoint/begin``: the coordinator's state as of ``step`` (= weight version)."""
+
+    incarnation: str
+    step: int
+
+
+class CheckpointSnapshot(Struct, frozen=True, kw_only=True):
+    step: int
+    snapshot: bytes
+
+
+class CheckpointCommit(Struct, frozen=True, kw_only=True):
+    """``POST /v1/trainer/checkpoint/commit``: the checkpoint is on disk; the journal before the oldest kept one may go."""
+
+    incarnation: str
+    step: int
+    kept_steps: list[int]

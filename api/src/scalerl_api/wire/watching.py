@@ -1,0 +1,100 @@
+"""Anyone with the token → coordinator: how the run stands, and ending it."""
+
+from __future__ import annotations
+
+import enum
+
+from scalerl_api.wire.base import Member, Struct
+
+INTERRUPTED = "interrupted"
+"""The reason of a stop by somebody who waits for the end: the last version is saved, and not measured."""
+
+
+class Stop(Struct, frozen=True, kw_only=True):
+    """``POST /v1/stop``: end the run in order. The trainer finishes its step, its last version is measured (unless the
+    reason is :data:`INTERRUPTED`), it checkpoints and leaves.
+
+    A stop is journaled and outlives restarts; whoever resumes a stopped run takes it back first.
+    """
+
+    reason: str
+    """Empty: take an earlier stop back."""
+
+
+class EvaluationPoint(Struct, frozen=True, kw_only=True):
+    """One point of the curve."""
+
+    version: int
+    work_tokens: int
+    """Completion tokens of all steps before ``version`` (the compute axis: useful work, not wall time)."""
+    reward: float
+    standard_error: float
+    """Of the mean over prompts."""
+    samples: int
+    prompts: int
+    set_digest: str
+    mixed_versions: bool
+    truncated_fraction: float
+    mean_tokens: float
+    wall_seconds: float
+    """Since the first lease."""
+    device_seconds: float
+
+
+class Counts(Struct, frozen=True, kw_only=True):
+    """Training rollouts by fate. ``acknowledged = trained + filtered + queued`` always; the rest was never accepted."""
+
+    acknowledged: int
+    trained: int
+    filtered: int
+    queued: int
+    leased: int
+    late: int
+    stale: int
+    invalid: int
+    duplicate: int
+    expired_leases: int
+    held_out_invalid: int = 0
+    """Evaluation rollouts refused as invalid; in no other count."""
+
+
+class Phase(enum.StrEnum):
+    WAITING = "waiting"
+    """No generator holds weights yet."""
+    RUNNING = "running"
+    FINISHING = "finishing"
+    FINISHED = "finished"
+    """The trainer has written its last checkpoint and left."""
+
+
+class Status(Struct, frozen=True, kw_only=True):
+    """``GET /v1/status``."""
+
+    phase: Phase
+    waiting_for: str
+    """In words; empty when nothing is awaited."""
+    step: int
+    """Steps trained."""
+    published_version: int
+    stop_reason: str
+    """Why the run ends or has ended: the budget's field that is used up (``maxSteps``), or the reason of a stop."""
+    counts: Counts
+    members: list[Member]
+    points: list[EvaluationPoint]
+    last_step_stats: dict[str, float]
+    wall_seconds: float
+    """Since the first lease, over all incarnations of the run."""
+    device_seconds: float
+    tokens_generated: int
+    tokens_trained: int
+    generator_busy_fraction: float
+    trainer_busy_fraction: float
+    max_staleness_steps: int
+    mean_staleness_steps: float
+    mismatch_kl: float | None
+    """KL estimate (k3) between trainer and generators at the same weight version: the mean over publishes that
+    measured it; before any did, over steps."""
+    grading_errors: int = 0
+    """Accepted rollouts, evaluation's too, whose verifier failed: their score says nothing about them."""
+    checkpoint_failures: int = 0
+    """Checkpoints that could not be written, over all incarnations of the trainer; told with each step."""
