@@ -20,7 +20,6 @@ from scalerl_cli.output import say
 from scalerl_cli.view import LateView
 from scalerl_operator.control import LocalRun, Outcome
 from scalerl_operator.observe.errors import CoordinatorRefused
-from scalerl_operator.plan import Plan, Role
 from scalerl_operator.runtime.directory import (
     DirectoryProblem,
     RunDirectory,
@@ -29,6 +28,7 @@ from scalerl_operator.runtime.directory import (
 )
 from scalerl_operator.runtime.local import Failure, LocalSettings
 from scalerl_operator.runtime.unit import Event
+from scalerl_operator.workloads import Plan, Role
 
 RUNS = Path("runs")
 _LOG_LINES = 20

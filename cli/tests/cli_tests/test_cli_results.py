@@ -20,8 +20,8 @@ from scalerl_cli.view.live import LiveView, render
 from scalerl_cli.view.plain import PlainView
 from scalerl_operator.control import Outcome, Startup
 from scalerl_operator.observe.snapshot import Rates, Snapshot
-from scalerl_operator.plan import Role
 from scalerl_operator.runtime.unit import Event, Failure, State, UnitStatus
+from scalerl_operator.workloads import Role
 
 RUN = parse_run(
     """

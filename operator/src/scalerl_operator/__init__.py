@@ -1,6 +1,6 @@
 """Turns a ``ScaleRLRun`` into running workloads and keeps them as the run needs them.
 
-Lives here: the plan (:mod:`.plan`: spec → runtime-neutral workloads), policies (:mod:`.policy`: one
+Lives here: the plan (:mod:`.plan`: spec → :mod:`.workloads`, which no runtime owns), policies (:mod:`.policy`: one
 decision a file, pure), what is observed of a run (:mod:`.observe`), the runtimes that take a plan
 (:mod:`.runtime`), and the loop that joins them (:mod:`.control`).
 

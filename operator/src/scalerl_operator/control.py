@@ -19,12 +19,12 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_api.wire import INTERRUPTED, Phase, Status
 from scalerl_operator.observe.errors import CoordinatorUnreachable
 from scalerl_operator.observe.snapshot import RateMeter, Rates, Snapshot, eta_seconds
-from scalerl_operator.plan import Lifetime, Plan, Role
 from scalerl_operator.policy import budget
 from scalerl_operator.runtime.census import tree_memory_bytes
 from scalerl_operator.runtime.directory import RunDirectory
 from scalerl_operator.runtime.local import LocalRuntime, LocalSettings
 from scalerl_operator.runtime.unit import Event, Failure
+from scalerl_operator.workloads import Lifetime, Plan, Role
 
 if TYPE_CHECKING:
     from scalerl_operator.observe.client import CoordinatorClient

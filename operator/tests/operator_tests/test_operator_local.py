@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from operator_tests.children import Harness, eventually, script, workload
-from scalerl_operator.plan import Container, Lifetime, Probe, Resources, Role, Workload
 from scalerl_operator.runtime.devices import VISIBLE, NotEnoughDevices
 from scalerl_operator.runtime.unit import State
+from scalerl_operator.workloads import Container, Lifetime, Probe, Resources, Role, Workload
 
 SLEEP = ("-c", "import time; time.sleep(600)")
 NOTE = """

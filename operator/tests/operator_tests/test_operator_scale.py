@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from operator_tests.children import Harness, eventually, is_running, script, workload
-from scalerl_operator.plan import Container, Lifetime, Resources, Role, Workload
 from scalerl_operator.runtime.devices import VISIBLE, NotEnoughDevices
+from scalerl_operator.workloads import Container, Lifetime, Resources, Role, Workload
 
 SERVICE = """
     # Says who it is; leaves on SIGTERM after a moment.

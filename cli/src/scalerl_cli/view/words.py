@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from scalerl_api.wire import EvaluationPoint
 from scalerl_operator.observe.snapshot import Snapshot
-from scalerl_operator.plan import Role
 from scalerl_operator.runtime.unit import State, UnitStatus
+from scalerl_operator.workloads import Role
 
 UNKNOWN = "–"
 

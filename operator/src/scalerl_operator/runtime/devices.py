@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from scalerl_operator.plan import Plan, Workload
+from scalerl_operator.workloads import Plan, Workload
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _LIST_SECONDS = 30

@@ -11,7 +11,13 @@ from functools import partial
 from typing import Final
 
 from scalerl_api import process as api
-from scalerl_operator.plan import (
+from scalerl_operator.policy.failure import RestartPolicy
+from scalerl_operator.runtime import devices
+from scalerl_operator.runtime.directory import RunDirectory
+from scalerl_operator.runtime.ports import Ports
+from scalerl_operator.runtime.process import Command, environment
+from scalerl_operator.runtime.unit import Event, Failure, Member, Unit, UnitStatus
+from scalerl_operator.workloads import (
     ADDRESS,
     BIND,
     MASTER_PORT,
@@ -23,12 +29,6 @@ from scalerl_operator.plan import (
     expand,
     port_variable,
 )
-from scalerl_operator.policy.failure import RestartPolicy
-from scalerl_operator.runtime import devices
-from scalerl_operator.runtime.directory import RunDirectory
-from scalerl_operator.runtime.ports import Ports
-from scalerl_operator.runtime.process import Command, environment
-from scalerl_operator.runtime.unit import Event, Failure, Member, Unit, UnitStatus
 
 HOST: Final = "127.0.0.1"
 

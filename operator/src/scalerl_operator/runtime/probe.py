@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from scalerl_operator.plan import Container, Probe
 from scalerl_operator.policy.failure import Cause
+from scalerl_operator.workloads import Container, Probe
 
 _READY_PERIOD_SECONDS = 10.0
 """Once ready, readiness only informs the view; asking every second would cost the machine for nothing."""

@@ -13,10 +13,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from scalerl_api import process as api
-from scalerl_operator.plan import Container, Lifetime, Role
 from scalerl_operator.policy import failure
 from scalerl_operator.runtime import probe
 from scalerl_operator.runtime.process import ChildProcess, Command
+from scalerl_operator.workloads import Container, Lifetime, Role
 
 _TELLING = (api.BAD_INPUT_EXIT_CODE, api.DIVERGED_EXIT_CODE)
 

@@ -1,0 +1,176 @@
+"""Workloads: what has to run, in words that no runtime owns. Pure.
+
+Arguments and environment may refer to variables as Kubernetes writes them, ``$(NAME)``; text that a
+user wrote goes through :func:`literal`, so that nothing in it is one. The values of the variables below
+are the runtime's to give, in the environment of every container; all other text is the same wherever
+the run lives.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+BIND = "SCALERL_BIND"
+"""Address to listen on for what others reach (``0.0.0.0`` in a pod, loopback on one machine)."""
+ADDRESS = "SCALERL_ADDRESS"
+"""Address under which the other roles reach this replica."""
+
+MASTER_PORT = "master"
+"""Name of a gang's rendezvous port; a new one for every start of the gang."""
+
+_REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
+
+
+class Role(enum.StrEnum):
+    PREPARE = "prepare"
+    COORDINATOR = "coordinator"
+    GENERATOR = "generator"
+    TRAINER = "trainer"
+
+
+class Lifetime(enum.StrEnum):
+    """How a workload's replicas live."""
+
+    ONCE = "once"
+    """Runs to completion; what comes ``after`` it starts then."""
+    SERVICE = "service"
+    """Runs as long as the run; each container is restarted by itself."""
+    GANG = "gang"
+    """Replicas start together and, when one fails, restart together; the run is complete when all have exited 0."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """``GET path`` on the named port: a 2xx within ``timeout_seconds`` is a success."""
+
+    path: str
+    port: str
+    period_seconds: float
+    timeout_seconds: float
+    failure_threshold: int
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one container needs.
+
+    devices: accelerators, its alone.
+    cpu_threads: compute threads; None leaves it to the runtime, which knows the machine.
+    memory_bytes: memory known from the spec to be needed; None if the spec does not say.
+    """
+
+    devices: int = 0
+    cpu_threads: int | None = None
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Volume:
+    """A path that the container has to see."""
+
+    path: str
+    writable: bool = False
+
+
+@dataclass(frozen=True)
+class Container:
+    """One process: its command, what it listens on, and how to tell that it works.
+
+    startup: until it succeeds once, the others are not asked; past its threshold the process is restarted.
+    liveness: past its threshold the process is restarted.
+    readiness: says only whether the process takes work.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    ports: tuple[str, ...] = ()
+    startup: Probe | None = None
+    liveness: Probe | None = None
+    readiness: Probe | None = None
+    resources: Resources = Resources()
+    volumes: tuple[Volume, ...] = ()
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Replicas of one role; the containers of a replica share its ports and its address.
+
+    essential: the run ends when it fails for good.
+    """
+
+    role: Role
+    lifetime: Lifetime
+    containers: tuple[Container, ...]
+    replicas: int = 1
+    after: tuple[Role, ...] = ()
+    essential: bool = True
+
+    def replica_name(self, index: int) -> str:
+        """Stable name of a replica, e.g. ``generator-0``.
+
+        >>> Workload(Role.TRAINER, Lifetime.GANG, ()).replica_name(1)
+        'trainer-1'
+        """
+        return f"{self.role}-{index}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All workloads of one run."""
+
+    run: str
+    workloads: tuple[Workload, ...]
+
+    def workload(self, role: Role) -> Workload:
+        return next(w for w in self.workloads if w.role is role)
+
+    def devices(self) -> int:
+        """Accelerators that all replicas need together."""
+        return sum(w.replicas * c.resources.devices for w in self.workloads for c in w.containers)
+
+
+class UnknownVariable(Exception):
+    """A plan refers to a variable that the runtime did not give."""
+
+
+def port_variable(port: str) -> str:
+    """Environment variable that carries the number of a named port.
+
+    >>> port_variable("http")
+    'SCALERL_PORT_HTTP'
+    """
+    return f"SCALERL_PORT_{port.upper()}"
+
+
+def expand(text: str, variables: Mapping[str, str]) -> str:
+    """Replace every ``$(NAME)``, and ``$$`` by ``$``.
+
+    >>> expand("--listen=$(SCALERL_BIND):$(SCALERL_PORT_HTTP)", {"SCALERL_BIND": "::", "SCALERL_PORT_HTTP": "80"})
+    '--listen=:::80'
+
+    Raises:
+        UnknownVariable: a name is not among ``variables``.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1]
+        if name is None:
+            return "$"
+        if name not in variables:
+            raise UnknownVariable(f"$({name}) in {text!r}; known: {', '.join(sorted(variables))}")
+        return variables[name]
+
+    return _REFERENCE.sub(value, text)
+
+
+def literal(text: str) -> str:
+    """Text that :func:`expand` gives back as it is.
+
+    >>> literal("a$(b)"), expand(literal("a$(b)"), {})
+    ('a$$(b)', 'a$(b)')
+    """
+    return text.replace("$", "$$")
