@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from scalerl_api.load import load_run
 from scalerl_api.wire import Ack, Problem, PushReply, Split, WeightReceive, WeightReceived
 from scalerl_generator.prompts import PromptCodec
 from scalerl_generator.vllm_client import VllmClient
+from scalerl_tasks.grading.pool import Graded, GradingPool
+from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.sources import open_task
 
 pytestmark = pytest.mark.timeout(60)
@@ -191,6 +194,27 @@ async def test_making_prompts_does_not_hold_up_the_rest(
         now = time.monotonic()
         longest, before = max(longest, now - before), now
     assert longest < 0.4, "actor and test share a loop: it stood still"
+
+
+async def test_grading_errors_are_told_once_a_kind(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await scene.member()
+    seconds = itertools.count(1)
+
+    async def fails(self: GradingPool, prompt: Prompt, texts: list[str]) -> list[Graded]:
+        slow = Graded(0.0, f"grading took longer than {next(seconds)} s and was killed")
+        return [slow, Graded(1.0), slow, Graded(0.0, "the verifier gave 7, which is not in [0, 1]")]
+
+    monkeypatch.setattr(GradingPool, "score_group", fails)
+    await scene.trainer.publish(0)
+    scene.coordinator.offer(3, scene.train)
+    await until(lambda: len(scene.coordinator.groups) == 3)
+    told = [r.getMessage() for r in caplog.records if "could not be graded" in r.getMessage()]
+    assert len(told) == 2
+    assert "prompt " + scene.train[0] in told[0]
+    assert "longer than 1 s" in told[0]
+    assert "scalerl_actor_grading_errors_total 9.0" in (await scene.get(endpoints.METRICS))[1]
 
 
 async def test_evaluation_goes_first(scene: Scene) -> None:

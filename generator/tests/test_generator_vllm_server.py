@@ -1,13 +1,19 @@
 """What the launcher hands to vLLM, and who may talk to the server."""
 
+import contextlib
 import importlib.util
 import json
+import os
+import subprocess
+import sys
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from scalerl_api.process import BAD_INPUT_EXIT_CODE, TOKEN_FILE
 from scalerl_generator import vllm_server
 from scalerl_generator.vllm_server import (
     TOKEN_VARIABLE,
@@ -89,6 +95,44 @@ def test_no_token_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     with pytest.raises(ServerProblem, match=TOKEN_VARIABLE):
         main(["--model", "/m", "--port", "1"])
+
+
+def test_bad_input_is_told_from_a_crash() -> None:
+    argv = [sys.executable, "-m", "scalerl_generator.vllm_server", "--model", "/m", "--port", "1"]
+    env = {k: v for k, v in os.environ.items() if k not in (TOKEN_VARIABLE, TOKEN_FILE)}
+    ended = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=30)
+    assert ended.returncode == BAD_INPUT_EXIT_CODE
+    assert ended.stderr.startswith("vllm_server: neither")
+
+
+SPAWNS = """
+import multiprocessing, os, time
+from scalerl_generator.vllm_lifetime import tie_spawned
+
+def engine():
+    tie_spawned()
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    multiprocessing.get_context("spawn").Process(target=engine).start()
+    time.sleep(60)
+"""
+
+
+def test_a_spawned_engine_dies_with_its_server(tmp_path: Path) -> None:
+    """On GPUs vLLM may spawn its engine; that a forked one does is shown with the real server."""
+    script = tmp_path / "server.py"
+    script.write_text(SPAWNS)
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        engine = Path("/proc") / server.stdout.readline().strip() / "environ"
+        server.kill()
+        deadline = time.monotonic() + 10
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            while engine.read_bytes():  # empty of a zombie that nobody has waited for
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
 
 
 @pytest.fixture
