@@ -10,9 +10,7 @@ import torch
 
 from scalerl_trainer.algo.advantages import Normalization, advantages
 from scalerl_trainer.algo.aggregation import Aggregation, per_token, sequence_weights
-from scalerl_trainer.algo.filters import has_spread
 from scalerl_trainer.algo.losses import LOSSES, Cispo, Grpo, Loss, Supervised, TokenBatch
-from scalerl_trainer.algo.masks import select, trainable_mask
 from scalerl_trainer.algo.mismatch import (
     RatioGuard,
     RatioStatistics,
@@ -117,36 +115,6 @@ class TestAggregation:
             0.0,
             0.0,
         ]
-
-
-class TestFilterAndMasks:
-    def test_groups_without_spread_are_dropped(self) -> None:
-        rewards_s = torch.tensor([1.0, 1.0, -1.0, 1.0, 0.5])
-        assert has_spread(rewards_s, torch.tensor([3, 3, 1, 1, 2])).tolist() == [
-            False,
-            False,
-            True,
-            True,
-            False,
-        ]
-
-    def test_no_sequences(self) -> None:
-        assert has_spread(torch.zeros(0), torch.zeros(0, dtype=torch.long)).tolist() == []
-
-    def test_forced_tokens_leave_whatever_they_hold(self) -> None:
-        mask = trainable_mask(4, [(1, 3)])
-        got = select([[-1.0, math.nan, -math.inf, -2.0]], [mask])
-        assert got.tolist() == [-1.0, -2.0]
-        check_generator_logprobs(got)
-
-    @pytest.mark.parametrize("span", [(-1, 2), (3, 5), (2, 1)])
-    def test_a_span_outside_the_completion_is_refused(self, span: tuple[int, int]) -> None:
-        with pytest.raises(BadBatchError, match="lies outside a completion of 4 tokens"):
-            trainable_mask(4, [span])
-
-    def test_a_missing_value_is_refused(self) -> None:
-        with pytest.raises(BadBatchError, match="sequence 0 has 2 completion tokens but 1 values"):
-            select([[-1.0]], [[True, True]])
 
 
 def reference(

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from scalerl_api.memory import ModelSize
 from scalerl_api.spec import ScratchModel
-from scalerl_trainer.errors import ModelError, ModelNotFoundError, ModelTooLargeError, TokenizerError
+from scalerl_tasks import RenderedPrompt
+from scalerl_trainer.errors import ModelError, ModelNotFoundError, TokenizerError
 from scalerl_trainer.models import (
     Policy,
     check_tokenizer,
-    estimate_memory_bytes,
     load_model,
     load_tokenizer,
-    parameter_count,
     write_scratch,
 )
-from scalerl_trainer.models.load import load_config
+from scalerl_trainer.models.tokens import TokenCounter
 
 TEXTS = [f"State the answer: {i} + {i} = {2 * i}" for i in range(100)]
 SIZES = ScratchModel(layers=2, hidden_size=32, attention_heads=2, intermediate_size=48, vocabulary_size=300)
@@ -87,7 +88,8 @@ def test_loading_and_counting(folder: Path) -> None:
     model = load_model(str(folder), dtype="bfloat16")
     assert model.training
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert parameter_count(model.config) == sum(p.numel() for p in model.parameters())
+    filled = SIZES.model_copy(update={"vocabulary_size": model.config.vocab_size})
+    assert ModelSize.of_scratch(filled).parameters == sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,7 @@ def test_loading_and_counting(folder: Path) -> None:
     [("/no/such/folder", "is not a folder"), ("./neither", "is not a folder")],
 )
 def test_a_missing_folder_is_said(name: str, message: str) -> None:
-    for load in (load_model, load_tokenizer, load_config):
+    for load in (load_model, load_tokenizer):
         with pytest.raises(ModelNotFoundError, match=message):
             load(name)
 
@@ -130,25 +132,36 @@ def test_logits_that_are_more_than_a_product_are_refused(folder: Path) -> None:
         Policy(model, fp32_head=True)
 
 
-class TestMemory:
-    def estimate(self, folder: Path, stage: int, world: int, dtype: str = "bfloat16") -> tuple[int, int, int]:
-        config = load_config(str(folder))
-        got = estimate_memory_bytes(config, dtype=dtype, zero_stage=stage, world=world, micro_batch_tokens=64)  # type: ignore[arg-type]
-        return got.parameters, got.gradients, got.optimizer
+def test_a_missing_package_is_named_not_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object, **__: object) -> None:
+        raise ImportError("flash_attn seems to be not installed")
 
-    def test_stages_divide_what_they_partition(self, folder: Path) -> None:
-        count = parameter_count(load_config(str(folder)))
-        assert count % 4 == 0
-        assert self.estimate(folder, 0, 4, "float32") == (4 * count, 4 * count, 8 * count)
-        assert self.estimate(folder, 1, 4) == (2 * count, 4 * count, 3 * count)
-        assert self.estimate(folder, 2, 4) == (2 * count, count, 3 * count)
-        parameters, gradients, optimizer = self.estimate(folder, 3, 4)
-        assert (gradients, optimizer) == (count, 3 * count)
-        assert count / 2 < parameters <= 2.5 * count
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", missing)
+    with pytest.raises(ModelError, match=r"flash_attention_2 needs a package.*flash_attn") as caught:
+        load_model(str(folder), attention="flash_attention_2")
+    assert "check the folder" not in str(caught.value)
 
-    def test_what_is_too_large_is_refused_with_advice(self, folder: Path) -> None:
-        config = load_config(str(folder))
-        got = estimate_memory_bytes(config, dtype="float32", zero_stage=1, world=1, micro_batch_tokens=64)
-        got.require(got.total)
-        with pytest.raises(ModelTooLargeError, match=r"on rank 0 .* choose a smaller model"):
-            got.require(got.total - 1, "rank 0")
+
+class TestTokenCounter:
+    def test_counts_are_those_of_the_tokenizer_that_trains(self, folder: Path) -> None:
+        tokenizer, counter = load_tokenizer(str(folder)), TokenCounter(folder, chat=False)
+        texts = ["1 + 2 =", "State the answer: 20 + 22 =", "é"]
+        assert counter.prompts([RenderedPrompt(text) for text in texts]) == [
+            len(tokenizer.encode(t)) for t in texts
+        ]
+        assert counter.completions(texts) == [
+            len(tokenizer.encode(t, add_special_tokens=False)) for t in texts
+        ]
+
+    def test_a_chat_template_counts_too(self, folder: Path, tmp_path: Path) -> None:
+        copy = shutil.copytree(folder, tmp_path / "chat")
+        (copy / "chat_template.jinja").write_text(
+            "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        )
+        prompt = RenderedPrompt("1 + 2 =", system="Add.")
+        ids = load_tokenizer(str(copy), chat=True).apply_chat_template(
+            prompt.messages, add_generation_prompt=True, return_dict=False
+        )
+        assert TokenCounter(copy, chat=True).prompts([prompt]) == [len(ids)]
+        with pytest.raises(TokenizerError, match="no chat template"):
+            TokenCounter(folder, chat=True)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +15,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from scalerl_api.load import parse_run
 from scalerl_api.paths import RunPaths
-from scalerl_api.spec import RunSpec
+from scalerl_api.spec import RunSpec, TaskSpec, WarmStartSpec
 from scalerl_trainer.models import load_model, load_tokenizer
-from scalerl_trainer.prepare import PrepareError, prepare
+from scalerl_trainer.prepare import PrepareError, main, prepare
 
 SCRATCH = {"layers": 2, "hiddenSize": 32, "attentionHeads": 2, "intermediateSize": 48, "vocabularySize": 300}
 
@@ -131,6 +136,11 @@ def edit(name: str, **values: Any) -> Any:
     return change
 
 
+def add_tensor(directory: Path, name: str) -> None:
+    file = directory / "model.safetensors"
+    save_file(load_file(file) | {name: torch.zeros(3)}, file)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -138,6 +148,17 @@ def edit(name: str, **values: Any) -> Any:
         (lambda d: (d / "model.safetensors").unlink(), r"model.path.*safetensors"),
         (edit("tokenizer_config.json", eos_token=None), "end-of-sequence"),
         (edit("config.json", max_position_embeddings=32), r"model.contextTokens: 64 asked for.*32"),
+        (
+            edit("config.json", final_logit_softcapping=30.0),
+            "llama: logits with final_logit_softcapping = 30.0",
+        ),
+        (edit("config.json", text_config={"logit_scale": 0.5}), "logits with logit_scale = 0.5"),
+        (lambda d: (d / "config.json").write_text("{"), "model: config.json is not JSON"),
+        (
+            lambda d: (d / "model.safetensors").write_bytes(b"not one"),
+            "model.safetensors is not a safetensors",
+        ),
+        (lambda d: add_tensor(d, "lm_head.bias"), r"output embedding with a bias \(lm_head.bias\)"),
     ],
 )
 def test_a_model_folder_that_lacks_something(tmp_path: Path, change: Any, message: str) -> None:
@@ -163,12 +184,174 @@ def test_a_model_larger_than_memory_is_refused_before_it_is_made(tmp_path: Path)
 
 
 def test_all_roles_together_must_fit_on_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = {"replicas": 8, "zeroStage": 1}
-    monkeypatch.setattr("scalerl_trainer.prepare.memory_bytes", lambda: 4 << 20)
+    trainer = {"replicas": 8, "zeroStage": 1, "microBatchTokens": 64}
+    monkeypatch.setattr("scalerl_trainer.checks.memory_bytes", lambda: 4 << 20)
     paths, spec = make(tmp_path, trainer=trainer)
     with pytest.raises(PrepareError, match="8 trainer ranks"):
         prepare(paths, spec, one_machine=True)
     prepare(paths, spec, one_machine=False)
+
+
+def graphics(root: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """An ``nvidia-smi`` that is first on the PATH."""
+    program = root / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+
+
+ON_GPUS = {"trainer": {"devices": 1, "microBatchTokens": 64}, "generator": {"devices": 1}}
+BIG = {"scratch": SCRATCH | {"hiddenSize": 256, "intermediateSize": 4096}}  # 7 M parameters
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"trainer": ON_GPUS["trainer"]}, r"one trainer rank needs about .* on its GPU"),
+        ({"generator": ON_GPUS["generator"]}, r"generator's share of the weights .*memoryFraction \(0.9\)"),
+    ],
+)
+def test_a_model_larger_than_its_gpu_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], message: str
+) -> None:
+    graphics(tmp_path, monkeypatch, "echo 16; echo 20")
+    paths, spec = make(tmp_path / "run", BIG, **sections)
+    with pytest.raises(PrepareError, match=message):
+        prepare(paths, spec, one_machine=True)
+
+
+@pytest.mark.parametrize("script", ["echo 16; echo 81559", "exit 9", "echo N/A", "exit 0"])
+def test_a_gpu_that_is_large_or_unknown_refuses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    graphics(tmp_path, monkeypatch, script)
+    paths, spec = make(tmp_path / "run", BIG, **ON_GPUS)
+    prepare(paths, spec, one_machine=True)
+
+
+def jsonl(root: Path, *rows: dict[str, str]) -> None:
+    text = "".join(json.dumps({"prompt": f"{i}+1=", "answer": f"{i + 1}"}) + "\n\n" for i in range(40))
+    (root / "task.jsonl").write_text(text + "".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("source", ["scratch", "path"])
+def test_prompts_without_room_for_a_completion_are_named(tmp_path: Path, source: str) -> None:
+    model = None if source == "scratch" else broken(tmp_path, lambda _: None)
+    paths, spec = make(tmp_path / "run", model)
+    words = " ".join(str(n) for n in range(1000, 1100))
+    jsonl(paths.root, {"prompt": "7+1 =", "answer": "8"}, {"prompt": words, "answer": "8", "id": "long"})
+    with pytest.raises(
+        PrepareError,
+        match=r"line 82: prompt 'long' has \d+ tokens.*\(64\).*\(8\) leaves 56; 1 of 42 prompts are too long",
+    ) as caught:
+        prepare(paths, spec, one_machine=True)
+    if source == "scratch":
+        assert not paths.base_model.exists()
+    (wanted,) = re.findall(r"raise contextTokens to (\d+)", str(caught.value))
+    paths, spec = make(tmp_path / "again", {"scratch": SCRATCH, "contextTokens": int(wanted)})
+    jsonl(paths.root, {"prompt": words, "answer": "8", "id": "long"})
+    prepare(paths, spec, one_machine=True)
+
+
+def test_prompts_are_looked_at_again_when_the_run_is_resumed(tmp_path: Path) -> None:
+    paths, spec = make(tmp_path)
+    prepare(paths, spec, one_machine=True)
+    recipe = spec.recipe.model_copy(update={"max_completion_tokens": 63})
+    with pytest.raises(PrepareError, match=r"line 1: prompt .* has \d tokens"):
+        prepare(paths, spec.model_copy(update={"recipe": recipe}), one_machine=True)
+
+
+@pytest.mark.parametrize("source", ["scratch", "path"])
+def test_a_warm_start_without_solutions_is_refused(
+    tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from scalerl_tasks import ReasoningGymSource
+
+    model = (
+        None if source == "scratch" else broken(tmp_path, edit("config.json", max_position_embeddings=256))
+    )
+    task = {"reasoningGym": {"name": "chain_sum", "size": 50}, "verifier": {"name": "reasoning-gym"}} | {
+        "heldOut": {"size": 2}
+    }
+    paths, spec = make(tmp_path / "run", (model or {"scratch": SCRATCH}) | {"contextTokens": 256}, task=task)
+    with_answer = ReasoningGymSource.__getitem__
+
+    def without(self: Any, index: int) -> Any:
+        return dataclasses.replace(with_answer(self, index), answer="", solution=None)
+
+    monkeypatch.setattr(ReasoningGymSource, "__getitem__", without)
+    prepare(paths, spec, one_machine=True)
+    warm = spec.model_copy(update={"warm_start": WarmStartSpec(steps=1)})
+    for directory in (paths, RunPaths(tmp_path / "other")):
+        directory.root.mkdir(exist_ok=True)
+        with pytest.raises(PrepareError, match=r"warmStart: prompt .* has no solution and no answer"):
+            prepare(directory, warm, one_machine=True)
+
+
+def test_a_solution_that_fits_no_micro_batch_is_refused(tmp_path: Path) -> None:
+    paths, spec = make(tmp_path, warmStart={"steps": 1}, trainer={"microBatchTokens": 64})
+    jsonl(paths.root, {"prompt": "7+1 =", "answer": "8", "solution": "1 2 3 " * 40})
+    with pytest.raises(
+        PrepareError, match=r"warmStart: .*line 81: .* more than trainer.microBatchTokens \(64\)"
+    ):
+        prepare(paths, spec, one_machine=True)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ({"verifier": {"name": "number"}}, r"task.verifier: prompt .* has no number"),
+        (
+            {"reasoningGym": {"name": "countdown", "size": 50}, "jsonl": None}
+            | {"verifier": {"name": "reasoning-gym"}},
+            "task.verifier: .*countdown.* evaluates answers as Python code",
+        ),
+    ],
+)
+def test_a_verifier_that_cannot_grade_the_task_is_refused(
+    tmp_path: Path, task: dict[str, Any], message: str
+) -> None:
+    paths, spec = make(tmp_path)
+    jsonl(paths.root, {"prompt": "seven", "answer": "eight"})
+    changed = TaskSpec.model_validate(spec.task.model_dump(by_alias=True) | task)
+    with pytest.raises(PrepareError, match=message):
+        prepare(paths, spec.model_copy(update={"task": changed}), one_machine=True)
+    assert not paths.base_model.exists()
+
+
+@pytest.mark.parametrize(("devices", "message"), [(0, "needs an accelerator"), (1, "package flash-attn")])
+def test_flash_attention_needs_a_gpu_and_its_package(tmp_path: Path, devices: int, message: str) -> None:
+    if devices and importlib.util.find_spec("flash_attn") is not None:
+        pytest.skip("needs a GPU to be a mistake")
+    paths, spec = make(tmp_path)
+    given = spec.model_copy(
+        update={
+            "model": spec.model.model_copy(update={"attention": "flash_attention_2"}),
+            "trainer": spec.trainer.model_copy(update={"devices": devices}),
+        }
+    )
+    with pytest.raises(PrepareError, match=f"model.attention: .*{message}"):
+        prepare(paths, given, one_machine=True)
+
+
+def test_a_grader_that_cannot_start_is_no_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from scalerl_tasks import GradingError
+
+    paths, _ = make(tmp_path)
+    for name, value in {
+        "SCALERL_DIR": str(tmp_path),
+        "SCALERL_NAME": "prepare",
+        "SCALERL_COORDINATOR_URL": "http://127.0.0.1:9",
+        "SCALERL_TOKEN_FILE": str(paths.token),
+    }.items():
+        monkeypatch.setenv(name, value)
+
+    def refuse(*_: object) -> None:
+        raise GradingError("no process could be forked")
+
+    monkeypatch.setattr("scalerl_trainer.prepare.check_grading", refuse)
+    assert main() == 1
 
 
 def test_the_process_names_the_field_and_leaves_with_2(tmp_path: Path) -> None:

@@ -1,14 +1,15 @@
 """The trainer: rollouts in, better weights out.
 
 What lives here
-    ``algo``      losses, advantages, aggregation, masks, filters, mismatch: pure functions of tensors
+    ``algo``      losses, advantages, aggregation, mismatch: pure functions of tensors
     ``packing``   sequences to rows and micro-batches, and back to one flat order of tokens
     ``models``    a policy from the hub, from a folder, or from scratch; its head; its size in bytes
     ``engine``    the update itself; the one place that imports DeepSpeed
     ``sft``       supervised warm start through the same engine
-    ``prepare``   the run's model into its directory, checked, before anything starts
-    ``main``      one rank's process; ``loop`` is what it does, ``ranks`` how ranks talk, ``recipe`` and ``start``
-                  turn the spec into what the parts are told
+    ``prepare``   the run's model into its directory before anything starts, and by ``checks`` all that would
+                  otherwise end the run later
+    ``main``      one rank's process; ``leader`` gives its orders, ``worker`` is what they mean, ``ranks`` how ranks
+                  talk, ``recipe`` and ``start`` turn the spec into what the parts are told
     ``batch``     a share of a step, from the wire to tensors
     ``publish``   weights to the generators
     ``saving``    checkpoints as all ranks make them together, ``checkpoint`` their files

@@ -90,7 +90,7 @@ def rank_batch(shard: wire.Shard, recipe: RecipeSpec) -> RankBatch:
         generator_logprobs_n=torch.from_numpy(np.concatenate([*logprobs, np.empty(0, Float32)])),
         fresh_n=torch.from_numpy(np.concatenate([*fresh, np.empty(0, np.bool_)])),
     )
-    return RankBatch(batch, staleness, _step_stats(shard.groups, recipe))
+    return RankBatch(batch, staleness, _step_stats(shard.groups))
 
 
 def probe_sequences(shard: wire.Shard, count: int) -> list[ProbeSequence]:
@@ -136,7 +136,7 @@ def _ages(
     return step - np.repeat(versions, lengths)
 
 
-def _step_stats(groups: list[wire.GroupMeta], recipe: RecipeSpec) -> dict[str, float]:
+def _step_stats(groups: list[wire.GroupMeta]) -> dict[str, float]:
     scores = np.array([score for group in groups for score in group.scores], dtype=np.float64)
     lengths = np.array([n for group in groups for n in group.completion_tokens], dtype=np.int64)
     if not len(scores):
@@ -146,6 +146,4 @@ def _step_stats(groups: list[wire.GroupMeta], recipe: RecipeSpec) -> dict[str, f
         "reward_std": float(scores.std()),
         "filtered_fraction": sum(group.filtered for group in groups) / len(groups),
         "completion_tokens_mean": float(lengths.mean()),
-        # The wire does not say why a completion ended; one that ends exactly at the limit counts as cut.
-        "truncated_fraction": float((lengths >= recipe.max_completion_tokens).mean()),
     }

@@ -272,6 +272,10 @@ class CheckpointStore:
         except OSError as error:
             log.error("and cannot be set aside: %s", error)
 
+    def damaged(self) -> list[str]:
+        """Names of the folders that :meth:`set_aside` has made, sorted."""
+        return sorted(path.name for path in self._folders(DAMAGED))
+
     def snapshot(self, step: int) -> bytes:
         """The coordinator's state of a verified checkpoint."""
         return (self._paths.checkpoint(step) / SNAPSHOT).read_bytes()

@@ -41,6 +41,13 @@ class Superseded(CoordinatorError):
     """A newer trainer incarnation has said hello; this one has to leave."""
 
 
+class Unresumable(CoordinatorError):
+    """Coordinator and checkpoint do not belong together; starting again would not help."""
+
+
+_UNRESUMABLE = ("bad-snapshot", "identity", "no-state", "checkpoints-lost", "unknown-version")
+
+
 class Coordinator:
     """Calls of one rank. Not shared between threads.
 
@@ -65,6 +72,11 @@ class Coordinator:
         self._http.close()
 
     def hello(self, version: int, world_size: int, snapshot: bytes | None) -> wire.TrainerWelcome:
+        """This rank's trainer takes over at ``version``.
+
+        Raises:
+            Unresumable: the coordinator has no state that goes with ``version``, or would have to give some up.
+        """
         message = wire.TrainerHello(
             incarnation=self._incarnation, version=version, world_size=world_size, snapshot=snapshot
         )
@@ -148,7 +160,9 @@ class Coordinator:
         reason = f"POST {path}: {response.status_code} {problem.error}: {problem.message}"
         if response.status_code >= 500:
             raise CoordinatorUnreachable(reason)
-        raise Superseded(reason) if problem.error == "superseded" else CoordinatorError(reason)
+        if problem.error == "superseded":
+            raise Superseded(reason)
+        raise Unresumable(reason) if problem.error in _UNRESUMABLE else CoordinatorError(reason)
 
 
 def wire_headers(token: str) -> dict[str, str]:

@@ -4,7 +4,7 @@
 
     TrainerError
     ├── BadBatchError              a batch that cannot be trained on, whatever the weights are
-    │   ├── SequenceTooLongError   one sequence does not fit into a row
+    │   ├── SequenceTooLongError   one sequence does not fit into a micro-batch
     │   └── NonFiniteLogprobError  the generator's log-probabilities hold NaN or infinity
     ├── DivergedError              training left the road; the update was not applied
     │   ├── NonFiniteLossError
@@ -12,9 +12,9 @@
     │   └── ExplodingRatioError    trainer and generator disagree beyond the guard's limit
     ├── ModelError                 the model or tokenizer cannot be used
     │   ├── ModelNotFoundError
-    │   ├── TokenizerError         a needed token is missing
-    │   └── ModelTooLargeError     it would not fit into memory
-    └── EngineError                the engine cannot do what was asked in its present state or settings
+    │   └── TokenizerError         a needed token is missing
+    ├── EngineError                the engine cannot do what was asked in its present state or settings
+    └── WarmStartError             the task's solutions cannot be trained on
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ class TokenizerError(ModelError):
     """The tokenizer lacks a token that training or generation needs."""
 
 
-class ModelTooLargeError(ModelError):
-    """The model's training state would not fit into memory."""
-
-
 class EngineError(TrainerError):
     """The engine cannot do what was asked in its present state or with its settings."""
+
+
+class WarmStartError(TrainerError):
+    """The task's own solutions cannot be trained on, whatever the weights are."""

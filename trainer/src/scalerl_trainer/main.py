@@ -1,9 +1,9 @@
 """``python -m scalerl_trainer.main --listen HOST:PORT``: one rank of the trainer.
 
 Exit codes: 0 when the run has finished or after SIGTERM (a checkpoint is written first); 2 when starting
-again would not help (environment, run file, model, checkpoints of another shape or all damaged); 1 for
-everything else (also when the last checkpoint could not be written), after which all ranks are started
-again and go on from the last checkpoint.
+again would not help (environment, run file, model, solutions of a warm start, checkpoints of another
+shape, all damaged or lost while the coordinator knows of some); 1 for everything else (also when the last
+checkpoint could not be written), after which all ranks are started again and go on from the last checkpoint.
 
 Training that left the road (a loss or gradient that is not finite, an exploding ratio) is exit code 3: the
 update was not applied, no checkpoint is written. One restart repeats the same batches from the last good
@@ -31,10 +31,10 @@ from scalerl_api.process import (
     ProcessEnvironment,
 )
 from scalerl_trainer.checkpoint import CheckpointStore
-from scalerl_trainer.coordinator_client import Coordinator, Superseded
+from scalerl_trainer.coordinator_client import Coordinator, Superseded, Unresumable
 from scalerl_trainer.engine import Engine, Rank, join
-from scalerl_trainer.errors import DivergedError, EngineError, ModelError
-from scalerl_trainer.loop import COORDINATOR_SECONDS, Leader, Worker
+from scalerl_trainer.errors import DivergedError, EngineError, ModelError, WarmStartError
+from scalerl_trainer.leader import COORDINATOR_SECONDS, Leader
 from scalerl_trainer.metrics import Metrics, StatusServer
 from scalerl_trainer.models import load_model
 from scalerl_trainer.publish.control import ActorControl
@@ -43,10 +43,19 @@ from scalerl_trainer.ranks import Ranks
 from scalerl_trainer.recipe import engine_settings, make_loss, publish_settings
 from scalerl_trainer.saving import Saver, Unusable
 from scalerl_trainer.start import warm_up
+from scalerl_trainer.worker import Worker
 
 log = logging.getLogger("scalerl_trainer")
 
-_BAD_INPUT = (EnvironmentProblem, SpecError, ModelError, EngineError, Unusable)
+_BAD_INPUT = (
+    EnvironmentProblem,
+    SpecError,
+    ModelError,
+    EngineError,
+    Unresumable,
+    Unusable,
+    WarmStartError,
+)
 
 
 def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop: threading.Event) -> None:

@@ -1,9 +1,8 @@
 """``python -m scalerl_trainer.prepare``: the run's model into ``DIR/model``, checked, before anything starts.
 
-One shot, all or nothing, and nothing to do when it was done before. What a role would find out only
-minutes later is found out here: a task that cannot be opened, a model that is not there, a tokenizer
-without an end token, a context that is too long, more parameters than memory. Exit code 0, or 2 with one
-line that names the field.
+One shot, all or nothing; when it was done before only the checks are left. What a role would find out minutes
+or days later is found out here: see :mod:`.checks`. Exit code 0; 2 for bad input, with one line that names the
+field; 1 when no grader could be started.
 """
 
 from __future__ import annotations
@@ -14,18 +13,24 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 from scalerl_api.load import SpecError, load_run
+from scalerl_api.memory import ModelSize
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import EnvironmentProblem, ProcessEnvironment
 from scalerl_api.spec import ModelSpec, RunSpec
-from scalerl_tasks import Task, TaskError, open_task
-from scalerl_trainer.errors import ModelError, ModelTooLargeError, TokenizerError, TrainerError
-from scalerl_trainer.models.memory import BYTES, estimate_memory_bytes
+from scalerl_tasks import GradingError, Task, TaskError, open_task
+from scalerl_trainer.checks import (
+    PrepareError,
+    check_grading,
+    check_memory,
+    check_model,
+    check_prompts,
+    worked_solution,
+)
+from scalerl_trainer.errors import TokenizerError
 
 log = logging.getLogger("scalerl_trainer.prepare")
 
@@ -33,11 +38,6 @@ MARK = "prepared.json"
 TOKENIZER_TEXTS = 2000
 """Texts of the training split that a scratch tokenizer is trained on."""
 _PATTERNS = ("*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt", "vocab.txt")
-_GIB = 2.0**30
-
-
-class PrepareError(TrainerError):
-    """The run's model cannot be made ready; names the field."""
 
 
 def main() -> int:
@@ -49,6 +49,9 @@ def main() -> int:
         environment = ProcessEnvironment.read()
         spec = load_run(environment.paths.run_file).spec
         prepare(environment.paths, spec, one_machine="KUBERNETES_SERVICE_HOST" not in os.environ)
+    except GradingError as problem:
+        log.error("%s", problem)
+        return 1
     except (EnvironmentProblem, SpecError, PrepareError, TaskError) as problem:
         log.error("%s", problem)
         return 2
@@ -64,25 +67,30 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
     ``one_machine``: all roles share this machine's memory.
 
     Raises:
-        PrepareError: the model cannot be used; what, and what to do.
-        TaskError: neither can the task.
+        PrepareError: the model cannot be used, or not for this task or on this machine; what, and what to do.
+        TaskError: the task cannot be used.
         OSError: the folder cannot be written.
     """
     task = open_task(spec.task)
+    check_grading(spec)
+    if spec.model.scratch is not None:
+        if spec.task.prompt.format == "Chat":
+            raise PrepareError("task.prompt.format: a scratch model has no chat template; use Raw")
+        # Before the weights are made, which would need the memory already.
+        check_memory("model.scratch", ModelSize.of_scratch(spec.model.scratch), spec, one_machine)
     identity = _identity(spec, task)
     target = paths.base_model
     if target.exists():
         _check_prepared(target, identity)
+        _check(target, spec, task, one_machine)
         log.info("%s is ready", target)
         return
-    if spec.model.scratch is not None:
-        _require_scratch_memory(spec, one_machine)
     aside = target.with_name(f".{target.name}-{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
         _fill(aside, spec, task)
-        _check(aside, spec, one_machine)
+        _check(aside, spec, task, one_machine)
         (aside / MARK).write_text(json.dumps({"identity": identity}) + "\n", encoding="utf-8")
         for file in [*aside.iterdir(), aside]:
             _flush(file)
@@ -91,6 +99,11 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     log.info("%s is made", target)
+
+
+def _check(directory: Path, spec: RunSpec, task: Task, one_machine: bool) -> None:
+    check_model(directory, spec, one_machine)
+    check_prompts(directory, spec, task)
 
 
 def _identity(spec: RunSpec, task: Task) -> str:
@@ -149,7 +162,7 @@ def _texts(task: Task, with_solutions: bool) -> Iterator[str]:
         prompt = task.train[index]
         yield task.render(prompt).user
         if with_solutions:
-            yield prompt.worked_solution
+            yield worked_solution(prompt)
         elif prompt.answer:
             yield prompt.answer
 
@@ -199,108 +212,6 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-# --- checks ----------------------------------------------------------------------------------------------
-
-
-def _check(directory: Path, spec: RunSpec, one_machine: bool) -> None:
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    longest = config.get("max_position_embeddings")
-    if isinstance(longest, int) and longest < spec.model.context_tokens:
-        raise PrepareError(
-            f"model.contextTokens: {spec.model.context_tokens} asked for, the model was made for {longest}"
-        )
-    chat = spec.task.prompt.format == "Chat"
-    if spec.model.scratch is not None:
-        if chat:
-            raise PrepareError("task.prompt.format: a scratch model has no chat template; use Raw")
-        return
-    from scalerl_trainer.models.load import load_tokenizer
-
-    try:
-        load_tokenizer(str(directory), chat=chat)
-    except TokenizerError as error:
-        raise PrepareError(f"{'task.prompt.format' if chat else 'model'}: {error}") from error
-    except ModelError as error:
-        raise PrepareError(f"model: {error}") from error
-    _require_memory("model", config, _stored_parameters(directory), spec, one_machine)
-
-
-def _require_scratch_memory(spec: RunSpec, one_machine: bool) -> None:
-    """Before the weights are made, which would need the memory already."""
-    from scalerl_trainer.models.scratch import llama_config, parameter_count
-
-    model = spec.model.scratch
-    assert model is not None
-    config = llama_config(model, model.vocabulary_size, spec.model.dtype, spec.model.context_tokens)
-    count = parameter_count(model, model.vocabulary_size)
-    _require_memory("model.scratch", config, count, spec, one_machine)
-
-
-def _require_memory(field: str, config: dict[str, Any], count: int, spec: RunSpec, one_machine: bool) -> None:
-    """Only what runs on CPUs: how much memory an accelerator has is not known here."""
-    available = memory_bytes()
-    ranks, servers = spec.trainer.replicas, spec.generator.replicas
-    text = config.get("text_config", config)
-    sizes = {
-        key: text.get(key) for key in ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
-    }
-    needs: list[tuple[int, str]] = []
-    if spec.trainer.devices == 0 and all(isinstance(size, int) for size in sizes.values()):
-        rank = estimate_memory_bytes(
-            SimpleNamespace(**sizes),
-            dtype=spec.model.dtype,
-            zero_stage=spec.trainer.zero_stage,
-            world=ranks,
-            micro_batch_tokens=spec.micro_batch_tokens,
-            activation_checkpointing=spec.trainer.activation_checkpointing,
-            count=count,
-        )
-        try:
-            rank.require(available, "one trainer rank")
-        except ModelTooLargeError as error:
-            raise PrepareError(f"{field}: {count / 1e6:,.0f} M parameters: {error}") from error
-        needs.append((ranks * rank.total, f"{ranks} trainer ranks {ranks * rank.total / _GIB:.1f}"))
-    if spec.generator.devices == 0:
-        server = count * BYTES[spec.model.dtype]
-        needs.append((servers * server, f"{servers} servers {servers * server / _GIB:.1f}"))
-    if one_machine and sum(need for need, _ in needs) > available:
-        raise PrepareError(
-            f"{field}: {count / 1e6:,.0f} M parameters need about {sum(n for n, _ in needs) / _GIB:.1f} GiB on this "
-            f"machine ({', '.join(text for _, text in needs)}), there are {available / _GIB:.1f}: choose a smaller "
-            "model, fewer replicas, a higher trainer.zeroStage, or accelerators"
-        )
-
-
-def _stored_parameters(directory: Path) -> int:
-    """Elements of all tensors in the folder's safetensors, from their headers."""
-    total = 0
-    for file in directory.glob("*.safetensors"):
-        with file.open("rb") as stream:
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                count = 1
-                for size in entry["shape"]:
-                    count *= size
-                total += count
-    return total
-
-
-def memory_bytes() -> int:
-    """What this process may use: the machine's memory, or its container's limit."""
-    readers: list[Callable[[], int]] = [
-        lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        lambda: int(Path("/sys/fs/cgroup/memory.max").read_text()),
-    ]
-    limits = []
-    for read in readers:
-        try:
-            limits.append(read())
-        except (OSError, ValueError):  # no such control group, or "max"
-            continue
-    return min(limits)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ class Ranks:
     def __init__(self, rank: int, world: int, timeout_seconds: float) -> None:
         self.rank = rank
         self.world = world
+        self.timeout_seconds = timeout_seconds
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
 
     @property

@@ -27,8 +27,9 @@ from scalerl_trainer.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
-SEAL_SECONDS = 1800.0
-"""Flushing and hashing take no longer than this, or the checkpoint has failed."""
+SEAL_SHARE = 0.5
+"""Flushing and hashing take no longer than this share of what ranks wait for each other, or the checkpoint has
+failed: the others wait meanwhile, and one slow disk must not look like a lost rank."""
 
 
 class Unusable(TrainerError):
@@ -64,6 +65,7 @@ class Saver:
             "zeroStage": str(settings.zero_stage),
             "dtype": settings.dtype,
         }
+        self._seal_seconds = SEAL_SHARE * ranks.timeout_seconds
         self._pending: _Pending | None = None
         self.last_step: int | None = None
         """The newest step that is on disk or on its way there."""
@@ -114,9 +116,9 @@ class Saver:
         pending, self._pending = self._pending, None
         assert pending is not None
         assert pending.thread is not None
-        pending.thread.join(timeout=SEAL_SECONDS)
+        pending.thread.join(timeout=self._seal_seconds)
         if pending.thread.is_alive():
-            pending.error = f"not flushed within {SEAL_SECONDS:g} s"
+            pending.error = f"not flushed within {self._seal_seconds:g} s"
         results = self._ranks.all((pending.records, pending.error))
         saved = self._ranks.from_leader(self._commit(pending, results) if self._ranks.leads else None)
         if saved.error is not None:
@@ -153,7 +155,8 @@ class Saver:
         """Load the newest checkpoint that is whole; its step, or None when there is none at all.
 
         Raises:
-            Unusable: there are some, and none is whole, or the newest whole one does not fit this run.
+            Unusable: there are some, and none is whole (those that an earlier start set aside count too: a
+                run that had checkpoints never begins anew unasked), or the newest whole one does not fit.
         """
         if self._ranks.leads:
             self._store.clean()
@@ -168,10 +171,11 @@ class Saver:
                 return step
             if self._ranks.leads:
                 self._store.set_aside(step, errors[0])
-        if steps:
+        damaged = self._ranks.from_leader(self._store.damaged() if self._ranks.leads else None)
+        if steps or damaged:
             raise Unusable(
-                f"none of the checkpoints {sorted(steps)} is whole (see the log for each); they are set aside "
-                "as damaged-*: put a good copy in place, or begin a new run"
+                f"no checkpoint is whole, and there were some: {', '.join(damaged) or sorted(steps)} (the log of the "
+                "start that set them aside says why): put a good copy in place as step-*, or begin a new run"
             )
         return None
 

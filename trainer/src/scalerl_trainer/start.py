@@ -11,7 +11,7 @@ import numpy as np
 from scalerl_api.spec import RunSpec
 from scalerl_tasks import Task, open_task
 from scalerl_trainer.engine import Engine, StepStats
-from scalerl_trainer.errors import BadBatchError
+from scalerl_trainer.errors import BadBatchError, WarmStartError
 from scalerl_trainer.models import load_tokenizer
 from scalerl_trainer.ranks import Ranks
 from scalerl_trainer.sft import warm_start
@@ -22,29 +22,35 @@ _LOG_EVERY_STEPS = 50
 
 
 def warm_up(engine: Engine, spec: RunSpec, model: Path, ranks: Ranks) -> None:
-    """``spec.warmStart`` on training prompts, which all ranks choose alike. A collective."""
+    """``spec.warmStart`` on training prompts, which all ranks choose alike. A collective.
+
+    Raises:
+        WarmStartError: an example cannot be trained on: empty, or longer than a micro-batch.
+    """
     wanted = spec.warm_start
     assert wanted is not None
     tokenizer = load_tokenizer(str(model), chat=spec.task.prompt.format == "Chat")
-    pairs = solved_pairs(open_task(spec.task), spec, tokenizer, wanted.steps * wanted.batch_size)
 
     def show(step: int, stats: StepStats) -> None:
         if ranks.leads and (step + 1) % _LOG_EVERY_STEPS == 0:
             log.info("warm start %d/%d: loss %.4f", step + 1, wanted.steps, stats.loss)
 
-    done = warm_start(
-        engine,
-        tokenizer,
-        pairs,
-        steps=wanted.steps,
-        batch_size=wanted.batch_size,
-        learning_rate=float(wanted.learning_rate),
-        stop_at=float(wanted.stop_at_pass_rate) if wanted.stop_at_pass_rate else None,
-        rank=ranks.rank,
-        world=ranks.world,
-        seed=spec.seed,
-        on_step=show,
-    )
+    try:
+        done = warm_start(
+            engine,
+            tokenizer,
+            solved_pairs(open_task(spec.task), spec, tokenizer, wanted.steps * wanted.batch_size),
+            steps=wanted.steps,
+            batch_size=wanted.batch_size,
+            learning_rate=float(wanted.learning_rate),
+            stop_at=float(wanted.stop_at_pass_rate) if wanted.stop_at_pass_rate else None,
+            rank=ranks.rank,
+            world=ranks.world,
+            seed=spec.seed,
+            on_step=show,
+        )
+    except BadBatchError as error:
+        raise WarmStartError(f"warmStart: {error}") from error
     if ranks.leads:
         log.info(
             "warm start: %d steps, loss %.4f, pass rate %.3f, %.1f s",
@@ -75,5 +81,5 @@ def solved_pairs(task: Task, spec: RunSpec, tokenizer: Any, most: int) -> list[t
         try:
             pairs.append((list(ids), prompt.worked_solution))
         except ValueError as error:
-            raise BadBatchError(f"warmStart: {error}") from error
+            raise BadBatchError(str(error)) from error
     return pairs

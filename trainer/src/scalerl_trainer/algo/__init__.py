@@ -1,6 +1,6 @@
 """The mathematics of an update: tensors in, tensors out.
 
-What lives here: advantages, aggregation weights, masks, filters, losses, and the measures of mismatch between
+What lives here: advantages, aggregation weights, losses, and the measures of mismatch between
 trainer and generator. What never lives here: I/O, ranks, models, tokenizers, DeepSpeed, clocks, randomness.
 
 Shape suffixes, used in every module of this package:

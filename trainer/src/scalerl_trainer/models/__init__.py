@@ -1,11 +1,12 @@
-"""The policy: where it comes from, what runs on top of its hidden states, how many bytes its training needs.
+"""The policy: where it comes from, what runs on top of its hidden states, which ones cannot be trained.
 
 What lives here: loading (``load``), making a small model from scratch (``scratch``), the head that turns hidden
-states into log-probabilities (``head``), the module that the engine trains (``policy``), sizes (``memory``).
+states into log-probabilities (``head``), the module that the engine trains (``policy``), what its logits must not
+be (``logits``), prompts counted in tokens (``tokens``).
 What never lives here: ranks, optimizers, DeepSpeed; rewards or losses.
 
-torch and transformers are imported where they are needed, not here: they take seconds, and whoever only asks for
-sizes (``memory``) has no use for them.
+torch and transformers are imported where they are needed, not here: they take seconds, and what prepares a
+run has no use for them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from scalerl_trainer.models.head import LogprobHead
     from scalerl_trainer.models.load import check_tokenizer, load_model, load_tokenizer
-    from scalerl_trainer.models.memory import MemoryEstimate, estimate_memory_bytes, parameter_count
     from scalerl_trainer.models.policy import Policy
     from scalerl_trainer.models.scratch import write_scratch
 
@@ -25,22 +25,16 @@ _HOME = {
     "check_tokenizer": "load",
     "load_model": "load",
     "load_tokenizer": "load",
-    "MemoryEstimate": "memory",
-    "estimate_memory_bytes": "memory",
-    "parameter_count": "memory",
     "Policy": "policy",
     "write_scratch": "scratch",
 }
 
 __all__ = [
     "LogprobHead",
-    "MemoryEstimate",
     "Policy",
     "check_tokenizer",
-    "estimate_memory_bytes",
     "load_model",
     "load_tokenizer",
-    "parameter_count",
     "write_scratch",
 ]
 

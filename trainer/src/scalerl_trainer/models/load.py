@@ -10,8 +10,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from scalerl_trainer.errors import ModelNotFoundError, TokenizerError
-from scalerl_trainer.models.memory import Dtype
+from scalerl_api.memory import Dtype
+from scalerl_trainer.errors import ModelError, ModelNotFoundError, TokenizerError
 
 
 def load_model(
@@ -19,7 +19,11 @@ def load_model(
 ) -> Any:
     """The causal language model, in ``dtype``, on the CPU, in training mode.
 
-    ``name_or_path`` is a folder when one of that name exists, else a hub name. Raises ``ModelNotFoundError``.
+    ``name_or_path`` is a folder when one of that name exists, else a hub name.
+
+    Raises:
+        ModelNotFoundError: it is not there, or its files are not a model.
+        ModelError: a package that it needs is missing; which one.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -32,21 +36,15 @@ def load_model(
             dtype=getattr(torch, dtype),
             attn_implementation=attention,
         )
-    except (OSError, ValueError, ImportError) as error:
+    except ImportError as error:
+        raise ModelError(
+            f"the model of {name_or_path} with model.attention: {attention} needs a package that is missing: "
+            f"{_first_line(error)}"
+        ) from error
+    except (OSError, ValueError) as error:
         raise ModelNotFoundError(_advice("model", name_or_path, revision, error)) from error
     model.config.use_cache = False
     return model.train()
-
-
-def load_config(name_or_path: str, *, revision: str | None = None) -> Any:
-    """The configuration alone, for checks before anything large is read. Raises ``ModelNotFoundError``."""
-    from transformers import AutoConfig
-
-    _check_source(name_or_path)
-    try:
-        return AutoConfig.from_pretrained(name_or_path, revision=revision or "main")
-    except (OSError, ValueError) as error:
-        raise ModelNotFoundError(_advice("model configuration", name_or_path, revision, error)) from error
 
 
 def load_tokenizer(name_or_path: str, *, revision: str | None = None, chat: bool = False) -> Any:
@@ -86,7 +84,6 @@ def _check_source(name_or_path: str) -> None:
 
 
 def _advice(what: str, name: str, revision: str | None, error: Exception) -> str:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     place = name if Path(name).is_dir() else f"{name} at revision {revision or 'main'}"
     if Path(name).is_dir():
         hint = "check the folder's files"
@@ -94,4 +91,8 @@ def _advice(what: str, name: str, revision: str | None, error: Exception) -> str
         hint = "HF_HUB_OFFLINE is set and it is not in the cache: download it first, or unset the variable"
     else:
         hint = "check name, revision, network and access token"
-    return f"cannot load the {what} of {place}: {reason}; {hint}"
+    return f"cannot load the {what} of {place}: {_first_line(error)}; {hint}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

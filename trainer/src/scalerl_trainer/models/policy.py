@@ -9,14 +9,8 @@ from torch import nn
 
 from scalerl_trainer.errors import ModelError
 from scalerl_trainer.models.head import DEFAULT_CHUNK_BYTES, LogprobHead
+from scalerl_trainer.models.logits import transformed_logits
 
-# Settings of configurations whose logits are more than hidden states times the output embedding.
-_LOGIT_TRANSFORMS = {
-    "final_logit_softcapping": None,
-    "logit_scale": 1.0,
-    "logits_scaling": 1.0,
-    "lm_head_multiplier": 1.0,
-}
 PREFIX = "causal_lm."
 
 
@@ -33,10 +27,9 @@ class Policy(nn.Module):
     def __init__(self, causal_lm: Any, *, fp32_head: bool, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> None:
         super().__init__()
         config = causal_lm.config
-        for name, neutral in _LOGIT_TRANSFORMS.items():
-            value = getattr(config, name, neutral)
-            if value not in (None, neutral):
-                raise ModelError(f"{config.model_type}: logits with {name} = {value} are not supported")
+        problem = transformed_logits(lambda name: getattr(config, name, None))
+        if problem is not None:
+            raise ModelError(f"{config.model_type}: {problem}")
         output = causal_lm.get_output_embeddings()
         if not isinstance(output, nn.Linear) or output.bias is not None:
             raise ModelError(

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from scalerl_api.memory import BYTES, Dtype
 from scalerl_api.spec import ScratchModel
 from scalerl_trainer.errors import TokenizerError
-from scalerl_trainer.models.memory import BYTES, Dtype
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 STANDARD_DEVIATION = 0.02
@@ -123,11 +123,6 @@ def llama_config(
         "initializer_range": STANDARD_DEVIATION,
         "bos_token_id": None,
     }
-
-
-def parameter_count(model: ScratchModel, vocabulary: int) -> int:
-    """Parameters of the model that :func:`initial_weights` makes."""
-    return sum(math.prod(shape) for _, shape in parameter_shapes(model, vocabulary))
 
 
 def initial_weights(model: ScratchModel, vocabulary: int, seed: int) -> Iterator[tuple[str, Array]]:

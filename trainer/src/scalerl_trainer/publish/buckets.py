@@ -10,7 +10,8 @@ from scalerl_api.weights import Bucket, tensor_bytes, trailer
 from scalerl_api.wire import TensorSpec
 from scalerl_trainer.publish.errors import SourceError
 
-_CHECKSUM_CHUNK_WORDS = 1 << 18
+_COLUMNS = 1 << 14
+"""Words of a row when a buffer is summed as a matrix: 128 KiB."""
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
@@ -23,16 +24,26 @@ def tensor_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
 def checksum_u8(payload_u8: torch.Tensor) -> int:
     """:func:`scalerl_api.weights.checksum` of a flat uint8 tensor, on its own device.
 
-    ``Σ (2i + 1) x_i mod 2^64``: int64 arithmetic of torch wraps. In chunks, so that a large bucket
-    costs no second one in memory.
+    ``Σ (2i + 1) x_i mod 2^64``: int64 arithmetic of torch wraps. With the words as rows of C,
+    i = rC + c, so that is ``Σ_c (2c + 1) Σ_r x_rc + Σ_r 2rC Σ_c x_rc`` and what is left of the last row: sums,
+    which read the buffer twice and write next to nothing, and products of short vectors. No dot product: torch
+    has none for integers on CUDA.
     """
     words = payload_u8.view(torch.int64)
-    weights = torch.arange(1, 2 * min(_CHECKSUM_CHUNK_WORDS, words.numel()) + 1, 2, device=payload_u8.device)
-    total = torch.zeros((), dtype=torch.int64, device=payload_u8.device)
-    for start in range(0, words.numel(), _CHECKSUM_CHUNK_WORDS):
-        chunk = words[start : start + _CHECKSUM_CHUNK_WORDS]
-        total += torch.dot(chunk, weights[: chunk.numel()]) + 2 * start * chunk.sum()
+    whole = words.numel() // _COLUMNS * _COLUMNS
+    rows, rest = words[:whole].view(-1, _COLUMNS), words[whole:]
+    total = (
+        _weighted(rows.sum(0), 1, 2)
+        + _weighted(rows.sum(1), 0, 2 * _COLUMNS)
+        + _weighted(rest, 2 * whole + 1, 2)
+    )
     return int(total.item())
+
+
+def _weighted(values: torch.Tensor, first: int, step: int) -> torch.Tensor:
+    """``Σ (first + step·i) values_i``."""
+    stop = first + step * values.numel()
+    return (values * torch.arange(first, stop, step, device=values.device)).sum()
 
 
 def fill(bucket: Bucket, version: int, tensors: NamedTensors, buffer_u8: torch.Tensor) -> torch.Tensor:

@@ -1,51 +1,32 @@
-"""The trainer's loop: rank 0 asks the coordinator what to do and gives the order, the other ranks follow.
-
-=========== =====================================================================================
-order        what every rank does
-=========== =====================================================================================
-``Meet``     says whether it was told to stop and whether its share of a checkpoint is flushed
-``Train``    fetches its share of the step, updates
-``Gather``   takes part in gathering whole parameters (ZeRO-3; rank 0 publishes them)
-``Score``    takes part in scoring (rank 0 has the sequences)
-``Save``     writes its state aside, begins to flush it
-``Seal``     makes that checkpoint count
-``Leave``    returns
-=========== =====================================================================================
+"""Rank 0's side of the loop: it asks the coordinator what to do and gives the order, all ranks follow (:mod:`.worker`).
 
 Rank 0 waits for nobody outside for more than :data:`POLL_SECONDS` without a ``Meet``, so a rank that is
 told to stop or dies is noticed within that. A rank that raises ends its process; the others lose their
 connection to it and end too, and all come back from the last checkpoint.
 
-After an update the order is: report the step, publish, checkpoint where due.
+After an update the order is: report the step, publish, checkpoint where due. Once the run is ending the
+checkpoint comes first, because what follows (giving out the last weights, measuring them) may take long,
+and whoever interrupts a run waits for the checkpoint.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
 
 import torch
 
 from scalerl_api import wire
-from scalerl_api.fields import quantity_bytes
-from scalerl_api.spec import RunSpec
-from scalerl_trainer.algo.losses import Loss
-from scalerl_trainer.batch import RankBatch, Staleness, probe_sequences, rank_batch
+from scalerl_trainer.batch import Staleness
 from scalerl_trainer.checkpoint import CheckpointError
-from scalerl_trainer.coordinator_client import Coordinator, CoordinatorUnreachable
-from scalerl_trainer.engine import Engine, StepStats
-from scalerl_trainer.metrics import Metrics
+from scalerl_trainer.coordinator_client import CoordinatorUnreachable
+from scalerl_trainer.engine import StepStats
 from scalerl_trainer.packing import Sequence as PackedSequence
-from scalerl_trainer.publish.buckets import NamedTensors
 from scalerl_trainer.publish.control import ActorControl
 from scalerl_trainer.publish.probe import ProbeSequence, probe
 from scalerl_trainer.publish.publisher import Publisher, Weights
-from scalerl_trainer.ranks import Ranks
-from scalerl_trainer.saving import Saver
+from scalerl_trainer.worker import Order, Worker
 
 log = logging.getLogger(__name__)
 
@@ -54,89 +35,8 @@ COORDINATOR_SECONDS = 300.0
 """How long a coordinator that does not answer is waited for."""
 
 
-class Order(Enum):
-    MEET = auto()
-    TRAIN = auto()
-    GATHER = auto()
-    SCORE = auto()
-    SAVE = auto()
-    SEAL = auto()
-    LEAVE = auto()
-
-
-@dataclass
-class Worker:
-    """One rank: what each order means, the same on all of them."""
-
-    spec: RunSpec
-    ranks: Ranks
-    engine: Engine
-    loss: Loss
-    coordinator: Coordinator
-    saver: Saver
-    metrics: Metrics
-    stop: threading.Event
-    version: int
-    probes: list[ProbeSequence] = field(default_factory=list)
-
-    def follow(self) -> None:
-        """Do as rank 0 says until it says leave."""
-        while True:
-            order: Order = self.ranks.from_leader(None)
-            match order:
-                case Order.MEET:
-                    self.meet()
-                case Order.TRAIN:
-                    self.train()
-                case Order.GATHER:
-                    for _ in self.gather():
-                        pass
-                case Order.SCORE:
-                    self.engine.logprobs([], temperature=1.0)
-                case Order.SAVE:
-                    self.saver.start(self.version, None)
-                case Order.SEAL:
-                    self.saver.finish()
-                case Order.LEAVE:
-                    return
-
-    def meet(self) -> tuple[bool, bool]:
-        """Whether any rank was told to stop, and whether a pending checkpoint is flushed on all."""
-        told = self.ranks.all((self.stop.is_set(), self.saver.sealed))
-        return any(stop for stop, _ in told), all(sealed for _, sealed in told)
-
-    def train(self) -> tuple[RankBatch, Staleness, StepStats, dict[str, float]]:
-        """The step of the present version; seconds are means over ranks."""
-        begin = time.perf_counter()
-        shard = self.coordinator.shard(self.version, self.ranks.rank, self.ranks.world)
-        share = rank_batch(shard, self.spec.recipe)
-        fetched = time.perf_counter()
-        done = self.engine.step(share.batch, self.loss)
-        self.probes = probe_sequences(shard, self.spec.weight_sync.probe_sequences)
-        self.version += 1
-        self.metrics.version.set(self.version)
-        own = {
-            "shard_seconds": fetched - begin,
-            "forward_backward_seconds": done.seconds.get("pack", 0.0) + done.seconds.get("compute", 0.0),
-            "optimizer_seconds": done.seconds.get("update", 0.0),
-        }
-        everyone = self.ranks.all((own, share.staleness))
-        seconds = {name: sum(s[name] for s, _ in everyone) / len(everyone) for name in own}
-        staleness = sum((s for _, s in everyone), Staleness())
-        return share, staleness, done, seconds
-
-    def gather(self) -> NamedTensors:
-        """Whole parameters, one by one, on rank 0; nothing on the others, in step with it."""
-        for bucket in self.engine.gather_parameters(self.bucket_bytes):
-            yield from zip(bucket.names, bucket.tensors, strict=False)
-
-    @property
-    def bucket_bytes(self) -> int:
-        return quantity_bytes(self.spec.weight_sync.bucket)
-
-
 class Leader:
-    """Rank 0's side: talks to the coordinator and the actors, gives the orders."""
+    """Talks to the coordinator and the actors, gives the orders."""
 
     def __init__(self, worker: Worker, publisher: Publisher, control: ActorControl) -> None:
         self._worker = worker
@@ -174,6 +74,8 @@ class Leader:
                     if w.version % w.spec.checkpoint.every_steps == 0:
                         self._save()
                 case wire.NextAction.PUBLISH:
+                    if order.reason:  # the run is ending
+                        self._save()
                     self._publish()
                 case wire.NextAction.WAIT:
                     pass
@@ -200,11 +102,11 @@ class Leader:
             self._seal()
         return stop
 
-    def _ask(self) -> wire.Next:
+    def _ask(self, wait_seconds: float = POLL_SECONDS) -> wire.Next:
         """The coordinator's word; WAIT while it does not answer, for a limited time."""
         begin = time.perf_counter()
         try:
-            order = self._coordinator.next(self._worker.version, POLL_SECONDS)
+            order = self._coordinator.next(self._worker.version, wait_seconds)
             self._answered = time.monotonic()
             return order
         except CoordinatorUnreachable as error:
@@ -278,11 +180,12 @@ class Leader:
         )
 
     def _permit(self) -> list[wire.Member] | None:
-        """Whom to publish to; None when told to stop while waiting for it."""
+        """Whom to publish to; None when told to stop, or to finish, while waiting for it."""
+        w = self._worker
         while True:
             begin = time.perf_counter()
             try:
-                permit = self._coordinator.publish_begin(self._worker.version, POLL_SECONDS)
+                permit = self._coordinator.publish_begin(w.version, POLL_SECONDS)
                 self._answered = time.monotonic()
                 if permit.ready:
                     return permit.members
@@ -290,8 +193,16 @@ class Leader:
                 self._unanswered(error)
             finally:
                 self._wait_seconds += time.perf_counter() - begin
-            if self._told_to_stop():
+            if self._told_to_stop() or self._ending():
                 return None
+
+    def _ending(self) -> bool:
+        """Whether the run has been stopped in such a way that nothing more is published; if it is ending at all, what
+        was trained is saved now."""
+        order = self._ask(0.0)
+        if order.reason:
+            self._save()
+        return order.action is wire.NextAction.FINISH
 
     def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._worker.spec.trainer.zero_stage == 3:  # else rank 0 has all it needs
@@ -382,5 +293,5 @@ def _stats(done: StepStats, staleness: Staleness) -> dict[str, float]:
             "effective_sample_fraction": done.ratios.effective_sample_fraction,
         }
     if done.fresh_ratios is not None and done.fresh_ratios.tokens:
-        stats["fresh_kl"] = done.fresh_ratios.kl_k3
+        stats["mismatch_kl"] = done.fresh_ratios.kl_k3
     return stats | {f"ratio_{name}_fraction": value for name, value in done.loss_means.items()}

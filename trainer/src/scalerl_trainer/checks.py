@@ -1,0 +1,292 @@
+"""What would end a run later, found out before it starts, without importing torch.
+
+The task (grading works, answers can be graded, prompts leave room for completions, a warm start has solutions), the
+model (its context, its tokenizer, its logits, its attention kernel), the memory of this machine and of its GPUs. All
+of it is read from files and the spec; nothing is changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from scalerl_api.memory import ModelSize, host_memory, server_memory, trainer_rank_memory
+from scalerl_api.spec import RunSpec
+from scalerl_tasks import (
+    Prompt,
+    PromptSource,
+    Task,
+    VerifierError,
+    check_answers,
+    open_grading_pool,
+    open_source,
+    open_verifier,
+    verifier_config,
+)
+from scalerl_trainer.errors import ModelError, TokenizerError, TrainerError
+from scalerl_trainer.models.logits import biased_logits, transformed_logits
+from scalerl_trainer.models.tokens import TokenCounter
+
+GENERATED_PROMPTS = 2000
+"""Prompts of a generated task that are looked at, spread evenly; those of a file all are."""
+PARSED_ANSWERS = 200
+"""Answers that math-verify parses: milliseconds each."""
+_BATCH = 1024
+_GIB = 2.0**30
+
+
+class PrepareError(TrainerError):
+    """The run cannot be trained as its spec says; names the field."""
+
+
+# --- the task --------------------------------------------------------------------------------------------
+
+
+def check_grading(spec: RunSpec) -> None:
+    """Start the graders once, and let them see the task's own answers.
+
+    Raises:
+        PrepareError: the verifier is of no use to this task.
+        GradingError: no grader could be started here.
+    """
+
+    async def start() -> None:
+        async with open_grading_pool(spec.task):
+            pass
+
+    generated = spec.task.jsonl is None
+    parsed = spec.task.verifier.name == "math-verify"
+    try:
+        asyncio.run(start())
+        limit = PARSED_ANSWERS if parsed else GENERATED_PROMPTS if generated else None
+        check_answers(open_source(spec.task), open_verifier(verifier_config(spec.task)), limit)
+    except VerifierError as error:
+        raise PrepareError(f"task.verifier: {error}") from error
+
+
+def check_prompts(directory: Path, spec: RunSpec, task: Task) -> None:
+    """Every prompt leaves room for its completion, and has what a warm start needs, in the tokens of the model in
+    ``directory``.
+
+    Raises:
+        PrepareError: one does not: which, its tokens and the limit.
+    """
+    chat = spec.task.prompt.format == "Chat"
+    try:
+        counter = TokenCounter(directory, chat=chat)
+    except TokenizerError as error:
+        raise PrepareError(f"{'task.prompt.format' if chat else 'model'}: {error}") from error
+    except ModelError as error:
+        raise PrepareError(f"model: {error}") from error
+    source = open_source(spec.task)
+    room = spec.model.context_tokens - spec.recipe.max_completion_tokens
+    too_long: list[tuple[int, int]] = []
+    seen = 0
+    for batch in _batches(source, None if spec.task.jsonl else GENERATED_PROMPTS):
+        lengths = counter.prompts([task.render(prompt) for _, prompt in batch])
+        seen += len(batch)
+        too_long += [(index, n) for (index, _), n in zip(batch, lengths, strict=True) if n > room]
+        if spec.warm_start is not None:
+            _check_examples(spec, source, batch, lengths, counter)
+    if too_long:
+        index, tokens = too_long[0]
+        most = max(n for _, n in too_long)
+        raise PrepareError(
+            f"{_place(spec, source, index)} has {tokens} tokens, model.contextTokens ({spec.model.context_tokens}) less "
+            f"recipe.maxCompletionTokens ({spec.recipe.max_completion_tokens}) leaves {room}; {len(too_long)} of "
+            f"{seen} prompts are too long: raise contextTokens to {most + spec.recipe.max_completion_tokens}, lower "
+            "maxCompletionTokens, or drop them"
+        )
+
+
+def _check_examples(
+    spec: RunSpec,
+    source: PromptSource,
+    batch: list[tuple[int, Prompt]],
+    prompt_tokens: list[int],
+    counter: TokenCounter,
+) -> None:
+    solution_tokens = counter.completions([worked_solution(prompt) for _, prompt in batch])
+    for (index, _), prompt, solution in zip(batch, prompt_tokens, solution_tokens, strict=True):
+        if not prompt or not solution:
+            raise PrepareError(f"warmStart: {_place(spec, source, index)}: prompt or solution has no tokens")
+        if prompt + solution + 1 > spec.micro_batch_tokens:
+            raise PrepareError(
+                f"warmStart: {_place(spec, source, index)} has {prompt} tokens, its solution {solution + 1}: more than "
+                f"trainer.microBatchTokens ({spec.micro_batch_tokens}) together; raise it, or shorten the solution"
+            )
+
+
+def worked_solution(prompt: Prompt) -> str:
+    """What a warm start trains on.
+
+    Raises:
+        PrepareError: there is nothing.
+    """
+    try:
+        return prompt.worked_solution
+    except ValueError as error:
+        raise PrepareError(f"warmStart: {error}; leave warmStart out, or take another task") from error
+
+
+def _batches(source: PromptSource, limit: int | None) -> Iterator[list[tuple[int, Prompt]]]:
+    total = len(source)
+    count = total if limit is None else min(limit, total)
+    indices = iter(rank * total // count for rank in range(count))
+    while batch := [(index, source[index]) for index in islice(indices, _BATCH)]:
+        yield batch
+
+
+def _place(spec: RunSpec, source: PromptSource, index: int) -> str:
+    """A prompt as its author finds it."""
+    prompt = source[index]
+    if spec.task.jsonl is None:
+        return f"task.reasoningGym: prompt {prompt.id}"
+    path = Path(spec.task.jsonl.path)
+    with path.open("rb") as file:
+        filled = (number for number, line in enumerate(file, 1) if line.strip())
+        return f"task.jsonl: {path}, line {next(islice(filled, index, None), '?')}: prompt {prompt.id!r}"
+
+
+# --- the model -------------------------------------------------------------------------------------------
+
+
+def check_model(directory: Path, spec: RunSpec, one_machine: bool) -> None:
+    """The model's files against the spec and the machine.
+
+    Raises:
+        PrepareError: names the field.
+    """
+    config = _config(directory)
+    longest = config.get("max_position_embeddings")
+    if isinstance(longest, int) and longest < spec.model.context_tokens:
+        raise PrepareError(
+            f"model.contextTokens: {spec.model.context_tokens} asked for, the model was made for {longest}"
+        )
+    if spec.model.attention == "flash_attention_2":
+        _check_flash_attention(spec)
+    weights = dict(_stored_tensors(directory))
+    for settings in (config, config.get("text_config")):
+        problem = transformed_logits(settings.get) if isinstance(settings, dict) else None
+        problem = problem or biased_logits(weights)
+        if problem is not None:
+            raise PrepareError(f"model: {config.get('model_type')}: {problem}; choose another model")
+    size = ModelSize.of_config(config, sum(weights.values()))
+    if size is not None:
+        check_memory("model", size, spec, one_machine)
+
+
+def _check_flash_attention(spec: RunSpec) -> None:
+    if spec.trainer.devices == 0:
+        raise PrepareError(
+            "model.attention: flash_attention_2 needs an accelerator (trainer.devices: 1); use sdpa"
+        )
+    if importlib.util.find_spec("flash_attn") is None:
+        raise PrepareError(
+            "model.attention: flash_attention_2 needs the package flash-attn, which is not installed: install it, "
+            "or use sdpa"
+        )
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise PrepareError(f"model: config.json is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise PrepareError("model: config.json is not an object")
+    return config
+
+
+def _stored_tensors(directory: Path) -> Iterator[tuple[str, int]]:
+    """Names and elements of all tensors in the folder's safetensors, from their headers."""
+    for file in sorted(directory.glob("*.safetensors")):
+        try:
+            with file.open("rb") as stream:
+                header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+            for name, entry in header.items():
+                if name != "__metadata__":
+                    count = 1
+                    for size in entry["shape"]:
+                        count *= size
+                    yield name, count
+        except (ValueError, MemoryError, OverflowError, AttributeError, KeyError, TypeError) as error:
+            raise PrepareError(f"model: {file.name} is not a safetensors file: {error}") from error
+
+
+# --- memory ----------------------------------------------------------------------------------------------
+
+
+def check_memory(field: str, size: ModelSize, spec: RunSpec, one_machine: bool) -> None:
+    """Whether the hopeless is asked of this machine; ``one_machine``: all roles share its memory.
+
+    Raises:
+        PrepareError: what is needed, what there is, what to change.
+    """
+    model = f"{field}: {size.parameters / 1e6:,.0f} M parameters"
+    rank = trainer_rank_memory(size, spec)
+    host = memory_bytes()
+    accelerator = gpu_memory_bytes() if spec.trainer.devices or spec.generator.devices else None
+    there, where = (accelerator, "on its GPU") if spec.trainer.devices else (host, "here")
+    if there is not None and rank.total > there:
+        raise PrepareError(
+            f"{model}: one trainer rank needs about {rank}, there are {there / _GIB:.1f} {where}: choose a smaller "
+            "model, a higher trainer.zeroStage, more trainer.replicas, a smaller trainer.microBatchTokens or "
+            "trainer.activationCheckpointing"
+        )
+    if spec.generator.devices and accelerator is not None:
+        fraction = float(spec.generator.memory_fraction)
+        server = server_memory(size, spec)
+        if server > fraction * accelerator:
+            raise PrepareError(
+                f"{model}: a generator's share of the weights is {server / _GIB:.1f} GiB a GPU, "
+                f"generator.memoryFraction ({spec.generator.memory_fraction}) of {accelerator / _GIB:.1f} GiB is less: "
+                "choose a smaller model or more generator.devices"
+            )
+    needs = host_memory(size, spec)
+    if one_machine and sum(needs.values()) > host:
+        replicas = {"generator": spec.generator.replicas, "trainer": spec.trainer.replicas}
+        words = {"generator": "servers", "trainer": "trainer ranks"}
+        parts = ", ".join(f"{replicas[r]} {words[r]} {need / _GIB:.1f}" for r, need in needs.items())
+        raise PrepareError(
+            f"{model} need about {sum(needs.values()) / _GIB:.1f} GiB on this machine ({parts}), there are "
+            f"{host / _GIB:.1f}: choose a smaller model, fewer replicas, a higher trainer.zeroStage, a smaller "
+            "trainer.microBatchTokens or generator.kvCache, or accelerators"
+        )
+
+
+def memory_bytes() -> int:
+    """What this process may use: the machine's memory, or its container's limit."""
+    readers: list[Callable[[], int]] = [
+        lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        lambda: int(Path("/sys/fs/cgroup/memory.max").read_text()),
+    ]
+    limits = []
+    for read in readers:
+        try:
+            limits.append(read())
+        except (OSError, ValueError):  # no such control group, or "max"
+            continue
+    return min(limits)
+
+
+def gpu_memory_bytes() -> int | None:
+    """Memory of the largest GPU that ``nvidia-smi`` finds here; None where it finds none, or is not there: then
+    nothing is known, and nothing refused."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    command = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        return max(int(line) for line in done.stdout.split("\n") if line.strip()) << 20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
