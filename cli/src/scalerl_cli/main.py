@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from scalerl_api.spec import ScaleRLRun
+from scalerl_cli.curves.arguments import add_curve_commands
 from scalerl_cli.exits import INTERRUPTED
-from scalerl_operator.plan import Plan, plan
+from scalerl_operator.plan import plan
+from scalerl_operator.workloads import Plan
 
 
 def parser() -> argparse.ArgumentParser:
@@ -50,6 +52,8 @@ def parser() -> argparse.ArgumentParser:
 
     plot = commands.add_parser("plot", help="draw DIR/curve.png from DIR/curve.csv")
     plot.add_argument("dir", type=Path, metavar="DIR")
+
+    add_curve_commands(commands)
     return top
 
 
@@ -73,6 +77,14 @@ def main(argv: Sequence[str] | None = None, *, planner: Callable[[ScaleRLRun], P
             from scalerl_cli.validate import validate
 
             return validate(arguments.files, any_machine=arguments.any_machine)
+        if arguments.command == "fit":
+            from scalerl_cli.curves.fit import run_fit
+
+            return run_fit(arguments)
+        if arguments.command == "plan":
+            from scalerl_cli.curves.plan import run_plan
+
+            return run_plan(arguments)
         from scalerl_cli.plot import plot
 
         return plot(arguments.dir)

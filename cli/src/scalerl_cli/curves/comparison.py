@@ -1,0 +1,137 @@
+"""Two recipes side by side: the paper's rule, and how far it can be believed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from scalerl_cli.curves import words
+from scalerl_cli.curves.problem import CurveProblem
+from scalerl_cli.curves.study import State, Study
+from scalerl_curvefit import Better, Comparison, CurveError, compare
+from scalerl_curvefit.compare import SAME_A
+
+SETTLED: Final = 0.9
+"""Probability below which two recipes are not told apart: then neither 90 % bound is passed."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """Two studies and what the rule says of them."""
+
+    first: Study
+    second: Study
+    ruled: Comparison
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """File names; whole paths where the names alone are equal."""
+        one, two = self.first.file.path, self.second.file.path
+        return (str(one), str(two)) if one.name == two.name else (one.name, two.name)
+
+    @property
+    def better(self) -> str:
+        """Name of the better one."""
+        return self.names[0 if self.ruled.better is Better.FIRST else 1]
+
+    @property
+    def doubts(self) -> list[str]:
+        """Why not to believe it yet, the guard's alarms included."""
+        said = []
+        for name, made in zip(self.names, (self.first, self.second), strict=True):
+            if made.state is State.BROKEN:
+                said += [f"{name}: BROKEN: {reason}" for reason in made.guarded.reasons]
+            said += [f"{name}: {doubt}" for doubt in made.fitted.doubts]
+        if self.first.file.unit != self.second.file.unit and (
+            self.first.file.named_unit and self.second.file.named_unit
+        ):
+            said.append(
+                f"compute is in {self.first.file.unit} on one side and in {self.second.file.unit} on the other; "
+                "B and Cmid cannot be compared"
+            )
+        return said
+
+    def as_json(self) -> dict[str, Any]:
+        """What ``--json --compare`` prints."""
+        ruled = self.ruled
+        return {
+            "first": self.first.as_json(),
+            "second": self.second.as_json(),
+            "comparison": {
+                "better": str(ruled.better),
+                "by": ruled.by,
+                "probability": ruled.probability,
+                "same_asymptote": ruled.same_asymptote,
+                "shared_A": ruled.shared_a,
+                "doubts": self.doubts,
+            },
+        }
+
+
+def pair(first: Study, second: Study) -> Pair:
+    """Compare by the paper's rule.
+
+    Raises:
+        CurveProblem: if the refit at the common asymptote is not possible.
+    """
+    try:
+        ruled = compare(first.file.segment.curve, second.file.segment.curve)
+    except CurveError as error:
+        raise CurveProblem(f"{first.file.path} against {second.file.path}: {error}") from error
+    return Pair(first, second, ruled)
+
+
+def comparison_report(both: Pair) -> Iterator[str]:
+    """Lines of text."""
+    ruled, (one, two) = both.ruled, both.names
+    fits = both.first.fitted, both.second.fitted
+    rows = [["", one, two]]
+    rows += [
+        ["A", *(words.rewards(fitted.A) for fitted in fits)],
+        ["A, least squares", *(words.reward(fitted.point.A, 3) for fitted in fits)],
+        ["B", *(words.amounts(fitted.B) for fitted in fits)],
+        ["Cmid", *(words.amounts(fitted.Cmid) for fitted in fits)],
+        ["R0", *(words.rewards(fitted.R0) for fitted in fits)],
+        [
+            "at 2×",
+            *(
+                words.rewards(made.forecasts[0]) if made.forecasts else "–"
+                for made in (both.first, both.second)
+            ),
+        ],
+        ["state", str(both.first.state), str(both.second.state)],
+    ]
+    refits = ruled.first, ruled.second
+    if ruled.same_asymptote and ruled.shared_a is not None:
+        shared = words.reward(ruled.shared_a, 3)
+        rows.append([f"B at A = {shared}", *(words.amounts(fitted.B) for fitted in refits)])
+        rows.append(["  least squares", *(f"{fitted.point.B:.3g}" for fitted in refits)])
+    yield f"{one} against {two}, median (90 % interval)"
+    yield from words.table(rows)
+    yield ""
+    points = [fitted.point.A for fitted in fits]
+    apart = words.reward(abs(points[0] - points[1]), 3)
+    if ruled.same_asymptote:
+        yield (
+            f"the least-squares A differ by {apart}, within the margin of {words.reward(SAME_A)}: both are fitted again "
+            "at the mean A, and the larger B is better"
+        )
+    else:
+        yield f"the least-squares A differ by {apart}, more than the margin of {words.reward(SAME_A)}: the larger A is better"
+    yield verdict(both)
+    if both.doubts:
+        yield "do not rely on it yet"
+        yield from (f"  {doubt}" for doubt in both.doubts)
+
+
+def verdict(both: Pair) -> str:
+    """Which is better, by what, with what probability."""
+    ruled = both.ruled
+    values = [getattr(fitted.point, ruled.by) for fitted in (ruled.first, ruled.second)]
+    best, rest = (words.reward(v, 3) if ruled.by == "A" else f"{v:.3g}" for v in (max(values), min(values)))
+    settled = "" if ruled.probability >= SETTLED else " (not settled)"
+    return (
+        f"better: {both.better}, by {ruled.by} {best} against {rest} (least squares), "
+        f"with probability {words.probability(ruled.probability)}{settled}"
+    )

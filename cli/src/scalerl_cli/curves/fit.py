@@ -1,0 +1,73 @@
+"""``scalerl fit``: what a curve says."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from scalerl_cli.curves.canvas import check_target
+from scalerl_cli.curves.comparison import comparison_report, pair
+from scalerl_cli.curves.pace import pace_of
+from scalerl_cli.curves.problem import CurveProblem
+from scalerl_cli.curves.report import report
+from scalerl_cli.curves.source import CurveFile, read_curve
+from scalerl_cli.curves.study import State, Study, study
+from scalerl_cli.exits import BAD_INPUT, DONE
+from scalerl_cli.output import say
+
+
+def run_fit(arguments: argparse.Namespace) -> int:
+    """Fit, print, and draw if asked to; nothing is printed or written unless all of it can be."""
+    try:
+        check_target(arguments.plot)
+        made = study(_read(arguments), arguments.at)
+        text = _compared(arguments, made) if arguments.compare else _alone(arguments, made)
+    except CurveProblem as problem:
+        say(str(problem), error=True)
+        return BAD_INPUT
+    say(text)
+    return DONE
+
+
+def _read(arguments: argparse.Namespace, *, other: bool = False) -> CurveFile:
+    return read_curve(
+        arguments.compare if other else arguments.curve,
+        arguments.scale,
+        arguments.unit,
+        arguments.device_hours_column,
+    )
+
+
+def _alone(arguments: argparse.Namespace, made: Study) -> str:
+    pace = pace_of(made.file, arguments.rate)
+    lines = report(made, pace, arguments.target, arguments.budget, arguments.alternatives)
+    if arguments.plot:
+        from scalerl_cli.curves.fit_picture import draw_fit
+
+        draw_fit(
+            made,
+            arguments.plot,
+            budget=arguments.budget,
+            target=arguments.target,
+            alternatives=arguments.alternatives,
+            log=arguments.log,
+        )
+        lines.append(f"picture: {arguments.plot}")
+    if not arguments.json:
+        return "\n".join(lines)
+    if made.state is State.BROKEN:
+        say(f"{made.file.path}: no forecast: {'; '.join(made.guarded.reasons)}", error=True)
+    return json.dumps(made.as_json(), allow_nan=False)
+
+
+def _compared(arguments: argparse.Namespace, made: Study) -> str:
+    both = pair(made, study(_read(arguments, other=True), arguments.at))
+    lines = list(comparison_report(both))
+    if arguments.plot:
+        from scalerl_cli.curves.compare_picture import draw_comparison
+
+        draw_comparison(both, arguments.plot)
+        lines.append(f"picture: {arguments.plot}")
+    if arguments.json:
+        return json.dumps(both.as_json(), allow_nan=False)
+    return "\n".join(lines)

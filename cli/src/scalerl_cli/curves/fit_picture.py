@@ -1,0 +1,145 @@
+"""The picture of one fit."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scalerl_cli.curves import canvas, words
+from scalerl_cli.curves.study import State, Study
+from scalerl_curvefit import power_law
+
+
+def draw_fit(
+    made: Study,
+    path: Path,
+    *,
+    budget: float | None = None,
+    target: float | None = None,
+    alternatives: bool = False,
+    log: bool = False,
+) -> None:
+    """Draw points, median, bands, asymptote, Cmid, now and budget into ``path``.
+
+    Raises:
+        CurveProblem: if it cannot be written.
+    """
+    with canvas.style():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7.6, 5.2), layout="constrained")
+        axes = figure.add_subplot()
+        _draw(axes, made, budget, target, alternatives, log)
+        canvas.legend(figure, axes)
+        canvas.save(figure, path)
+
+
+def _draw(
+    axes: Any, made: Study, budget: float | None, target: float | None, alternatives: bool, log: bool
+) -> None:
+    file, fitted = made.file, made.fitted
+    broken = made.state is State.BROKEN
+    beyond = [made.now if broken else made.twice, budget or 0.0, *(point.compute for point in made.forecasts)]
+    cmid = fitted.Cmid.median + made.start
+    trained = file.segment.curve.compute > 0
+    first = float(file.segment.curve.compute[trained][0]) + made.start
+    low, high = (first / 1.15 if log else 0.0), max(beyond) * (1.15 if log else 1.04)
+    end = made.now if broken else high
+    begin = max(made.start + (first - made.start) / 4.0, low)
+    grid = np.geomspace(begin, end, canvas.GRID) if log else np.linspace(begin, end, canvas.GRID)
+    bands = made.bands(grid)
+    canvas.draw_bands(axes, grid, bands, canvas.BLUE, "median of the fitted curve")
+    if file.segments > 1:
+        before = file.curve.head(len(file.curve) - len(file.segment.curve))
+        axes.plot(
+            before.compute,
+            before.reward,
+            "o",
+            ms=3,
+            mew=0,
+            color=canvas.FAINT,
+            alpha=0.5,
+            label="earlier recipe or evaluation, not fitted",
+        )
+    n = len(file.segment.curve)
+    canvas.draw_points(
+        axes,
+        file.segment.curve,
+        made.start,
+        canvas.INK,
+        f"{n:,} evaluations{canvas.samples_words(file.segment.curve)}",
+    )
+    _draw_forecasts(axes, made)
+    shown = [
+        *file.curve.reward,
+        *canvas.extent(file.segment.curve),
+        *bands.ravel(),
+        *(x for p in made.forecasts for x in (p.low, p.high)),
+    ]
+    if alternatives and not broken:
+        law = power_law(file.segment.curve).reward(grid - made.start)
+        axes.plot(grid, law, color=canvas.FAINT, lw=1.2, ls="-.", label="power law A − D/C^B", zorder=1.9)
+    if not broken:
+        shown += [fitted.A.low, fitted.A.high]
+        text = f"A {words.rewards(fitted.A)}".replace(" (", "\n(")
+        canvas.mark_asymptote(axes, fitted.A.median, fitted.A.low, fitted.A.high, text, canvas.BLUE)
+    if target is not None:
+        shown.append(target)
+        axes.axhline(target, color=canvas.GREEN, lw=0.9, ls=(0, (4, 3)))
+        axes.annotate(
+            f"target {words.reward(target, 2)}",
+            (0.005, target),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 2),
+            textcoords="offset points",
+            fontsize=9,
+            color=canvas.GREEN,
+        )
+    canvas.compute_axis(axes, file.unit, low, high, log=log)
+    canvas.reward_axis(axes, shown)
+    marks = [(made.now, "now", canvas.INK), (cmid, f"Cmid {words.amounts(fitted.Cmid)}", canvas.PURPLE)]
+    if budget is not None:
+        marks.append((budget, "budget", canvas.VERMILLION))
+    if cmid <= high:
+        canvas.mark_midpoint(axes, fitted.Cmid.low + made.start, fitted.Cmid.high + made.start, canvas.PURPLE)
+    rows = canvas.mark_computes(axes, marks)
+    axes.set_title(_title(made, cmid > high), loc="left", pad=6.0 + 12.0 * rows)
+
+
+def _draw_forecasts(axes: Any, made: Study) -> None:
+    """The forecasts as they are printed: of an evaluation made there, its noise included."""
+    if not made.forecasts:
+        return
+    median = np.array([point.median for point in made.forecasts])
+    below = median - np.array([point.low for point in made.forecasts])
+    above = np.array([point.high for point in made.forecasts]) - median
+    axes.errorbar(
+        [point.compute for point in made.forecasts],
+        median,
+        yerr=[below, above],
+        fmt="D",
+        ms=5,
+        color=canvas.VERMILLION,
+        mfc="white",
+        mew=1.3,
+        capsize=3,
+        elinewidth=1.3,
+        zorder=4,
+        label=f"forecast of an evaluation, 90 %; at 2×: {words.rewards(made.forecasts[0])}",
+    )
+
+
+def _title(made: Study, cmid_outside: bool) -> str:
+    fitted = made.fitted
+    second = f"R0 {words.rewards(fitted.R0)}   B {words.amounts(fitted.B)}"
+    if cmid_outside:
+        second += f"   Cmid {words.amounts(fitted.Cmid)}, beyond this axis"
+    name = made.file.path.stem
+    if made.state is State.BROKEN:
+        why = textwrap.fill("; ".join(made.guarded.reasons), 88)
+        return f"{name}: BROKEN, no forecast\n{why}\n{second}"
+    state = "" if made.state is State.OK else ": asymptote not identifiable yet"
+    return f"{name}{state}\n{second}"

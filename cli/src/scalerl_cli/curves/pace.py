@@ -1,0 +1,78 @@
+"""How much compute a device-hour does, how many devices work, and what more of them would do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from scalerl_cli.curves.source import CurveFile
+from scalerl_cli.curves.words import amount
+
+LEAST_CHANGE: Final = 1.25
+"""Ratio of the most to the fewest devices from which an elasticity can be measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Of a run, as it went lately.
+
+    rate: compute per device-hour; None if not known. how: where it comes from, or what is missing.
+    devices: that work at once; None if not known.
+    elasticity: d ln(compute per hour)/d ln(devices), None unless the number of devices has changed.
+    """
+
+    rate: float | None
+    how: str
+    devices: float | None
+    elasticity: float | None
+
+
+def pace_of(file: CurveFile, rate: float | None = None, devices: float | None = None) -> Pace:
+    """Measured over the last doubling of compute, so that what counts is how the run goes now.
+
+    rate, devices: given by the user, in place of what the file says.
+    """
+    compute = file.curve.compute
+    begin = len(compute) - len(file.segment.curve)
+    now, start = compute[-1], file.segment.start
+    half = int(np.searchsorted(compute, start + 0.5 * (now - start), side="right")) - 1
+    first = min(max(half, begin), len(compute) - 2) if len(compute) > 1 else 0
+    measured: float | None = None
+    how = "unknown: the file has no device_seconds; give --rate or --device-hours-column"
+    used = walled = 0.0
+    if file.device_hours is not None:
+        used = float(file.device_hours[-1] - file.device_hours[first])
+        if used > 0:
+            measured = float(now - compute[first]) / used
+            how = f"measured from compute {amount(float(compute[first]))} to {amount(float(now))}"
+        else:
+            how = "unknown: no device-hours were counted over the last doubling of compute; give --rate"
+    if file.wall_hours is not None:
+        walled = float(file.wall_hours[-1] - file.wall_hours[first])
+    if devices is None and used > 0 and walled > 0:
+        devices = used / walled
+    if rate is not None:
+        measured, how = rate, "as given"
+    return Pace(measured, how, devices, _elasticity(file))
+
+
+def _elasticity(file: CurveFile) -> float | None:
+    """Slope of ln(compute per hour) on ln(devices) over the points, weighted by time."""
+    if file.device_hours is None or file.wall_hours is None:
+        return None
+    wall, used, done = (
+        np.diff(column) for column in (file.wall_hours, file.device_hours, file.curve.compute)
+    )
+    going = (wall > 0) & (used > 0)
+    if not going.any():
+        return None
+    wall, used, done = wall[going], used[going], done[going]
+    devices = used / wall
+    if devices.max() < LEAST_CHANGE * devices.min():
+        return None
+    x, y = np.log(devices), np.log(done / wall)
+    x = x - np.average(x, weights=wall)
+    y = y - np.average(y, weights=wall)
+    return float((wall * x * y).sum() / (wall * x * x).sum())

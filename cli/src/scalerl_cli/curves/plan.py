@@ -1,0 +1,211 @@
+"""``scalerl plan``: what more compute would buy."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from scalerl_cli.curves import words
+from scalerl_cli.curves.canvas import check_target
+from scalerl_cli.curves.money import Growth, Money, Option, growths, options, paying_block
+from scalerl_cli.curves.pace import Pace, pace_of
+from scalerl_cli.curves.problem import CurveProblem
+from scalerl_cli.curves.source import read_curve
+from scalerl_cli.curves.study import State, Study, study
+from scalerl_cli.exits import BAD_INPUT, DONE
+from scalerl_cli.output import say
+from scalerl_curvefit import Block
+
+
+@dataclass(frozen=True, eq=False)
+class Outlook:
+    """All that the plan says; ``when`` is the moment it is counted from."""
+
+    made: Study
+    pace: Pace
+    money: Money
+    elasticity: float | None
+    when: datetime
+    options: list[Option]
+    growths: list[Growth]
+    block: Block | None
+
+
+def run_plan(arguments: argparse.Namespace, when: datetime | None = None) -> int:
+    """Plan, print, and draw if asked to; nothing is printed or written unless all of it can be."""
+    try:
+        check_target(arguments.plot)
+        outlook = _outlook(arguments, when or datetime.now().astimezone())
+        lines = list(plan_report(outlook))
+        if arguments.plot:
+            from scalerl_cli.curves.plan_picture import draw_plan
+
+            draw_plan(outlook, arguments.plot)
+            lines.append(f"picture: {arguments.plot}")
+    except CurveProblem as problem:
+        say(str(problem), error=True)
+        return BAD_INPUT
+    say(json.dumps(as_json(outlook), allow_nan=False) if arguments.json else "\n".join(lines))
+    return DONE
+
+
+def _outlook(arguments: argparse.Namespace, when: datetime) -> Outlook:
+    file = read_curve(arguments.curve, arguments.scale, arguments.unit, arguments.device_hours_column)
+    made = study(file)
+    pace = pace_of(file, arguments.rate, arguments.devices)
+    money = Money(arguments.price, arguments.value_per_point)
+    if money.value is not None and money.price is None:
+        raise CurveProblem("--value-per-point: give --price too, or there is nothing to weigh it against")
+    choices = options(made, pace, money, arguments.budget)
+    grown = growths(
+        pace, choices, arguments.generators, arguments.devices_per_generator, arguments.elasticity
+    )
+    elasticity = pace.elasticity if arguments.elasticity is None else arguments.elasticity
+    return Outlook(
+        made, pace, money, elasticity, when, choices, grown, paying_block(made, pace, money, choices)
+    )
+
+
+def plan_report(outlook: Outlook) -> Iterator[str]:
+    """Lines of text."""
+    made, pace = outlook.made, outlook.pace
+    yield f"{made.file.path}: now at {words.amount(made.now)} {made.file.unit}"
+    if made.file.segments > 1:
+        yield f"  only the last recipe or evaluation version is fitted, from line {made.file.first_line} on"
+    yield (
+        f"  a device-hour does {words.amount(pace.rate)} of it ({pace.how})"
+        if pace.rate
+        else f"  compute per device-hour: {pace.how}"
+    )
+    if pace.devices is not None:
+        yield f"  {pace.devices:.3g} devices work"
+    yield ""
+    if made.state is State.BROKEN:
+        yield "no plan: the run no longer follows its own curve (BROKEN)"
+        yield from (f"  {reason}" for reason in made.guarded.reasons)
+        return
+    yield from words.table(_rows(outlook))
+    if made.start:
+        yield "  2× and 4× are multiples of what this recipe has had"
+    if outlook.block is not None:
+        yield ""
+        yield _block(outlook)
+    if outlook.growths:
+        yield ""
+        yield from _grown(outlook)
+    if made.state is State.INSUFFICIENT:
+        yield ""
+        yield "INSUFFICIENT: the asymptote is not identifiable yet; lean on the near rows only"
+        yield from (f"  {doubt}" for doubt in made.fitted.doubts)
+    yield ""
+    yield "what the numbers mean: docs/forecast.md"
+
+
+def _rows(outlook: Outlook) -> list[list[str]]:
+    """Columns that nothing is known for are left out."""
+    choices = outlook.options
+    rows = [["", "total compute", "reward (90 %)", "gain (90 %)"]]
+    rows += [
+        [
+            o.name,
+            words.amount(o.compute),
+            words.rewards(o.forecast),
+            "–" if o.gain is None else words.gains(o.gain),
+        ]
+        for o in choices
+    ]
+    columns = [
+        ("device-hours", [None if o.device_hours is None else words.amount(o.device_hours) for o in choices]),
+        ("cost", [None if o.cost is None else words.amount(o.cost) for o in choices]),
+        ("value − cost", [None if o.net is None else words.amount(o.net) for o in choices]),
+        (
+            "done by",
+            [
+                None if o.wall_hours is None else words.date(outlook.when, o.wall_hours) if o.more else "now"
+                for o in choices
+            ],
+        ),
+    ]
+    for name, cells in columns:
+        if None not in cells:
+            for row, cell in zip(rows, [name, *cells], strict=True):
+                row.append(str(cell))
+    return rows
+
+
+def _block(outlook: Outlook) -> str:
+    block, rate = outlook.block, outlook.pace.rate
+    if block is None or rate is None or block.compute == 0:
+        return "best further block: none; its price is above the value of any expected gain: stop"
+    return (
+        f"best further block: {words.amount(block.compute / rate)} device-hours for {words.reward(block.gain, 3)} of reward, "
+        f"value − cost {words.amount(block.net)}"
+    )
+
+
+def _grown(outlook: Outlook) -> Iterator[str]:
+    how = "as measured in this run" if outlook.elasticity == outlook.pace.elasticity else "as given"
+    yield (
+        f"with other numbers of generators (elasticity {outlook.elasticity:.2g}, {how}); "
+        "the rewards stay the same, for growing changes how fast compute is spent, not the curve"
+    )
+    head = [""]
+    for grown in outlook.growths:
+        head += [f"{grown.generators} gen., {grown.speed:.2f}× speed", "done by"]
+    rows = [head]
+    for i, option in enumerate(outlook.options):
+        if option.more > 0:
+            cells = [
+                [f"{words.amount(used)} device-hours", words.date(outlook.when, wall)]
+                for used, wall in (grown.spent[i] for grown in outlook.growths)
+            ]
+            rows.append([option.name, *(cell for two in cells for cell in two)])
+    yield from words.table(rows)
+
+
+def as_json(outlook: Outlook) -> dict[str, Any]:
+    """What ``--json`` prints; what is not known is null."""
+    made, pace, block = outlook.made, outlook.pace, outlook.block
+    return {
+        "state": str(made.state),
+        "doubts": [*made.guarded.reasons, *made.fitted.doubts],
+        "now": made.now,
+        "compute_per_device_hour": pace.rate,
+        "devices": pace.devices,
+        "elasticity": outlook.elasticity,
+        "options": [
+            {
+                "option": o.name,
+                "compute": o.compute,
+                "reward": {"median": o.forecast.median, "low": o.forecast.low, "high": o.forecast.high},
+                "gain": None
+                if o.gain is None
+                else {"median": o.gain.median, "low": o.gain.low, "high": o.gain.high},
+                "device_hours": o.device_hours,
+                "cost": o.cost,
+                "net": o.net,
+                "wall_hours": o.wall_hours,
+                "date": None if o.wall_hours is None else words.date(outlook.when, o.wall_hours),
+            }
+            for o in outlook.options
+        ],
+        "generators": [
+            {
+                "generators": g.generators,
+                "devices": g.devices,
+                "speed": g.speed,
+                "options": [
+                    {"option": o.name, "device_hours": used, "wall_hours": wall}
+                    for o, (used, wall) in zip(outlook.options, g.spent, strict=True)
+                ],
+            }
+            for g in outlook.growths
+        ],
+        "best_block": None
+        if block is None
+        else {"compute": block.compute, "gain": block.gain, "net": block.net},
+    }

@@ -1,0 +1,180 @@
+"""What ``scalerl fit`` prints. Each line has its section in ``docs/forecast.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from scalerl_cli.curves import words
+from scalerl_cli.curves.pace import Pace
+from scalerl_cli.curves.study import State, Study
+from scalerl_curvefit import gain, marginal_gain, power_law
+
+MEANINGS = {
+    "A": "asymptote",
+    "B": "efficiency exponent",
+    "Cmid": "compute at half of the gain",
+    "R0": "initial reward",
+}
+
+
+def report(
+    made: Study, pace: Pace, target: float | None, budget: float | None, alternatives: bool
+) -> list[str]:
+    """Lines of text.
+
+    Raises:
+        CurveProblem: for a target or a budget that cannot be asked about.
+    """
+    sections = [
+        _points(made),
+        _headline(made),
+        parameters(made),
+        _verdict(made),
+        _ahead(made, pace, target, budget),
+        _beside(made) if alternatives else (),
+        _trust(made),
+        ["what the numbers mean: docs/forecast.md"],
+    ]
+    lines: list[str] = []
+    for section in sections:
+        written = list(section)
+        lines += ["", *written] if lines and written else written
+    return lines
+
+
+def _points(made: Study) -> Iterator[str]:
+    file, fitted = made.file, made.fitted
+    yield f"{file.path}: {fitted.points_used} points up to {words.amount(made.now)} {file.unit}"
+    if len(file.segment.curve) > fitted.points_used:
+        yield "  the evaluation at compute 0 is drawn but not fitted: ln 0 has no place on the curve"
+    if file.segments > 1:
+        yield (
+            f"  only the last of {file.segments} segments is fitted, from line {file.first_line} on: before it another "
+            "recipe or evaluation version was measured"
+        )
+        if made.start:
+            yield f"  Cmid counts from the start of this recipe at {words.amount(made.start)}"
+    low, high = file.curve.scale
+    if (low, high) != (0.0, 1.0):
+        yield f"  rewards of [{low:g}, {high:g}] are mapped onto [0, 1]; all below, --target too, are on that scale"
+
+
+def _headline(made: Study) -> Iterator[str]:
+    if made.state is State.BROKEN:
+        yield "no forecast: the run no longer follows its own curve"
+        return
+    first, *others = made.forecasts
+    yield f"reward at 2× compute: {words.rewards(first)}"
+    for point in others:
+        yield f"reward at {words.amount(point.compute)}: {words.rewards(point)}"
+
+
+def parameters(made: Study) -> list[str]:
+    """The curve as the paper writes it, with 90 % intervals."""
+    fitted = made.fitted
+    rows = [
+        ["A", words.rewards(fitted.A), MEANINGS["A"]],
+        ["B", words.amounts(fitted.B), MEANINGS["B"]],
+        ["Cmid", words.amounts(fitted.Cmid), MEANINGS["Cmid"]],
+        ["R0", words.rewards(fitted.R0), MEANINGS["R0"]],
+    ]
+    return ["R(C) = R0 + (A − R0) / (1 + (Cmid/C)^B), median (90 % interval)", *words.table(rows)]
+
+
+def _verdict(made: Study) -> Iterator[str]:
+    if made.state is State.BROKEN:
+        yield "state: BROKEN"
+        yield from (f"  {reason}" for reason in made.guarded.reasons)
+        yield "  look at the run: a collapsed policy, a broken verifier, a changed evaluation set"
+    elif made.state is State.INSUFFICIENT:
+        yield "state: INSUFFICIENT: the asymptote is not identifiable yet"
+        yield from (f"  {doubt}" for doubt in made.fitted.doubts)
+    else:
+        yield (
+            f"state: OK: the asymptote is identifiable (its interval is {made.fitted.A.width:.2f} wide; "
+            f"now is {made.fitted.now / made.fitted.Cmid.median:.1f} × Cmid), if the equation holds"
+        )
+    if not made.guarded.checked:
+        yield "  too few points for the collapse guard"
+
+
+def _ahead(made: Study, pace: Pace, target: float | None, budget: float | None) -> Iterator[str]:
+    reach = None if target is None else made.reach(target)
+    spent = None if budget is None else made.ahead([budget], "--budget")[0]
+    if made.state is State.BROKEN:
+        return
+    fitted = made.fitted
+    margin = marginal_gain(fitted)
+    rows = [
+        ["by the next doubling of compute", words.gains(gain(fitted, 2.0 * fitted.now))],
+        ["up to the asymptote", words.gains(made.left_to_asymptote())],
+    ]
+    if pace.rate is not None:
+        per = Scaled(margin.median, margin.low, margin.high, pace.rate)
+        rows.append(["at the margin, per device-hour", f"+{words.amounts(per)}"])
+    else:
+        rows.append(["at the margin, per unit of compute", f"+{words.amounts(margin)}"])
+    yield "still to be gained"
+    yield from words.table(rows)
+    if pace.rate is not None:
+        yield f"  a device-hour does {words.amount(pace.rate)} {made.file.unit} ({pace.how})"
+    if reach is not None:
+        yield ""
+        yield (
+            f"compute to a reward of {words.reward(reach.target, 3)}: {words.amounts(reach)}; "
+            f"reached at all with probability {words.probability(reach.probability)}"
+        )
+    if spent is not None:
+        yield ""
+        yield f"reward at the budget of {words.amount(spent.compute)}: {words.rewards(spent)}"
+
+
+def _signed(value: float) -> str:
+    return ("+" if value >= 0 else "") + words.reward(value, 3)
+
+
+class Scaled:
+    """An interval times a positive factor."""
+
+    def __init__(self, median: float, low: float, high: float, factor: float) -> None:
+        self.median, self.low, self.high = median * factor, low * factor, high * factor
+
+
+def _beside(made: Study) -> Iterator[str]:
+    law = power_law(made.file.segment.curve)
+    twice = float(law.reward(np.array(2.0 * made.fitted.now)))
+    yield "beside it, for comparison only"
+    last = float(made.file.segment.curve.reward[-1])
+    yield from words.table(
+        [
+            ["power law A − D/C^B", f"A {words.reward(law.A)}, B {law.B:.2f}, at 2× {words.reward(twice)}"],
+            ["the last value stays", f"at 2× {words.reward(last)}"],
+        ]
+    )
+
+
+def _trust(made: Study) -> Iterator[str]:
+    fitted = made.fitted
+    yield "what this rests on"
+    if fitted.burn_in_points:
+        yield f"  the first {fitted.burn_in_points} points count less (burn-in)"
+    noise = fitted.sigma
+    yield (
+        f"  noise of one evaluation: sd {words.rewards(noise)}, correlation of neighbours {words.reward(fitted.rho)}"
+    )
+    yield f"  beyond now a forecast widens by an sd of {words.reward(fitted.discrepancy, 3)} with each doubling"
+    for past in fitted.hindcasts:
+        yield (
+            f"  hindcast: fitted up to {words.amount(past.made_at + made.start)}, rewards until "
+            f"{words.amount(past.until + made.start)} ran {_signed(past.departure)} "
+            f"a doubling off the forecast (sd explained {words.reward(past.sd, 3)})"
+        )
+    if not fitted.hindcasts:
+        yield "  hindcasts: none, too few points at half of the compute"
+    for edge in fitted.edges:
+        yield (
+            f"  prior bound met: {edge.parameter} {edge.side} ({words.amount(edge.bound)}) holds {edge.mass:.0%} of the "
+            "posterior; there the bound, not the points, sets the interval"
+        )
