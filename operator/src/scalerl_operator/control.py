@@ -74,6 +74,23 @@ class Outcome:
     restarts: dict[str, int]
 
 
+def has_to_be_told(wanted: str, given: str) -> bool:
+    """Whether the coordinator, which stops for the reason ``given``, has to hear of the one that is ``wanted``.
+
+    A stop outlives the command that asked for it: what no longer holds (resumed, more budget) is taken back, but not
+    what the coordinator found by itself. A person's interrupt goes before any other reason: it ends the run without a
+    last evaluation.
+
+    >>> has_to_be_told("maxSeconds", ""), has_to_be_told("", "maxSeconds"), has_to_be_told("", "maxSteps")
+    (True, True, False)
+    >>> has_to_be_told(INTERRUPTED, "maxSteps"), has_to_be_told("maxSeconds", "maxSteps")
+    (True, False)
+    """
+    if wanted == given:
+        return False
+    return wanted == INTERRUPTED or not given or (not wanted and given in (INTERRUPTED, *budget.REASONS))
+
+
 class LocalRun:
     """Runs ``plan`` in ``directory`` until it is complete, fails for good, or is interrupted.
 
@@ -190,8 +207,7 @@ class LocalRun:
         if self._status is None:
             return
         wanted, given = self._wanted_stop() or "", self._status.stop_reason
-        # A stop outlives the command that asked for it; what no longer holds (resumed, more budget) is taken back.
-        if wanted == given or (given and (wanted or given not in (INTERRUPTED, *budget.REASONS))):
+        if not has_to_be_told(wanted, given):
             return
         # Not heard: the next tick finds another stop_reason than is wanted and asks again.
         with contextlib.suppress(CoordinatorUnreachable):
