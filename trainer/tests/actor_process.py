@@ -3,7 +3,8 @@
 Run as a process of its own (it is killed and frozen on purpose), with ``ACTOR`` set to a dict:
 ``directory`` where it says its port (``port``) and leaves each version it took (``v<version>.pt``),
 ``token``, and ``faults``: a list of dicts ``{"at": "join" | "receive", "how": "kill" | "freeze" |
-"refuse" | "not-ready", "version": int | None, "bucket": int, "times": int}``.
+"refuse" | "not-ready" | "shoot", "version": int | None, "bucket": int, "times": int}``; "shoot" kills the process
+whose id is in the file ``victim`` and goes on.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class Actor:
                     os.kill(os.getpid(), signal.SIGKILL)
                 case "freeze":
                     os.kill(os.getpid(), signal.SIGSTOP)
+                case "shoot":
+                    os.kill(int(Path(fault["victim"]).read_text()), signal.SIGKILL)
                 case how:
                     raise Refused(how)
 

@@ -90,6 +90,8 @@ def work(me: wire.Registered) -> None:
         return
     request = wire.LeaseRequest(member_id=me.member_id, weight_version=held, max_groups=4, wait_seconds=0.5)
     for lease in call(endpoints.LEASE, request, wire.Leases).leases:
+        if given["skip_held_out"] and lease.split is wire.Split.HELD_OUT:
+            continue
         time.sleep(given["seconds_per_group"])
         group = wire.Group(
             lease_id=lease.lease_id,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import time
@@ -136,7 +137,11 @@ class Run:
         ]
 
     def start_generator(
-        self, *faults: dict[str, Any], seconds_per_group: float = 0.0, logprob: float | None = None
+        self,
+        *faults: dict[str, Any],
+        seconds_per_group: float = 0.0,
+        logprob: float | None = None,
+        skip_held_out: bool = False,
     ) -> Path:
         name = f"generator-{len(self.generators)}"
         directory = self.paths.root / name
@@ -153,6 +158,7 @@ class Run:
                     "vocabulary": vocabulary,
                     "seconds_per_group": seconds_per_group,
                     "logprob": logprob,
+                    "skip_held_out": skip_held_out,
                 },
             )
         )
@@ -171,6 +177,12 @@ class Run:
         except httpx.HTTPError:
             return None
         return msgspec.msgpack.decode(answer.content, type=wire.Status) if answer.status_code == 200 else None
+
+    def stop(self, reason: str) -> None:
+        headers = {"authorization": f"Bearer {TOKEN}", wire.WIRE_HEADER: str(wire.WIRE_VERSION)}
+        body = msgspec.msgpack.encode(wire.Stop(reason=reason))
+        url = f"http://127.0.0.1:{self.port}{endpoints.STOP}"
+        httpx.post(url, headers=headers, content=body, timeout=5).raise_for_status()
 
     def step(self) -> int:
         status = self.status()
@@ -259,9 +271,17 @@ def test_zero_stages_publish_the_same_weights(new_run: Any) -> None:
     """One update from the same data: ZeRO-3's gathered weights are ZeRO-1's."""
     taken = []
     for zero_stage in (1, 3):
-        run = new_run(trainer__zeroStage=zero_stage, budget__maxSteps=1, recipe__maxStalenessSteps=0)
+        run = new_run(
+            trainer__zeroStage=zero_stage,
+            budget__maxSteps=1,
+            recipe__maxStalenessSteps=0,
+            weightSync__probeSequences=0,
+        )
         directory = run.start()
         assert run.wait_trainer() == [0, 0]
+        status = run.status()
+        assert status is not None
+        assert status.mismatch_kl is not None, "measured on the step's own tokens, without a probe"
         taken.append(torch.load(directory / "v1.pt"))
     assert taken[0].keys() == taken[1].keys()
     for name in taken[0]:
@@ -311,6 +331,67 @@ def test_a_generator_killed_in_a_publish_stops_nothing(new_run: Any) -> None:
     assert run.step() == 6
     assert (survivor / "v6.pt").exists()
     assert "did not take it" in run.log("trainer-0")
+
+
+@pytest.mark.parametrize(("victim", "zero_stage"), [("trainer-0", 1), ("trainer-1", 3), ("coordinator", 1)])
+def test_a_kill_inside_a_publish_loses_nothing(new_run: Any, victim: str, zero_stage: int) -> None:
+    run = new_run(trainer__zeroStage=zero_stage)
+    target = run.paths.root / "victim"
+    run.start_coordinator()
+    fault = {"at": "receive", "how": "shoot", "victim": str(target), "version": 2, "bucket": 1, "times": 1}
+    directory = run.start_generator(fault, seconds_per_group=0.05)
+    run.start_trainer()
+    process = run.coordinator if victim == "coordinator" else run.ranks[int(victim[-1])]
+    target.write_text(str(process.pid))
+    process.join(90)
+    assert process.exitcode == -signal.SIGKILL
+    if victim == "coordinator":
+        run.start_coordinator()
+    else:
+        assert sorted(run.wait_trainer(30)) == [-signal.SIGKILL, 1]
+        run.start_trainer()
+    assert run.wait_trainer() == [0, 0]
+    status = run.status()
+    assert status is not None
+    assert (status.step, status.published_version) == (6, 6)
+    assert status.counts.acknowledged == status.counts.trained + status.counts.filtered + status.counts.queued
+    assert [row["step"] for row in run.rows()] == list(range(6))
+    assert (directory / "v6.pt").exists()
+
+
+def test_an_interrupted_run_is_saved_without_waiting_for_an_evaluation(new_run: Any) -> None:
+    run = new_run(evaluation__everySteps=1, evaluation__holdSeconds=300, checkpoint__everySteps=100)
+    run.start(skip_held_out=True)
+    until(lambda: run.step() >= 1)
+    run.stop("interrupted")
+    assert run.wait_trainer(60) == [0, 0]
+    status = run.status()
+    assert status is not None
+    assert (status.phase, status.published_version) == (wire.Phase.FINISHED, 0)
+    assert run.checkpoints() == [status.step] == [1]
+
+
+def test_the_last_version_is_saved_before_it_is_measured(new_run: Any) -> None:
+    run = new_run(
+        evaluation__everySteps=1,
+        evaluation__holdSeconds=300,
+        checkpoint__everySteps=100,
+        budget__maxSteps=1,
+    )
+    run.start(skip_held_out=True)
+    until(lambda: run.checkpoints() == [1], what="the last checkpoint")
+    assert all(rank.is_alive() for rank in run.ranks), "they wait for an evaluation that does not come"
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(new_run: Any) -> None:
+    run = new_run()
+    run.start()
+    assert run.wait_trainer() == [0, 0]
+    shutil.rmtree(run.paths.checkpoints)
+    run.start_trainer()
+    assert run.wait_trainer(60) == [2, 2]
+    assert "checkpoints-lost" in run.log("trainer-0")
+    assert run.step() == 6
 
 
 def test_the_coordinator_may_come_back(new_run: Any) -> None:
@@ -379,7 +460,11 @@ def test_training_that_left_the_road_is_not_applied(new_run: Any) -> None:
 
 
 def test_bad_input_is_exit_2(new_run: Any) -> None:
-    run = new_run(trainer__zeroStage=0, model__dtype="bfloat16")
-    run.start()
+    """A task that changes after it was checked: a solution that fits no micro-batch."""
+    run = new_run(warmStart__steps=3, warmStart__batchSize=60, trainer__microBatchTokens=64)
+    rows = [{"prompt": f"{i}+{i}=", "answer": "1", "solution": "1 2 3 " * 30} for i in range(60)]
+    (run.paths.root / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run.start_trainer()
     assert run.wait_trainer(60) == [2, 2]
-    assert "choose stage 1" in run.log("trainer-0")
+    assert "warmStart: " in run.log("trainer-0")
+    assert "microBatchTokens" in run.log("trainer-0")

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scalerl_api import wire
 from scalerl_api.weights import (
@@ -61,6 +62,30 @@ def test_checksum_is_the_one_both_sides_agreed_on(name: str) -> None:
         else torch.empty(0, dtype=torch.uint8)
     )
     assert checksum_u8(payload) == CHECKSUM_VECTORS[name]
+
+
+class Operators(TorchDispatchMode):
+    """Names of all that torch is asked to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("words", [2, (1 << 14) - 2, 1 << 14, (5 << 14) + 4])
+def test_a_large_checksum_needs_nothing_that_cuda_lacks_for_integers(words: int) -> None:
+    generator = torch.Generator().manual_seed(words)
+    payload = torch.randint(0, 256, (8 * words,), dtype=torch.uint8, generator=generator)
+    with Operators() as asked:
+        found = checksum_u8(payload)
+    assert found == checksum(payload.numpy().tobytes())
+    # Matrix and dot products of int64 are "not implemented for 'Long'" there; a publish by NCCL sums on the GPU.
+    assert not asked.names & {"dot", "vdot", "mv", "mm", "addmm", "addmv", "bmm"}
+    assert {"sum", "mul"} <= asked.names
 
 
 @settings(deadline=None)

@@ -20,7 +20,7 @@ import torch
 from scalerl_api import wire
 from scalerl_trainer.batch import Staleness
 from scalerl_trainer.checkpoint import CheckpointError
-from scalerl_trainer.coordinator_client import CoordinatorUnreachable
+from scalerl_trainer.coordinator_client import CoordinatorUnreachable, Unresumable
 from scalerl_trainer.engine import StepStats
 from scalerl_trainer.packing import Sequence as PackedSequence
 from scalerl_trainer.publish.control import ActorControl
@@ -54,10 +54,15 @@ class Leader:
 
         Raises:
             CheckpointError: what was trained last is in no checkpoint.
+            Unresumable: the coordinator does not go on from this version; all ranks raise it.
             CoordinatorError, RankLost, DivergedError: see the modules.
         """
         w = self._worker
-        welcome = self._coordinator.hello(w.version, w.ranks.world, snapshot)
+        try:
+            welcome = self._coordinator.hello(w.version, w.ranks.world, snapshot)
+        except Unresumable:
+            self._tell(Order.REFUSE)
+            raise
         if welcome.next_step != w.version:
             raise RuntimeError(f"the coordinator goes on at step {welcome.next_step}, not {w.version}")
         self._published = welcome.published_version

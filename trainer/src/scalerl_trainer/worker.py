@@ -10,6 +10,7 @@ order        what every rank does
 ``Save``     writes its state aside, begins to flush it
 ``Seal``     makes that checkpoint count
 ``Leave``    returns
+``Refuse``   raises: the coordinator does not take this trainer
 =========== =====================================================================================
 
 Who gives them, and when, is :mod:`.leader`'s.
@@ -26,7 +27,7 @@ from scalerl_api.fields import quantity_bytes
 from scalerl_api.spec import RunSpec
 from scalerl_trainer.algo.losses import Loss
 from scalerl_trainer.batch import RankBatch, Staleness, probe_sequences, rank_batch
-from scalerl_trainer.coordinator_client import Coordinator
+from scalerl_trainer.coordinator_client import Coordinator, Unresumable
 from scalerl_trainer.engine import Engine, StepStats
 from scalerl_trainer.metrics import Metrics
 from scalerl_trainer.publish.buckets import NamedTensors
@@ -43,6 +44,7 @@ class Order(Enum):
     SAVE = auto()
     SEAL = auto()
     LEAVE = auto()
+    REFUSE = auto()
 
 
 @dataclass
@@ -61,7 +63,11 @@ class Worker:
     probes: list[ProbeSequence] = field(default_factory=list)
 
     def follow(self) -> None:
-        """Do as rank 0 says until it says leave."""
+        """Do as rank 0 says until it says leave.
+
+        Raises:
+            Unresumable: the coordinator has refused rank 0.
+        """
         while True:
             order: Order = self.ranks.from_leader(None)
             match order:
@@ -80,6 +86,8 @@ class Worker:
                     self.saver.finish()
                 case Order.LEAVE:
                     return
+                case Order.REFUSE:
+                    raise Unresumable("the coordinator refuses to go on from here; rank 0's log says why")
 
     def meet(self) -> tuple[bool, bool]:
         """Whether any rank was told to stop, and whether a pending checkpoint is flushed on all."""

@@ -1,0 +1,95 @@
+"""Checkpoints as ranks make them: what a start finds, and how long a disk may take."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scalerl_api.paths import RunPaths
+from scalerl_trainer.checkpoint import CheckpointStore, Disk
+from scalerl_trainer.engine import EngineSettings
+from scalerl_trainer.saving import Saver, Unusable
+
+
+class OnlyRank:
+    rank, world, leads = 0, 1, True
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self.timeout_seconds = timeout_seconds
+
+    def from_leader(self, value: Any) -> Any:
+        return value
+
+    def all(self, value: Any) -> list[Any]:
+        return [value]
+
+
+class Weights:
+    """An engine of one file."""
+
+    settings = EngineSettings()
+    loaded: bytes | None = None
+
+    def save(self, directory: Path) -> None:
+        (directory / "weights").write_bytes(b"weights")
+
+    def load(self, directory: Path) -> None:
+        self.loaded = (directory / "weights").read_bytes()
+
+
+class SlowDisk(Disk):
+    def sha256(self, path: Path) -> str:
+        time.sleep(1.0)
+        return super().sha256(path)
+
+
+def saver(root: Path, timeout_seconds: float = 60.0, disk: Disk | None = None) -> Saver:
+    ranks: Any = OnlyRank(timeout_seconds)
+    engine: Any = Weights()
+    return Saver(CheckpointStore(RunPaths(root), 2, disk), ranks, engine)
+
+
+def save(root: Path, step: int) -> None:
+    one = saver(root)
+    assert one.start(step, b"snapshot") is None
+    assert one.finish().error is None
+
+
+def damage(root: Path, step: int) -> None:
+    (RunPaths(root).checkpoint(step) / "weights").write_bytes(b"wrong!!")
+
+
+def test_what_is_saved_is_found_again(tmp_path: Path) -> None:
+    assert saver(tmp_path).load() is None, "no checkpoint at all is a new run"
+    save(tmp_path, 3)
+    again = saver(tmp_path)
+    assert again.load() == 3
+    assert again.snapshot(3) == b"snapshot"
+
+
+def test_damaged_checkpoints_never_let_a_run_begin_anew(tmp_path: Path) -> None:
+    for step in (2, 4):
+        save(tmp_path, step)
+        damage(tmp_path, step)
+    for _ in range(3):
+        with pytest.raises(Unusable, match=r"damaged-step-00000002-.*damaged-step-00000004-.*good copy"):
+            saver(tmp_path).load()
+    save(tmp_path, 6)  # a good copy was put in place
+    assert saver(tmp_path).load() == 6
+
+
+def test_a_disk_that_is_too_slow_fails_the_checkpoint_before_others_think_the_rank_lost(
+    tmp_path: Path,
+) -> None:
+    timeout_seconds = 0.4
+    one = saver(tmp_path, timeout_seconds, SlowDisk())
+    assert one.start(1, b"") is None
+    begun = time.perf_counter()
+    saved = one.finish()
+    assert time.perf_counter() - begun < timeout_seconds
+    assert saved.error == "not flushed within 0.2 s"
+    assert one.last_step is None
+    assert CheckpointStore(RunPaths(tmp_path), 2).steps() == []
