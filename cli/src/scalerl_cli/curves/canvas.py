@@ -106,23 +106,16 @@ def draw_points(axes: Any, curve: Curve, start: float, colour: str, label: str, 
     """The evaluations, with binomial error bars where the samples behind them are known."""
     compute = curve.compute + start
     if len(curve) > MOST_BARS:
+        # Behind the curve, which it would hide.
         axes.plot(
-            compute,
-            curve.reward,
-            ".",
-            color=colour,
-            ms=2,
-            alpha=0.25,
-            mew=0,
-            label=label,
-            zorder=3,
-            rasterized=True,
+            compute, curve.reward, ".", color=colour, ms=2, alpha=0.15, mew=0, zorder=1.4, rasterized=True
         )
+        axes.plot([], [], ".", color=colour, ms=5, mew=0, label=label)
         return
     bars = None
     if curve.samples is not None:
         low, high = wilson(curve.reward, curve.samples)
-        bars = [curve.reward - low, high - curve.reward]
+        bars = np.stack([curve.reward - low, high - curve.reward])
     axes.errorbar(
         compute,
         curve.reward,
@@ -158,16 +151,23 @@ def compute_axis(axes: Any, unit: str, low: float, high: float, *, log: bool = F
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0,) if high > 300 * low else (1.0, 2.0, 5.0)))
         axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlim(low, high)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(float(value))))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(float(value), high)))
     axes.set_xlabel(f"compute ({unit}{', logarithmic' if log else ''})")
 
 
-def tick(value: float) -> str:
-    """``20k``, ``1.5M``: a number short enough for an axis."""
-    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= 10 * size or (abs(value) >= size and size > 1e3):
-            return f"{value / size:g}{letter}"
-    return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+def tick(value: float, high: float) -> str:
+    """``20k``, ``1.5M``: a number short enough for an axis that ends at ``high``, all of one unit."""
+    letter, size = next(
+        (
+            (c, p)
+            for c, p in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
+            if high >= 10 * p or value >= p > 1e3
+        ),
+        ("", 1.0),
+    )
+    if letter and 0 < value < size:
+        return tick(value, value * 10.0)
+    return f"{value / size:.4g}{letter if value else ''}"
 
 
 def reward_axis(axes: Any, values: Sequence[float]) -> None:

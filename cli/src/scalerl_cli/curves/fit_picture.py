@@ -100,7 +100,11 @@ def _draw(
         )
     canvas.compute_axis(axes, file.unit, low, high, log=log)
     canvas.reward_axis(axes, shown)
-    marks = [(made.now, "now", canvas.INK), (cmid, f"Cmid {words.amounts(fitted.Cmid)}", canvas.PURPLE)]
+    origin = f"{words.amount(made.start)} + " if made.start else ""
+    marks = [
+        (made.now, "now", canvas.INK),
+        (cmid, f"{origin}Cmid {words.amounts(fitted.Cmid)}", canvas.PURPLE),
+    ]
     if budget is not None:
         marks.append((budget, "budget", canvas.VERMILLION))
     if cmid <= high:
@@ -119,7 +123,7 @@ def _draw_forecasts(axes: Any, made: Study) -> None:
     axes.errorbar(
         [point.compute for point in made.forecasts],
         median,
-        yerr=[below, above],
+        yerr=np.stack([below, above]),
         fmt="D",
         ms=5,
         color=canvas.VERMILLION,

@@ -59,7 +59,7 @@ def _choices(axes: Any, outlook: Outlook) -> None:
         axes.errorbar(
             [option.compute for option in going],
             medians,
-            yerr=bars,
+            yerr=np.stack(bars),
             fmt="D",
             ms=5,
             color=canvas.VERMILLION,

@@ -1,0 +1,333 @@
+"""``scalerl fit``: the answer as JSON, as text and as pictures."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from scalerl_cli.curves import canvas, words
+from scalerl_cli.main import main
+from scalerl_curvefit import Estimate
+
+from .curve_files import EXAMPLES, RATE, has_colour, ink, write_plain, write_run
+
+KEYS = ["A", "B", "Cmid", "R0", "identifiable", "state", "forecasts"]
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert main(["fit", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def text(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["fit", *arguments]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    return said.out
+
+
+# --- JSON ----------------------------------------------------------------------------------------
+
+
+def test_the_answer_on_a_shipped_curve(capsys: pytest.CaptureFixture[str]) -> None:
+    """Golden: PPG on heist at 100 % of its run."""
+    got = answer(capsys, str(EXAMPLES / "ppg_heist.csv"), "--at", "300", "50")
+    assert list(got) == KEYS
+    assert (got["identifiable"], got["state"]) == (True, "OK")
+    for name, wanted, tolerance in (
+        ("A", (0.771, 0.731, 0.829), 0.01),
+        ("B", (2.43, 2.10, 2.78), 0.1),
+        ("Cmid", (55.4, 52.3, 60.1), 1.0),
+        ("R0", (0.200, 0.178, 0.219), 0.01),
+    ):
+        assert list(got[name]) == ["median", "low", "high"]
+        np.testing.assert_allclose(list(got[name].values()), wanted, atol=tolerance, err_msg=name)
+    ahead = got["forecasts"]
+    assert [list(point) for point in ahead] == [["compute", "median", "low", "high"]] * 3
+    assert [point["compute"] for point in ahead] == [200.0, 300.0, 50.0]
+    np.testing.assert_allclose(
+        [ahead[0][k] for k in ("median", "low", "high")], (0.747, 0.696, 0.804), atol=0.015
+    )
+    assert ahead[2]["median"] == pytest.approx(0.45, abs=0.01)
+
+
+def test_the_shipped_curves_are_those_of_the_data_set() -> None:
+    curves = json.loads((EXAMPLES.parent / "procgen_curves.json").read_text())["curves"]
+    for name, key in (
+        ("ppg_heist", "ppg-run2_heist"),
+        ("ppg_leaper", "ppg-run0_leaper"),
+        ("ppo_leaper", "ppo-run0_leaper"),
+    ):
+        with (EXAMPLES / f"{name}.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert not curves[key]["held_out"]
+        for column in ("compute", "reward"):
+            assert [float(row[column]) for row in rows] == curves[key][column]
+
+
+def test_a_young_run_is_insufficient(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    got = answer(capsys, str(write_plain(tmp_path / "c.csv", reach=0.5, n=8)))
+    assert (got["identifiable"], got["state"], len(got["forecasts"])) == (False, "INSUFFICIENT", 1)
+
+
+@pytest.mark.parametrize("broken", [{"collapse": 0.06}, {"truncated": 0.25}])
+def test_a_broken_run_gets_no_forecast(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: dict[str, float]
+) -> None:
+    path, picture = str(write_run(tmp_path / "c.csv", **broken)), tmp_path / "out.png"
+    assert main(["fit", path, "--json", "--at", "1e7", "--plot", str(picture)]) == 0
+    said = capsys.readouterr()
+    got = json.loads(said.out)
+    assert list(got) == KEYS
+    assert (got["identifiable"], got["state"], got["forecasts"]) == (False, "BROKEN", [])
+    why = "truncated" if "truncated" in broken else "under the 5 % quantile"
+    assert why in said.err
+    assert ink(picture) > 0.01
+    shown = text(capsys, path, "--target", "0.6", "--budget", "2e7")
+    assert why in shown
+    assert "no forecast" in shown
+    assert "still to be gained" not in shown
+    assert "2e7" not in shown
+
+
+def test_the_last_recipe_is_fitted_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A recipe from compute 5,000 on is fitted from there, and forecast on the file's axis."""
+    alone = write_plain(tmp_path / "alone.csv")
+    rows = [line.split(",") for line in alone.read_text().splitlines()[1:]]
+    old = "".join(f"{c},{0.1 + c / 1e5},old,v1\n" for c in range(500, 5001, 500))
+    new = "".join(f"{float(c) + 5000},{r},new,v1\n" for c, r in rows)
+    path = tmp_path / "both.csv"
+    path.write_text("compute,reward,recipe,eval_version\n" + old + new)
+    one, both = answer(capsys, str(alone)), answer(capsys, str(path))
+    for name in ("A", "B", "R0", "Cmid"):
+        assert both[name]["median"] == pytest.approx(one[name]["median"], rel=0.03)
+    assert both["forecasts"][0]["compute"] == pytest.approx(one["forecasts"][0]["compute"] + 5000)
+    shown = text(capsys, str(path), "--plot", str(tmp_path / "out.png"))
+    assert "last of 2 segments is fitted, from line 12 on" in shown
+    assert "start of this recipe at 5,000" in shown
+    assert main(["fit", str(path), "--at", "4000"]) == 2
+    assert "begins at 5000" in capsys.readouterr().err
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    n=st.integers(4, 50),
+    seed=st.integers(0, 10_000),
+    unit=st.sampled_from([1e-6, 1.0, 1e12]),
+    samples=st.sampled_from([None, 16, 4000]),
+    jump=st.booleans(),
+)
+def test_any_valid_curve_has_ordered_intervals(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    n: int,
+    seed: int,
+    unit: float,
+    samples: int | None,
+    jump: bool,
+) -> None:
+    random = np.random.default_rng(seed)
+    compute = np.cumsum(random.uniform(0.1, 3.0, n)) * unit
+    reward = np.clip((np.arange(n) > n // 2) * 0.5 * jump + random.uniform(0, 0.4, n), 0, 1)
+    rows = [f"{c},{r}" + (f",{samples}" if samples else "") for c, r in zip(compute, reward, strict=True)]
+    path = tmp_path / "any.csv"
+    path.write_text("\n".join(["compute,reward" + (",samples" if samples else ""), *rows]) + "\n")
+    at = [f"{compute[-1] / 3}", f"{compute[-1] * 50}"]
+    got = answer(capsys, str(path), "--at", *at)
+    assert list(got) == KEYS
+    assert got["state"] in ("INSUFFICIENT", "OK", "BROKEN")
+    assert got["identifiable"] is (got["state"] == "OK")
+    assert len(got["forecasts"]) == (0 if got["state"] == "BROKEN" else 3)
+    for interval in [*(got[name] for name in ["A", "B", "Cmid", "R0"]), *got["forecasts"]]:
+        assert interval["low"] <= interval["median"] <= interval["high"]
+    assert all(point["low"] >= 0 and point["high"] <= 1 for point in got["forecasts"])
+    assert main(["fit", str(path), "--target", "0.7", "--alternatives"]) == 0
+    assert "nan" not in capsys.readouterr().out
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+
+def test_the_text_says_what_the_json_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(write_plain(tmp_path / "c.csv"))
+    got, shown = answer(capsys, path), text(capsys, path, "--unit", "GPU-hours")
+    first = got["forecasts"][0]
+    headline = words.rewards(Estimate(first["median"], first["low"], first["high"]))
+    assert f"reward at 2× compute: {headline}" in shown
+    for name in ("A", "B", "Cmid", "R0"):
+        assert any(line.split()[:1] == [name] and "(" in line for line in shown.splitlines())
+    assert "GPU-hours" in shown
+    assert "state: OK" in shown
+    assert "per unit of compute" in shown
+    assert "docs/forecast.md" in shown
+
+
+@pytest.mark.parametrize(
+    ("more", "per_device_hour"),
+    [
+        (["--target", "0.605"], True),
+        (["--rate", "500"], True),
+    ],
+)
+def test_a_run_of_ours_knows_its_rate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], per_device_hour: bool
+) -> None:
+    shown = text(capsys, str(write_run(tmp_path / "c.csv")), *more)
+    assert ("at the margin, per device-hour" in shown) is per_device_hour
+    rate = "500" if "--rate" in more else words.amount(RATE)
+    assert f"a device-hour does {rate} completion tokens" in shown
+    assert ("reached at all with probability" in shown) is ("--target" in more)
+
+
+def test_a_named_column_of_device_hours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = write_plain(tmp_path / "c.csv").read_text().splitlines()
+    rows = [plain[0] + ",gpu_h"] + [f"{row},{float(row.split(',')[0]) / 250}" for row in plain[1:]]
+    path = tmp_path / "hours.csv"
+    path.write_text("\n".join(rows))
+    assert "per unit of compute" in text(capsys, str(path))
+    assert "a device-hour does 250" in text(capsys, str(path), "--device-hours-column", "gpu_h")
+
+
+def test_edges_scales_and_alternatives_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.csv"
+    path.write_text("compute,reward\n" + "".join(f"{c},{2 * c - 80}\n" for c in range(1, 41)))
+    shown = text(capsys, str(path), "--scale=-100,100", "--alternatives")
+    assert "prior bound met: A high" in shown
+    assert "[-100, 100] are mapped onto [0, 1]" in shown
+    assert "power law" in shown
+    assert "state: INSUFFICIENT" in shown
+    assert "half of the gain still lies ahead" in shown
+
+
+# --- two recipes ---------------------------------------------------------------------------------
+
+
+def test_recipes_told_by_a(capsys: pytest.CaptureFixture[str]) -> None:
+    ppg, ppo = str(EXAMPLES / "ppg_leaper.csv"), str(EXAMPLES / "ppo_leaper.csv")
+    shown = text(capsys, ppo, "--compare", ppg)
+    assert "the larger A is better" in shown
+    assert "better: ppg_leaper.csv, by A" in shown
+    got = answer(capsys, ppo, "--compare", ppg)
+    assert (list(got["first"]), list(got["second"])) == (KEYS, KEYS)
+    assert got["comparison"]["better"] == "second"
+    assert got["comparison"]["by"] == "A"
+    assert got["comparison"]["probability"] > 0.9
+
+
+def test_recipes_of_one_asymptote_are_told_by_b(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = write_plain(tmp_path / "one.csv", reach=8, n=60, seed=1)
+    two = write_plain(tmp_path / "two.csv", reach=8, n=60, seed=1, cmid=2600.0)
+    picture = tmp_path / "out.png"
+    shown = text(capsys, str(one), "--compare", str(two), "--plot", str(picture))
+    assert "fitted again at the mean A" in shown
+    assert "by B" in shown
+    assert "(not settled)" in shown
+    assert ink(picture) > 0.01
+
+
+def test_a_comparison_that_is_too_early_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    early, late = write_plain(tmp_path / "early.csv", reach=0.6), write_plain(tmp_path / "late.csv")
+    shown = text(capsys, str(early), "--compare", str(late))
+    assert "do not rely on it yet\n  early.csv:" in shown
+    assert "late.csv: 90 %" not in shown
+
+
+# --- pictures ------------------------------------------------------------------------------------
+
+
+def test_the_picture_has_points_bands_and_marks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    curve = str(write_run(tmp_path / "c.csv"))
+    pictures = [tmp_path / "a.png", tmp_path / "b.png"]
+    for picture in pictures:
+        text(capsys, curve, "--plot", str(picture), "--budget", "1.5e7", "--target", "0.55")
+    assert ink(pictures[0]) > 0.02
+    for colour in (canvas.BLUE, canvas.VERMILLION, canvas.GREEN, canvas.PURPLE, canvas.INK):
+        assert has_colour(pictures[0], colour), colour
+    assert pictures[0].read_bytes() == pictures[1].read_bytes()
+
+
+def test_what_the_picture_says_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Labels carry the numbers, the units and what each mark is."""
+    from matplotlib.figure import Figure
+
+    figures: list[Figure] = []
+    monkeypatch.setattr(canvas, "save", lambda figure, path: figures.append(figure))
+    curve = str(write_run(tmp_path / "c.csv"))
+    assert main(["fit", curve, "--plot", str(tmp_path / "out.png"), "--budget", "1.5e7", "--log"]) == 0
+    (figure,) = figures
+    axes = figure.axes[0]
+    assert axes.get_xscale() == "log"
+    assert axes.get_xlabel() == "compute (completion tokens, logarithmic)"
+    assert "reward" in axes.get_ylabel()
+    legend = " | ".join(label.get_text() for label in figure.legends[0].get_texts())
+    for part in ("90 % interval", "50 %", "median", "evaluations, 90 % binomial bars (1,000", "at 2×: ."):
+        assert part in legend
+    written = " | ".join(label.get_text() for label in axes.texts)
+    for part in ("A .", "Cmid ", "now", "budget"):
+        assert part in written
+    assert "B " in axes.get_title(loc="left")
+
+
+@pytest.mark.parametrize("suffix", ["pdf", "svg"])
+def test_pictures_for_print(tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str) -> None:
+    picture = tmp_path / f"out.{suffix}"
+    text(capsys, str(write_plain(tmp_path / "c.csv")), "--plot", str(picture), "--alternatives")
+    assert picture.stat().st_size > 5000
+
+
+def test_error_bars_are_wilson_intervals() -> None:
+    """8 of 10 and 0 of 10 at 90 %, against the closed form; a rate of 0 keeps a bar."""
+    low, high = canvas.wilson(np.array([0.8, 0.0]), np.array([10.0, 10.0]))
+    np.testing.assert_allclose(low, [0.541, 0.0], atol=2e-3)
+    np.testing.assert_allclose(high, [0.931, 0.213], atol=2e-3)
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0, "0"),
+        (1234.5, "1,234"),
+        (2.5, "2.5"),
+        (1e6, "1M"),
+        (12_345_678, "12.35M"),
+        (3.1e-7, "3.1e−7"),
+        (-0.5, "−0.5"),
+        (float("inf"), "never"),
+    ],
+)
+def test_amounts(value: float, shown: str) -> None:
+    assert words.amount(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("interval", "shown"),
+    [
+        ((0.62, 0.60, 0.64), ".62 (.60–.64)"),
+        ((0.6123, 0.61, 0.615), ".612 (.610–.615)"),
+        ((0.02, -0.05, 1.0), ".02 (−.05 to 1.00)"),
+    ],
+)
+def test_rewards(interval: tuple[float, float, float], shown: str) -> None:
+    assert words.rewards(Estimate(*interval)) == shown
+
+
+@pytest.mark.parametrize(
+    ("interval", "shown"),
+    [
+        ((2542.0, 2301.0, 2900.0), "2,540 (2,300–2,900)"),
+        ((1.52e6, 131_264.0, 1.032e7), "1.52M (130,000–10.32M)"),
+        ((20.0, 10.0, float("inf")), "20 (10 to never)"),
+    ],
+)
+def test_intervals_of_amounts(interval: tuple[float, float, float], shown: str) -> None:
+    assert words.amounts(Estimate(*interval)) == shown

@@ -1,0 +1,188 @@
+"""Whatever is wrong with a curve file: one line that says where and what to do, exit 2, nothing written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scalerl_cli.curves.source import read_curve
+from scalerl_cli.main import main
+
+from .curve_files import write_plain, write_run
+
+GOOD = "".join(f"{c},{0.2 + 0.01 * c}\n" for c in range(1, 13))
+
+
+def refused(path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
+    """The complaint of ``fit``, after checking that there is nothing but the complaint."""
+    picture = path.parent / "out.png"
+    before = sorted(path.parent.iterdir())
+    assert main(["fit", str(path), "--plot", str(picture), *more]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert sorted(path.parent.iterdir()) == before
+    return said.err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ["empty", "compute,reward"]),
+        ("\n\n", ["empty"]),
+        ("compute,reward\n", ["no point", "wait"]),
+        ("1,0.2\n2,0.3\n", ["line 1", "no column compute", "the first line names the columns"]),
+        ("compute,score\n1,0.2\n", ["line 1", "no column reward", "compute,score"]),
+        ("compute;reward\n1;0.2\n", ["separated by commas"]),
+        ("compute,reward,reward\n1,2,3\n", ["reward stands twice"]),
+        ("compute,reward\n1,0.2\n2,x\n", ["line 3, column reward", "'x' is not a number"]),
+        ("compute,reward\n1,0.2\n\n,0.3\n", ["line 4, column compute", "empty"]),
+        ("compute,reward\n1,0.2\n1,000,0.3\n", ["line 3: 3 cells", "thousands separators"]),
+        ("compute,reward\n1,0.2\n2\n", ["line 3: 1 cells"]),
+        ("compute,reward\n1,0.2\n2,nan\n3,0.2\n", ["line 3", "reward[1] is nan", "drop the point"]),
+        ("compute,reward\n1,0.2\ninf,0.3\n", ["line 3", "compute[1] is inf"]),
+        ("compute,reward\n-1,0.2\n2,0.3\n", ["line 2", "starts at 0"]),
+        ("compute,reward\n1,0.2\n\n5,0.3\n4,0.3\n", ["line 5", "compute goes back", "sort"]),
+        ("compute,reward\n1,0.2\n1,0.3\n", ["line 3", "same compute", "keep one"]),
+        (
+            "compute,reward\n1,0.2\n2,1.5\n",
+            ["line 3, column reward", "1.5 is outside [0, 1]", "--scale=-1,1"],
+        ),
+        ("compute,reward,samples\n1,0.2,0\n", ["line 2", "samples[0] is 0"]),
+        ("compute,reward\n1,0.2\n2,0.3\n", ["2 points", "at least 4"]),
+        ("compute,reward\n" + "".join(f"{c},0.5\n" for c in range(1, 20)), ["all 19 rewards are 0.5"]),
+        ("compute,reward,truncated_fraction\n" + GOOD.replace("\n", ",7\n"), ["truncated_fraction", "rates"]),
+        (
+            "compute,reward,device_seconds\n1,.1,5\n2,.2,9\n3,.3,8\n4,.4,9\n",
+            ["line 4, column device_seconds", "never go back"],
+        ),
+        (
+            "compute,reward,recipe\n" + "".join(f"{c},{0.01 * c},{'ab'[c > 9]}\n" for c in range(1, 12)),
+            ["from line 11 on (the last recipe)", "2 points"],
+        ),
+    ],
+)
+def test_a_bad_file_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, words: list[str]
+) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text(text)
+    complaint = refused(path, capsys)
+    assert complaint.startswith(str(path))
+    for word in words:
+        assert word in complaint
+
+
+def test_the_first_bad_line_is_named_not_the_first_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A reward out of range on line 3 comes before compute that goes back on line 5."""
+    path = tmp_path / "bad.csv"
+    path.write_text("compute,reward\n1,0.2\n2,1.5\n5,0.3\n4,0.3\n")
+    assert "line 3, column reward" in refused(path, capsys)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "No such file"), (b"\xff\xfe\x00c", "UTF-8"), (b'"' + b"x" * 200_000, "CSV")],
+)
+def test_what_is_no_csv_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, words: str
+) -> None:
+    path = tmp_path / "bad.csv"
+    if content is not None:
+        path.write_bytes(content)
+    assert words in refused(path, capsys)
+
+
+def test_a_directory_stands_for_its_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", str(tmp_path)]) == 2
+    assert "curve.csv: No such file" in capsys.readouterr().err
+    write_run(tmp_path / "curve.csv")
+    assert main(["fit", str(tmp_path)]) == 0
+    assert "completion tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--at", "0"],
+        ["--at", "inf"],
+        ["--at", "-3"],
+        ["--scale", "1,0"],
+        ["--scale", "1"],
+        ["--budget", "nan"],
+        ["--rate", "0"],
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_read(
+    more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["fit", "nowhere.csv", *more])
+    assert left.value.code == 2
+    assert more[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--target", "1.2"], "--target"),
+        (["--device-hours-column", "hours"], "no column 'hours'"),
+        (["--compare", "nowhere.csv"], "nowhere.csv"),
+    ],
+)
+def test_questions_that_have_no_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], words: str
+) -> None:
+    assert words in refused(write_plain(tmp_path / "curve.csv"), capsys, *more)
+
+
+@pytest.mark.parametrize(
+    ("picture", "words"),
+    [("out.txt", "ends in .png"), ("no/such/out.png", "no such directory"), ("", "ends in")],
+)
+def test_where_no_picture_can_be_put(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], picture: str, words: str
+) -> None:
+    curve = write_plain(tmp_path / "curve.csv")
+    assert main(["fit", str(curve), "--plot", str(tmp_path / picture)]) == 2
+    said = capsys.readouterr()
+    assert (said.out, words in said.err) == ("", True)
+
+
+def test_a_picture_that_cannot_be_written_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    def full(self: Figure, where: Path, **_: object) -> None:
+        where.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    curve, picture = write_plain(tmp_path / "curve.csv"), tmp_path / "out.png"
+    picture.write_bytes(b"the old one")
+    monkeypatch.setattr(Figure, "savefig", full)
+    assert main(["fit", str(curve), "--plot", str(picture)]) == 2
+    said = capsys.readouterr()
+    assert (said.out, "No space left" in said.err) == ("", True)
+    assert picture.read_bytes() == b"the old one"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["curve.csv", "out.png"]
+
+
+def test_stated_scales_other_encodings_and_blank_lines_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "curve.csv"
+    path.write_bytes("\ufeffCompute, Reward\r\n0,-1\r\n\r\n2,0\r\n3,1\r\n".encode())
+    read = read_curve(path, (-1.0, 1.0))
+    assert read.curve.compute.tolist() == [0, 2, 3]
+    assert read.curve.reward.tolist() == [0, 0.5, 1]
+
+
+def test_100_000_points_are_fitted_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    curve, picture = write_plain(tmp_path / "curve.csv", n=100_000), tmp_path / "out.png"
+    assert main(["fit", str(curve), "--json", "--plot", str(picture)]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["A"]["low"] < 0.61 < answer["A"]["high"]
+    assert picture.stat().st_size < 300_000
