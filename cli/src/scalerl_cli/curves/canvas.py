@@ -24,7 +24,7 @@ FAINT: Final = "#777777"
 """Okabe–Ito colours, told apart by colour-blind readers too; the purple a shade darker, to be read as text."""
 
 FORMATS: Final = (".png", ".pdf", ".svg")
-DPI: Final = 150
+DPI: Final = 130
 GRID: Final = 300
 """Computes that a band is drawn through."""
 MOST_BARS: Final = 400
@@ -86,7 +86,8 @@ def save(figure: Any, path: Path) -> None:
         path.suffix.lower(), {}
     )
     try:
-        figure.savefig(aside, dpi=DPI, metadata=metadata)
+        small = {"pil_kwargs": {"optimize": True}} if aside.suffix == ".png" else {}
+        figure.savefig(aside, dpi=DPI, metadata=metadata, **small)
         os.replace(aside, path)
     except OSError as error:
         raise CurveProblem(f"--plot {path}: {error.strerror}") from error
