@@ -40,7 +40,8 @@ run: setup ## train the tiny model on this machine, end to end
 test: lint test-unit test-local ## everything CI runs
 
 test-unit: setup ## members' tests, a few with a real vLLM server
-	$(PYTEST) --doctest-modules $(MEMBERS:%=%/src) $(MEMBERS:%=%/tests) tests/house
+	$(PYTEST) --doctest-modules $(MEMBERS:%=%/src)
+	$(PYTEST) $(MEMBERS:%=%/tests) tests/house
 
 test-local: setup ## whole runs on this machine, with faults
 	$(PYTEST) tests/local
