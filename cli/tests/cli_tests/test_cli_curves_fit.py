@@ -214,6 +214,7 @@ def test_recipes_told_by_a(capsys: pytest.CaptureFixture[str]) -> None:
     shown = text(capsys, ppo, "--compare", ppg)
     assert "the larger A is better" in shown
     assert "better: ppg_leaper.csv, by A" in shown
+    assert "better: ppg_leaper.csv, by A" in text(capsys, ppg, "--compare", ppo)
     got = answer(capsys, ppo, "--compare", ppg)
     assert (list(got["first"]), list(got["second"])) == (KEYS, KEYS)
     assert got["comparison"]["better"] == "second"
