@@ -58,7 +58,7 @@ def whole_batch(step: int) -> dict[str, Any]:
         "lengths": lengths,
         "advantages": torch.randn(count, generator=generator),
         "weights": torch.rand(count, generator=generator) / 20,
-        "generator": [-4 + torch.randn(n, generator=generator) for n in lengths],
+        "generator": [-4 + 0.7 * torch.randn(n, generator=generator) for n in lengths],
     }
 
 

@@ -225,7 +225,7 @@ class TestWhatIsRefused:
 def test_a_warm_start_learns_and_leaves_an_optimizer_as_new(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         warm = rank["warm"]
-        assert warm["losses"][0] > 3.0
+        assert warm["losses"][0] > 2.5, "it began near uniform over the vocabulary"
         assert warm["result"].loss < 0.8
         assert warm["stopped"].solved >= 0.5
         assert 32 <= warm["stopped"].steps < 200

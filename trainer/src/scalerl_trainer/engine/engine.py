@@ -22,19 +22,19 @@ import torch
 import torch.distributed as dist
 
 from scalerl_trainer.algo.losses import Loss, TokenBatch
-from scalerl_trainer.algo.mismatch import RatioStatistics, check_generator_logprobs, ratio_vector
+from scalerl_trainer.algo.mismatch import RatioStatistics, ratio_vector
 from scalerl_trainer.engine.deepspeed_engine import DeepSpeedEngine
 from scalerl_trainer.engine.distributed import gather_vectors
 from scalerl_trainer.engine.settings import EngineSettings
+from scalerl_trainer.engine.share import pack_share
 from scalerl_trainer.engine.stats import FlatLogprobs, ParameterBucket, StepStats, TrainBatch
 from scalerl_trainer.errors import (
-    BadBatchError,
     EngineError,
     NonFiniteGradientError,
     NonFiniteLossError,
 )
 from scalerl_trainer.models.policy import PREFIX, Policy
-from scalerl_trainer.packing import MicroBatch, PackedBatch, Sequence, pack
+from scalerl_trainer.packing import MicroBatch, PackedBatch, Sequence
 
 _RATIO_FIELDS = 7
 
@@ -79,7 +79,7 @@ class Engine:
 
         ``temperature`` None is the settings'. Each rank gives its own (or no) sequences. Raises ``SequenceTooLongError`` on every rank.
         """
-        packed, counts = self._pack(sequences, None)
+        packed, counts = self._share(sequences, None)
         logprobs_n = torch.empty(packed.trainable)
         entropies_n = torch.empty(packed.trainable)
         self._policy.eval()
@@ -124,7 +124,7 @@ class Engine:
         """
         self._require_usable()
         begin = time.perf_counter()
-        packed, counts = self._pack(batch.sequences, batch)
+        packed, counts = self._share(batch.sequences, batch)
         micro_batches, trainable, tokens, padding, sequences = (int(c) for c in counts.sum(0)[:5])
         rate = self.settings.learning_rate_at(self.steps_done) if learning_rate is None else learning_rate
         if trainable == 0:
@@ -214,45 +214,17 @@ class Engine:
         if self._failed is not None:
             raise EngineError(f"the last step failed ({self._failed}): load a checkpoint first")
 
-    def _pack(self, sequences: Items[Sequence], batch: TrainBatch | None) -> tuple[PackedBatch, torch.Tensor]:
-        """Pack this rank's share; agree with all ranks on its size and on whether anyone's is bad.
-
-        Returns per rank ``[world, 7]``: micro-batches, trainable tokens, tokens, padding, sequences, bad, fresh known.
-        """
-        error: BadBatchError | None = None
-        packed = PackedBatch((), torch.zeros(0, dtype=torch.long), 0, 0)
-        try:
-            packed = pack(
-                sequences,
-                self.settings.micro_batch_tokens,
-                shared_rows=self._policy.variable_length,
-            )
-            _check_tokens(packed, int(self.config.vocab_size))
-            if batch is not None:
-                _check_batch(batch, packed)
-        except BadBatchError as caught:
-            error = caught
-        counts = gather_vectors(
-            torch.tensor(
-                [
-                    len(packed.micro_batches),
-                    packed.trainable,
-                    packed.tokens,
-                    packed.padding,
-                    len(sequences),
-                    error is not None,
-                    batch is not None and batch.fresh_n is not None,
-                ],
-                dtype=torch.long,
-                device=self.device,
-            )
+    def _share(
+        self, sequences: Items[Sequence], batch: TrainBatch | None
+    ) -> tuple[PackedBatch, torch.Tensor]:
+        return pack_share(
+            sequences,
+            batch,
+            micro_batch_tokens=self.settings.micro_batch_tokens,
+            shared_rows=self._policy.variable_length,
+            vocabulary=int(self.config.vocab_size),
+            device=self.device,
         )
-        if error is not None:
-            raise error
-        if bool(counts[:, 5].any()):
-            ranks = counts[:, 5].nonzero().flatten().tolist()
-            raise BadBatchError(f"the share of rank {ranks[0]} cannot be trained on; see its log")
-        return packed, counts
 
     def _micro_batches(self, packed: PackedBatch, count: int) -> Iterator[tuple[MicroBatch, bool]]:
         """``count`` micro-batches: the real ones, then empty ones that keep the ranks' collectives in step."""
@@ -368,31 +340,3 @@ def _add_sums(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         last = start + _RATIO_FIELDS - 1
         total[last] = torch.maximum(left[last], right[last])
     return total
-
-
-def _check_tokens(packed: PackedBatch, vocabulary: int) -> None:
-    """An unknown token would fail on one rank alone, in the middle of the others' collectives."""
-    for micro in packed.micro_batches:
-        for ids in (micro.input_ids_bt, micro.target_m):
-            low, high = int(ids.min()), int(ids.max())
-            if low < 0 or high >= vocabulary:
-                raise BadBatchError(
-                    f"token id {low if low < 0 else high} is outside of the model's vocabulary of {vocabulary}: "
-                    "generator and trainer must use the same tokenizer"
-                )
-
-
-def _check_batch(batch: TrainBatch, packed: PackedBatch) -> None:
-    sequences, trainable = len(batch.sequences), packed.trainable
-    for name, tensor, expected in (
-        ("weights_s", batch.weights_s, sequences),
-        ("advantages_s", batch.advantages_s, sequences),
-        ("generator_logprobs_n", batch.generator_logprobs_n, trainable),
-        ("fresh_n", batch.fresh_n, trainable),
-    ):
-        if tensor is not None and tuple(tensor.shape) != (expected,):
-            raise BadBatchError(f"{name} has shape {tuple(tensor.shape)}, expected ({expected},)")
-    if not bool(torch.isfinite(batch.weights_s).all() & torch.isfinite(batch.advantages_s).all()):
-        raise BadBatchError("weights or advantages are not finite")
-    if batch.generator_logprobs_n is not None:
-        check_generator_logprobs(batch.generator_logprobs_n)

@@ -1,0 +1,94 @@
+"""A rank's share of a batch: packed, checked, and agreed on by all ranks before anything is computed.
+
+A share that is bad on one rank alone would leave the others in their collectives until the time-out; so each
+says what it has and whether it can be trained on, and all raise together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+import torch
+
+from scalerl_trainer.algo.mismatch import check_generator_logprobs
+from scalerl_trainer.engine.distributed import gather_vectors
+from scalerl_trainer.engine.stats import TrainBatch
+from scalerl_trainer.errors import BadBatchError
+from scalerl_trainer.packing import PackedBatch, Sequence, pack
+
+
+def pack_share(
+    sequences: Items[Sequence],
+    batch: TrainBatch | None,
+    *,
+    micro_batch_tokens: int,
+    shared_rows: bool,
+    vocabulary: int,
+    device: torch.device,
+) -> tuple[PackedBatch, torch.Tensor]:
+    """Pack this rank's share; agree with all ranks on its size and on whether anyone's is bad. A collective.
+
+    ``batch`` None: the sequences are only scored.
+
+    Returns per rank ``[world, 7]``: micro-batches, trainable tokens, tokens, padding, sequences, bad, fresh known.
+
+    Raises, on every rank: ``BadBatchError`` (and ``NonFiniteLogprobError``, ``SequenceTooLongError``).
+    """
+    error: BadBatchError | None = None
+    packed = PackedBatch((), torch.zeros(0, dtype=torch.long), 0, 0)
+    try:
+        packed = pack(sequences, micro_batch_tokens, shared_rows=shared_rows)
+        _check_tokens(packed, vocabulary)
+        if batch is not None:
+            _check_batch(batch, packed)
+    except BadBatchError as caught:
+        error = caught
+    counts = gather_vectors(
+        torch.tensor(
+            [
+                len(packed.micro_batches),
+                packed.trainable,
+                packed.tokens,
+                packed.padding,
+                len(sequences),
+                error is not None,
+                batch is not None and batch.fresh_n is not None,
+            ],
+            dtype=torch.long,
+            device=device,
+        )
+    )
+    if error is not None:
+        raise error
+    if bool(counts[:, 5].any()):
+        ranks = counts[:, 5].nonzero().flatten().tolist()
+        raise BadBatchError(f"the share of rank {ranks[0]} cannot be trained on; see its log")
+    return packed, counts
+
+
+def _check_tokens(packed: PackedBatch, vocabulary: int) -> None:
+    """An unknown token would fail on one rank alone, in the middle of the others' collectives."""
+    for micro in packed.micro_batches:
+        for ids in (micro.input_ids_bt, micro.target_m):
+            low, high = int(ids.min()), int(ids.max())
+            if low < 0 or high >= vocabulary:
+                raise BadBatchError(
+                    f"token id {low if low < 0 else high} is outside of the model's vocabulary of {vocabulary}: "
+                    "generator and trainer must use the same tokenizer"
+                )
+
+
+def _check_batch(batch: TrainBatch, packed: PackedBatch) -> None:
+    sequences, trainable = len(batch.sequences), packed.trainable
+    for name, tensor, expected in (
+        ("weights_s", batch.weights_s, sequences),
+        ("advantages_s", batch.advantages_s, sequences),
+        ("generator_logprobs_n", batch.generator_logprobs_n, trainable),
+        ("fresh_n", batch.fresh_n, trainable),
+    ):
+        if tensor is not None and tuple(tensor.shape) != (expected,):
+            raise BadBatchError(f"{name} has shape {tuple(tensor.shape)}, expected ({expected},)")
+    if not bool(torch.isfinite(batch.weights_s).all() & torch.isfinite(batch.advantages_s).all()):
+        raise BadBatchError("weights or advantages are not finite")
+    if batch.generator_logprobs_n is not None:
+        check_generator_logprobs(batch.generator_logprobs_n)
