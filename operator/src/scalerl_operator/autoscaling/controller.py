@@ -1,0 +1,146 @@
+"""The autoscaler's step: look, ask, decide, record; and only then hand back what is to be done."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from msgspec.structs import replace
+
+from scalerl_api.spec import RunSpec
+from scalerl_api.wire import Status
+from scalerl_operator.autoscaling.load import LoadMeter
+from scalerl_operator.autoscaling.observation import Point, observe, point
+from scalerl_operator.autoscaling.question import question
+from scalerl_operator.autoscaling.record import DecisionRecord, Policy, RecordError
+from scalerl_operator.autoscaling.sidecar import Sidecar
+from scalerl_operator.policy.autoscale import decide
+from scalerl_operator.policy.balance import balance
+from scalerl_operator.policy.facts import Action, Decision, Generators, Observation
+
+STOP_REASON: Final = "forecast"
+"""What the coordinator is told, and the summary says, when a run is stopped by its forecast."""
+
+FIRST_RETRY_SECONDS: Final = 15.0
+LAST_RETRY_SECONDS: Final = 600.0
+"""After a failure the same evaluation is looked at again: first after so long, then twice that, up to the last."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One decision and what to do about it.
+
+    action: the decision's in Auto; nothing in Advisory, and nothing if it could not be recorded.
+    changed: the state is another one than before: worth an event.
+    trouble: why nothing is acted upon, for a condition; empty while all is well.
+    """
+
+    policy: Policy
+    decision: Decision
+    action: Action
+    changed: bool
+    trouble: str = ""
+
+
+class Autoscaler:
+    """Decides for one run. Owns its record; carries nothing out.
+
+    spec: the run as it is now; assign a new one when its budget or autoscaling has changed.
+    record: open, see :meth:`DecisionRecord.open`; its history is gone on with.
+    resumed: the user has asked a run to go on that the forecast had stopped.
+    unix: the machine's clock. monotonic: one that only goes forward, for retries.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        record: DecisionRecord,
+        sidecar: Sidecar,
+        *,
+        resumed: bool = False,
+        unix: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.spec = spec
+        self._record = record
+        self._sidecar = sidecar
+        self._resumed = resumed
+        self._unix = unix
+        self._monotonic = monotonic
+        self._meter = LoadMeter(spec)
+        self._seen: object = None
+        self._failures = 0
+        self._retry_at = 0.0
+
+    def resume(self) -> None:
+        """The user has taken a stop back: it takes ``stopAfter`` new evaluations to stop again."""
+        self._resumed = True
+
+    async def step(self, status: Status, generators: Generators) -> Step | None:
+        """Decide if there is something to decide on: a new evaluation, a retry, or a full look at the load.
+
+        Call it once a second or so, one call at a time, apart from what must not wait: a slow sidecar
+        makes it take up to :data:`.sidecar.BOUND_SECONDS`. Raises nothing that the run's own state,
+        the sidecar or the disk can cause.
+        """
+        if self.spec.autoscaling.mode == "Off":
+            return None
+        points = [point(evaluation) for evaluation in status.points]
+        load = self._meter.look(status, generators)
+        what = (status.points, self.spec.autoscaling, self.spec.budget, self._resumed)
+        if points and (what != self._seen or (self._failures and self._monotonic() >= self._retry_at)):
+            step = await self._autoscale(status, generators, points)
+            self._seen = what
+            return step
+        if (
+            load is not None
+            and load.seconds >= self.spec.autoscaling.cooldown_seconds
+            and self._may_balance()
+        ):
+            seen = self._observe(status, generators, points)
+            self._meter.restart()
+            step = await self._finish("balance", points, replace(seen, load=load))
+            self._note(failed=bool(step.trouble))
+            return step
+        return None
+
+    def _may_balance(self) -> bool:
+        return self.spec.autoscaling.generators is not None and self._monotonic() >= self._retry_at
+
+    async def _autoscale(self, status: Status, generators: Generators, points: list[Point]) -> Step:
+        seen = replace(self._observe(status, generators, points), resumed=self._resumed)
+        asked = question(self.spec.autoscaling, points, seen, self._record.known.history)
+        answer, trouble = None, asked if isinstance(asked, str) else ""
+        if not isinstance(asked, str):
+            answer, trouble = await self._sidecar.forecast(asked)
+        step = await self._finish("autoscale", points, replace(seen, forecast=answer, trouble=trouble))
+        # Points that cannot be used are no failure: asking again would change nothing before there are others.
+        self._note(failed=bool(step.trouble) or (answer is None and not isinstance(asked, str)))
+        if not step.trouble:
+            self._resumed = False
+        return step
+
+    async def _finish(self, policy: Policy, points: list[Point], seen: Observation) -> Step:
+        spec, before = self.spec.autoscaling, self._record.known.history
+        decision = (decide if policy == "autoscale" else balance)(spec, seen, before)
+        changed = decision.state is not before.state
+        try:
+            # In a thread: a disk may take its time over an fsync.
+            await asyncio.to_thread(self._record.append, policy, spec, points, seen, decision)
+        except RecordError as error:
+            trouble = f"the decision could not be recorded, so it is not acted upon: {error}"
+            return Step(policy, decision, Action(), False, trouble)
+        if decision.action.kind == "scale":
+            self._meter.restart()
+        return Step(policy, decision, decision.action if spec.mode == "Auto" else Action(), changed)
+
+    def _observe(self, status: Status, generators: Generators, points: list[Point]) -> Observation:
+        return observe(self.spec, status, points, generators, unix_seconds=self._unix())
+
+    def _note(self, *, failed: bool) -> None:
+        self._failures = self._failures + 1 if failed else 0
+        pause = FIRST_RETRY_SECONDS * 2.0 ** min(self._failures - 1, 10) if failed else 0.0
+        self._retry_at = self._monotonic() + min(pause, LAST_RETRY_SECONDS)

@@ -1,0 +1,99 @@
+"""Asking the sidecar: an answer that can be believed, or the reason why there is none. Never an exception."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from scalerl_api.forecast import ForecastAnswer, ForecastRequest
+
+BOUND_SECONDS: Final = 60.0
+"""For all attempts of one question together."""
+SAME: Final = 1e-9
+"""Relative difference of two computes that are one."""
+
+
+class Sidecar:
+    """One curve-fit sidecar.
+
+    url: asked for each time, since a sidecar that was restarted may have moved.
+    timeout_seconds, attempts: of :class:`scalerl_curvefit.client.SidecarClient`.
+    """
+
+    def __init__(
+        self,
+        url: Callable[[], str],
+        *,
+        token: str | None = None,
+        timeout_seconds: float = 5.0,
+        attempts: int = 3,
+        backoff_seconds: float = 0.5,
+    ) -> None:
+        self._url = url
+        self._token = token
+        self._timeout_seconds = timeout_seconds
+        self._attempts = attempts
+        self._backoff_seconds = backoff_seconds
+
+    async def forecast(self, request: ForecastRequest) -> tuple[ForecastAnswer | None, str]:
+        """The answer and no words, or none and why: down, slow, refused, or not to be believed."""
+        # Only now: numpy and scipy take half a second, and a run that is Off never needs them.
+        from scalerl_curvefit.client import SidecarClient, SidecarRefused, SidecarUnavailable
+
+        client = SidecarClient(
+            self._url(),
+            token=self._token,
+            timeout_seconds=self._timeout_seconds,
+            attempts=self._attempts,
+            backoff_seconds=self._backoff_seconds,
+        )
+        try:
+            async with asyncio.timeout(BOUND_SECONDS), client:
+                answer = await client.forecast(request)
+        except SidecarRefused as refused:
+            return None, f"the forecast was refused: {refused}"
+        except SidecarUnavailable as unavailable:
+            return None, f"no forecast: {unavailable}"
+        except TimeoutError:
+            return None, f"no forecast within {BOUND_SECONDS:.0f} s"
+        wrong = unbelievable(request, answer)
+        return (None, f"the forecast cannot be believed: {wrong}") if wrong else (answer, "")
+
+
+def unbelievable(request: ForecastRequest, answer: ForecastAnswer) -> str:
+    """What in an answer of the right shape cannot be, or does not belong to the request; else empty."""
+    fit, outlook = answer.fit, answer.outlook
+    last = request.points.compute[-1]
+    if abs(fit.now + fit.segment_start - last) > SAME * max(1.0, abs(last)):
+        return f"it is about compute {fit.now + fit.segment_start:g}, the last point is at {last:g}"
+    if not 0 < fit.points_used <= len(request.points.compute):
+        return f"{fit.points_used} points used of {len(request.points.compute)}"
+    for name in ("A", "B", "Cmid", "R0", "sigma"):
+        interval = getattr(fit, name)
+        if not interval.low <= interval.median <= interval.high:
+            return f"{name} is {interval.median:g} in an interval from {interval.low:g} to {interval.high:g}"
+    if not 0.0 <= fit.A.low <= fit.A.high <= 1.0:
+        return f"A from {fit.A.low:g} to {fit.A.high:g} is no pass rate"
+    chances = {"p_before_cmid": fit.p_before_cmid}
+    if outlook is None:
+        if not answer.guard.broken:
+            return "no outlook for a run that is not broken"
+    else:
+        chances["p_gain_above_min"] = outlook.p_gain_above_min
+        if request.target is not None:
+            chances["p_asymptote_above_target"] = _given(outlook.p_asymptote_above_target)
+            if request.max_compute is not None:
+                chances["p_target_at_max_compute"] = _given(outlook.p_target_at_max_compute)
+        if request.price is not None and outlook.best_block is None:
+            return "no best block, which was asked for"
+        if outlook.best_block is not None and outlook.best_block.compute < 0:
+            return f"a block of {outlook.best_block.compute:g} tokens"
+    for name, chance in chances.items():
+        if not 0.0 <= chance <= 1.0:
+            return f"{name} is {chance:g}"
+    return ""
+
+
+def _given(value: float | None) -> float:
+    return -1.0 if value is None else value

@@ -1,0 +1,161 @@
+"""Autoscale: stop a run that no longer pays, grow one that time would cut short, and say when nobody knows. Pure.
+
+``decide`` is told the spec, what is seen and what was remembered, and gives a decision with what to
+remember next. The same three give the same decision, bit for bit: that is what replay rests on.
+
+| state | when |
+|---|---|
+| BROKEN | an alarm stands (:mod:`.alarm`) |
+| INSUFFICIENT | no believable forecast (:func:`.vote.doubts`) |
+| STOP | ``stopAfter`` new evaluations in a row voted for it (:mod:`.vote`) and none has voted against it since |
+| GROW | the vote is to go on, budget or deadline end before it has paid off, and more generators help |
+| CONTINUE | otherwise |
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from msgspec.structs import replace
+
+from scalerl_api.autoscaling import AutoscalingSpec
+from scalerl_operator.policy.advice import advice
+from scalerl_operator.policy.alarm import alarm
+from scalerl_operator.policy.elasticity import left, pace, pace_now, reach
+from scalerl_operator.policy.facts import Action, Decision, History, Observation, State
+from scalerl_operator.policy.memory import remember, scaled, why_not
+from scalerl_operator.policy.vote import Side, Vote, doubts, vote
+
+LEAST_ELASTICITY: Final = 0.7
+"""d ln(tokens/s) / d ln(devices) under which more devices are mostly wasted."""
+LEAST_MORE: Final = 1.01
+"""Growing has to bring at least this many times the compute."""
+MOST_GROWTH: Final = 2
+"""A measured elasticity is believed up to so many times the generators it was measured with."""
+
+
+def decide(spec: AutoscalingSpec, seen: Observation, history: History) -> Decision:
+    """What to do about the run as it is seen now.
+
+    A stop is given again for as long as it stands, so that nothing depends on its having been heard;
+    an evaluation counts once, however often it is seen.
+    """
+    history = remember(spec, seen, history)
+    standing, why = alarm(spec, seen, history.alarm)
+    history = replace(history, alarm=standing)
+    if standing is not None:
+        return _decided(seen, replace(history, streak=0), State.BROKEN, [why])
+    unsure = doubts(spec, seen)
+    if unsure:
+        if seen.forecast is not None:
+            # This evaluation was looked at and did not agree. One that could not be looked at did neither.
+            history = replace(history, streak=0, version=max(history.version, seen.points.version))
+        return _or_take_back(spec, seen, history, State.INSUFFICIENT, unsure)
+    assert seen.forecast is not None
+    assert seen.forecast.outlook is not None
+    cast = vote(spec, seen.forecast, seen.forecast.outlook)
+    history = _counted(seen, history, cast)
+    if history.streak >= spec.stop_after:
+        reasons = [*cast.reasons, f"{history.streak} new evaluations in a row agree"]
+        decision = _decided(seen, history, State.STOP, reasons, Action(kind="stop", on_stop=spec.on_stop))
+        return replace(decision, advice=advice(seen.recipe), pays=0.0)
+    if cast.side is Side.STOP:
+        reasons = [*cast.reasons, f"{history.streak} of {spec.stop_after} new evaluations in a row agree"]
+        return replace(
+            _or_take_back(spec, seen, history, State.CONTINUE, reasons), advice=advice(seen.recipe)
+        )
+    return _grow(spec, seen, history, cast)
+
+
+def _counted(seen: Observation, history: History, cast: Vote) -> History:
+    version = seen.points.version
+    streak = history.streak
+    if cast.side is Side.GO_ON:
+        streak = 0
+    elif cast.side is Side.STOP and version > history.version:
+        streak += 1
+    return replace(history, streak=streak, version=max(version, history.version))
+
+
+def _grow(spec: AutoscalingSpec, seen: Observation, history: History, cast: Vote) -> Decision:
+    """More generators, if they bring the compute that pays within reach, or one fewer than were tried."""
+    rest, now = left(spec, seen, history), pace_now(seen, history)
+    have = None if now is None else reach(now, rest)
+    reasons = [*cast.reasons, *([rest.doubt] if rest.doubt else [])]
+
+    def goes_on(*why: str) -> Decision:
+        decision = _or_take_back(spec, seen, history, State.CONTINUE, [*reasons, *why])
+        return replace(decision, reach=have, pays=cast.pays)
+
+    if not cast.valuable:
+        return goes_on()
+    if now is None or have is None:
+        return goes_on(
+            "how much compute is left is not known" if now is None else "nothing limits the compute"
+        )
+    if have >= cast.pays:
+        return goes_on()
+    binds = f"{have:.3g} more tokens are within reach, {cast.pays:.3g} would pay"
+    if history.elasticity is not None and history.elasticity < LEAST_ELASTICITY:
+        return goes_on(
+            binds, f"the last change had an elasticity of {history.elasticity:.2f}, under {LEAST_ELASTICITY}"
+        )
+    if seen.staleness.most > seen.staleness.allowed:
+        return goes_on(
+            binds, f"rollouts are {seen.staleness.most} steps old, {seen.staleness.allowed} are allowed"
+        )
+    wanted = seen.generators.wanted
+    refused = why_not(spec, seen, history, wanted + 1)
+    if refused:
+        return goes_on(binds, refused)
+    if history.elasticity is None and (history.settled is None or pace(seen.recent, history.settled) is None):
+        return goes_on(binds, "too few evaluations with these generators to tell later what more of them did")
+
+    def with_generators(count: int) -> float:
+        more = (count - wanted) * seen.generators.devices_each
+        return reach(now, rest, more, 1.0 if history.elasticity is None else history.elasticity) or 0.0
+
+    most = wanted + 1 if history.elasticity is None else MOST_GROWTH * wanted
+    possible = [n for n in range(wanted + 1, most + 1) if not why_not(spec, seen, history, n)]
+    to = next((n for n in possible if with_generators(n) >= cast.pays), max(possible, key=with_generators))
+    if with_generators(to) < LEAST_MORE * have:
+        return goes_on(binds, "more generators would not bring more compute within this budget")
+    basis = (
+        "elasticity not measured yet: one step, taken back if it does not help"
+        if history.elasticity is None
+        else f"measured elasticity {history.elasticity:.2f}"
+    )
+    reasons = [f"{wanted} → {to} generators: {binds}", basis, *reasons]
+    grown = scaled(seen, history, to, exploratory=history.elasticity is None)
+    decision = _decided(seen, grown, State.GROW, reasons, Action(kind="scale", generators=to))
+    return replace(decision, reach=have, pays=cast.pays)
+
+
+def _or_take_back(
+    spec: AutoscalingSpec, seen: Observation, history: History, state: State, reasons: list[str]
+) -> Decision:
+    """The decision as it is, unless the last step up was a trial that did not help."""
+    change = history.change
+    if (
+        change is None
+        or not change.exploratory
+        or change.measuring
+        or seen.generators.wanted != change.after
+        or history.elasticity is None
+        or history.elasticity >= LEAST_ELASTICITY
+    ):
+        return _decided(seen, history, state, reasons)
+    refused = why_not(spec, seen, history, change.before)
+    what = f"an elasticity of {history.elasticity:.2f} was measured, under {LEAST_ELASTICITY}"
+    if refused:
+        return _decided(seen, history, state, [*reasons, f"{what}; {refused}"])
+    action = Action(kind="scale", generators=change.before)
+    back = f"{change.after} → {change.before} generators: {what}"
+    return _decided(seen, scaled(seen, history, change.before), state, [back, *reasons], action)
+
+
+def _decided(
+    seen: Observation, history: History, state: State, reasons: list[str], action: Action | None = None
+) -> Decision:
+    history = replace(history, state=state, unix_seconds=seen.unix_seconds)
+    return Decision(state=state, reasons=reasons, action=action or Action(), history=history)

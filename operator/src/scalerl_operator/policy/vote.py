@@ -1,0 +1,128 @@
+"""What one evaluation's forecast says: whether it can be believed, and for or against stopping. Pure."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Final
+
+from scalerl_api.autoscaling import AutoscalingSpec
+from scalerl_api.forecast import ForecastAnswer, Outlook
+from scalerl_operator.policy.facts import Observation
+
+ENOUGH_POINTS: Final = 10
+WIDEST_A: Final = 0.15
+MOST_BEFORE_CMID: Final = 0.2
+"""Beyond these three the asymptote is not identified, and nothing is decided: on simulated curves of the
+published parameters the reward at twice the compute was off by more than .02 in one of four at 2·Cmid,
+in two of three at Cmid."""
+
+STOP_BELOW: Final = 0.1
+"""P(gain at the horizon > minGain) that votes for a stop."""
+TARGET_BELOW: Final = 0.05
+"""P(R(Cmax) > target) that votes for a stop."""
+RELEASE_AT: Final = 0.2
+"""Of either probability, from where it votes against one; in between it does neither."""
+RELEASE_RETURN: Final = 0.1
+"""With money: what a block has to return beyond its price, as a share of it, to vote against a stop."""
+WORTH_MORE_DEVICES: Final = 0.5
+"""P(gain at the horizon > minGain), or P(A > target), from which going on is worth more devices."""
+
+
+class Side(enum.IntEnum):
+    """Ordered: of several rules the one that says the most for a stop counts."""
+
+    GO_ON = 0
+    NEITHER = 1
+    STOP = 2
+
+
+@dataclass(frozen=True)
+class Vote:
+    """One evaluation's say.
+
+    valuable: going on is worth more devices. pays: further compute that would pay, in tokens.
+    """
+
+    side: Side
+    reasons: tuple[str, ...]
+    valuable: bool
+    pays: float
+
+
+def doubts(spec: AutoscalingSpec, seen: Observation) -> list[str]:
+    """Why there is no believable forecast; empty if there is one."""
+    answer = seen.forecast
+    if answer is None:
+        return [seen.trouble or "no forecast was made"]
+    fit = answer.fit
+    found = []
+    if fit.points_used < ENOUGH_POINTS:
+        found.append(
+            f"{fit.points_used} evaluations that can be used since the recipe or the evaluation set last changed, "
+            f"fewer than {ENOUGH_POINTS}"
+        )
+    width = fit.A.high - fit.A.low
+    if width > WIDEST_A:
+        found.append(f"the 90 % interval of the asymptote is {width:.2f} wide, more than {WIDEST_A}")
+    if fit.p_before_cmid > MOST_BEFORE_CMID:
+        found.append(f"half of the gain still lies ahead with probability {fit.p_before_cmid:.2f}")
+    if not found and not fit.identifiable:
+        found.extend(fit.doubts or ["the asymptote is not identifiable"])
+    if answer.outlook is None:
+        fell = "; ".join(answer.guard.reasons) if answer.guard.broken else ""
+        found.append(f"{fell}, too little for an alarm" if fell else "the answer has no outlook")
+    elif spec.price_per_device_hour is not None and answer.outlook.best_block is None:
+        found.append("what a device-hour buys is not known yet, so nothing can be said in money")
+    return found
+
+
+def vote(spec: AutoscalingSpec, answer: ForecastAnswer, outlook: Outlook) -> Vote:
+    """Of a forecast without :func:`doubts`: by money or else by gain, and by the target if there is one."""
+    ahead = (float(spec.horizon) - 1.0) * answer.fit.now
+    block = outlook.best_block if spec.price_per_device_hour is not None else None
+    if block is not None:
+        said = [(_by_return(spec, block.compute, block.gain, block.net), _block_words(block.gain, block.net))]
+        valuable, pays = block.net > 0, block.compute
+    else:
+        p = outlook.p_gain_above_min
+        words = f"P(gain at {spec.horizon}× the compute > {spec.min_gain}) is {p:.2f}"
+        said = [(_by_probability(p, STOP_BELOW), words)]
+        valuable, pays = p >= WORTH_MORE_DEVICES, ahead
+    if spec.target is not None:
+        p_ever = outlook.p_asymptote_above_target
+        if block is None and p_ever is not None:
+            valuable, pays = p_ever >= WORTH_MORE_DEVICES, _to_target(answer, outlook, ahead)
+        if outlook.p_target_at_max_compute is not None:
+            p = outlook.p_target_at_max_compute
+            words = f"P(reward > {spec.target} within what may be used) is {p:.2f}"
+            said.append((_by_probability(p, TARGET_BELOW), words))
+    side = max(one for one, _ in said)
+    said.sort(key=lambda one: one[0], reverse=True)
+    return Vote(side, tuple(words for _, words in said), valuable and side is Side.GO_ON, pays)
+
+
+def _by_probability(p: float, stop_below: float) -> Side:
+    if p < stop_below:
+        return Side.STOP
+    return Side.GO_ON if p >= RELEASE_AT else Side.NEITHER
+
+
+def _by_return(spec: AutoscalingSpec, compute: float, gain: float, net: float) -> Side:
+    if net <= 0 or compute <= 0:
+        return Side.STOP
+    worth = 100.0 * float(spec.value_per_point or 0) * gain
+    return Side.GO_ON if net >= RELEASE_RETURN * (worth - net) else Side.NEITHER
+
+
+def _block_words(gain: float, net: float) -> str:
+    if net <= 0:
+        return "no further compute is worth its price"
+    return f"the best further block gains {gain:.3f} and is worth {net:.2f} more than it costs"
+
+
+def _to_target(answer: ForecastAnswer, outlook: Outlook, otherwise: float) -> float:
+    median = None if outlook.to_target is None else outlook.to_target.median
+    if median is None:
+        return otherwise
+    return max(0.0, median - (answer.fit.now + answer.fit.segment_start))

@@ -1,0 +1,274 @@
+"""decide: each state, each transition, and what can never be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from operator_tests.scaling import answer, chain, progress, round_trips, seen, spec, states
+from scalerl_api import forecast as wire
+from scalerl_operator.policy.autoscale import decide
+from scalerl_operator.policy.facts import Action, Generators, History, Limits, Observation, State
+
+STOP = Action(kind="stop", on_stop="Suspend")
+
+
+def voted(*p_gains: float | None, **rules: Any) -> list[str]:
+    """States over new evaluations with these P(gain > minGain); None: the sidecar is down."""
+    looks = [
+        seen(200 + 10 * i, trouble="no forecast: down") if p is None else seen(200 + 10 * i, p)
+        for i, p in enumerate(p_gains)
+    ]
+    return [state[:4] for state in states(chain(decide, spec(**rules), looks))]
+
+
+@pytest.mark.parametrize(
+    ("p_gains", "expected"),
+    [
+        ([0.05] * 3, ["CONT", "CONT", "STOP"]),
+        ([0.05, 0.05, 0.3, 0.05, 0.05, 0.05], ["CONT"] * 5 + ["STOP"]),
+        # Between .1 and .2 an evaluation neither agrees nor takes agreement back.
+        ([0.05, 0.15, 0.05, 0.15, 0.05], ["CONT"] * 4 + ["STOP"]),
+        ([0.05, 0.05, 0.05, 0.15, 0.19, 0.2], ["CONT", "CONT", "STOP", "STOP", "STOP", "CONT"]),
+        ([0.1] * 6, ["CONT"] * 6),
+        # An evaluation that could not be looked at says nothing either way.
+        ([0.05, None, 0.05, None, 0.05], ["CONT", "INSU", "CONT", "INSU", "STOP"]),
+        ([None] * 6, ["INSU"] * 6),
+    ],
+)
+def test_stop_takes_agreement_of_new_evaluations(p_gains: list[float | None], expected: list[str]) -> None:
+    assert voted(*p_gains) == expected
+
+
+def test_stop_after_and_on_stop_are_the_specs() -> None:
+    assert voted(0.05, 0.05, stopAfter=2) == ["CONT", "STOP"]
+    last = chain(decide, spec(stopAfter=1, onStop="Complete"), [seen(200, 0.01)])[-1]
+    assert last.action == Action(kind="stop", on_stop="Complete")
+
+
+def test_an_evaluation_seen_again_counts_once_and_a_stop_is_given_again() -> None:
+    decisions = chain(decide, spec(), [seen(200, 0.05)] * 9)
+    assert states(decisions) == ["CONTINUE"] * 9
+    assert decisions[-1].history.streak == 1
+    decisions = chain(decide, spec(), [seen(v, 0.05) for v in (200, 210, 220, 220, 220)])
+    assert [d.action for d in decisions[2:]] == [STOP] * 3
+
+
+def test_evaluations_made_again_after_a_restart_count_once() -> None:
+    decisions = chain(decide, spec(), [seen(v, 0.05) for v in (200, 210, 200, 210, 200, 210)])
+    assert states(decisions) == ["CONTINUE"] * 6
+    assert decisions[-1].history.streak == 2
+
+
+@pytest.mark.parametrize(
+    ("forecast", "says"),
+    [
+        (answer(0.0, points=9), "9 evaluations that can be used"),
+        (answer(0.0, width=0.16), "0.16 wide"),
+        (answer(0.0, before_cmid=0.21), "probability 0.21"),
+        (replace(answer(0.0), outlook=None), "no outlook"),
+        (replace(answer(0.0), fit=replace(answer().fit, identifiable=False, doubts=["an edge"])), "an edge"),
+    ],
+)
+def test_a_forecast_that_cannot_be_believed_is_insufficient(forecast: wire.ForecastAnswer, says: str) -> None:
+    agreed = [seen(v, 0.05) for v in (200, 210)]
+    doubted = [seen(v, forecast=forecast) for v in (220, 230, 240)]
+    *_, last = chain(decide, spec(), [*agreed, *doubted])
+    assert (last.state, last.action, last.history.streak) == (State.INSUFFICIENT, Action(), 0)
+    assert says in last.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("bad", "over", "not_over"),
+    [
+        ({"truncated": 0.10}, {"truncated": 0.049}, {"truncated": 0.05}),
+        ({"reward": None}, {"reward": 0.5}, {"truncated": None}),
+        ({"forecast": answer(broken=0.02), "reward": 0.53}, {"reward": 0.55}, {"reward": 0.549}),
+        (
+            {"forecast": answer(broken=0.02), "reward": 0.53},
+            {"reward": 0.55},
+            {"trouble": "no forecast: down"},
+        ),
+    ],
+)
+def test_broken_stands_until_what_broke_is_well_again(
+    bad: dict[str, Any], over: dict[str, Any], not_over: dict[str, Any]
+) -> None:
+    agreed = [seen(v, 0.05) for v in (200, 210)]
+    looks = [*agreed, seen(220, 0.05, **bad), seen(230, 0.05, **not_over), seen(240, 0.05, **over)]
+    decisions = chain(decide, spec(), looks)
+    assert states(decisions)[2:] == ["BROKEN", "BROKEN", "CONTINUE"]
+    assert [d.action.kind for d in decisions] == ["none"] * 5
+    assert decisions[3].history.streak == 0
+    assert all(d.reasons for d in decisions[2:4])
+
+
+def test_a_fall_smaller_than_half_of_what_counts_is_no_alarm() -> None:
+    (decision,) = chain(decide, spec(), [seen(forecast=answer(broken=0.009))])
+    assert decision.state is State.INSUFFICIENT  # the sidecar gives a run it calls broken no outlook
+    (decision,) = chain(decide, spec(minGain="0.01"), [seen(forecast=answer(broken=0.009))])
+    assert decision.state is State.BROKEN
+
+
+def test_another_evaluation_set_ends_an_alarm_measured_on_the_old_one() -> None:
+    fallen = seen(200, forecast=answer(broken=0.1), reward=0.45)
+    other = replace(fallen.points, eval_version="other", version=210)
+    decisions = chain(decide, spec(), [fallen, seen(210, 0.5, reward=0.3, points=other)])
+    assert states(decisions) == ["BROKEN", "CONTINUE"]
+
+
+@pytest.mark.parametrize(
+    ("p_gain", "p_target", "expected"),
+    [(0.9, 0.04, "STOP"), (0.9, 0.06, "CONTINUE"), (0.05, 0.9, "STOP"), (0.9, 0.9, "CONTINUE")],
+)
+def test_a_target_out_of_reach_stops_what_would_still_gain(
+    p_gain: float, p_target: float, expected: str
+) -> None:
+    forecast = answer(p_gain, p_asymptote_above_target=0.9, p_target_at_max_compute=p_target)
+    looks = [seen(200 + 10 * i, forecast=forecast) for i in range(3)]
+    assert states(chain(decide, spec(target="0.7"), looks))[-1] == expected
+
+
+@pytest.mark.parametrize(
+    ("gain", "net", "expected"),
+    [(0.0, 0.0, "STOP"), (0.01, 50.0, "CONTINUE"), (0.01, 9.0, "CONTINUE")],
+)
+def test_with_a_price_and_a_value_money_decides(gain: float, net: float, expected: str) -> None:
+    """A gain that minGain would stop pays if it is cheap, and one that it would not may be too dear."""
+    block = wire.BestBlock(compute=1e5 if net else 0.0, gain=gain, net=net)
+    for p_gain in (0.01, 0.9):
+        looks = [seen(200 + 10 * i, forecast=answer(p_gain, best_block=block)) for i in range(3)]
+        rules = spec(pricePerDeviceHour="2", valuePerPoint="100")
+        assert states(chain(decide, rules, looks))[-1] == expected
+
+
+def test_without_a_measured_rate_nothing_is_said_in_money() -> None:
+    rules = spec(pricePerDeviceHour="2", valuePerPoint="100")
+    (decision,) = chain(decide, rules, [seen()])
+    assert (decision.state, "device-hour" in decision.reasons[0]) == (State.INSUFFICIENT, True)
+
+
+def test_a_stop_taken_back_by_the_user_takes_new_evaluations_to_come_again() -> None:
+    looks = [seen(v, 0.05) for v in (200, 210, 220)]
+    looks += [seen(220, 0.05, resumed=True), *(seen(v, 0.05) for v in (220, 230, 240, 250))]
+    assert [s[:4] for s in states(chain(decide, spec(), looks))][2:] == [
+        "STOP",
+        "CONT",
+        "CONT",
+        "CONT",
+        "CONT",
+        "STOP",
+    ]
+
+
+def test_another_policy_counts_anew() -> None:
+    *_, second = chain(decide, spec(), [seen(v, 0.05) for v in (200, 210)])
+    assert second.history.streak == 2
+    assert decide(spec(minGain="0.03"), seen(220, 0.05), second.history).history.streak == 1
+    assert decide(spec(cooldownSeconds=5), seen(220, 0.05), second.history).state is State.STOP
+
+
+def test_a_flat_curve_comes_with_advice_that_names_its_source() -> None:
+    (decision,) = chain(decide, spec(), [seen(200, 0.05)])
+    assert any("batch of 2048" in line and "[P]" in line for line in decision.advice)
+    assert not any("fp32Head" in line for line in decision.advice)
+    assert chain(decide, spec(), [seen(200, 0.5)])[0].advice == []
+
+
+# --- what can never be ---------------------------------------------------------------------------
+
+forecasts = st.one_of(
+    st.none(),
+    st.builds(
+        answer,
+        st.sampled_from([0.0, 0.05, 0.1, 0.15, 0.2, 0.6, 1.0]),
+        width=st.sampled_from([0.05, 0.05, 0.2]),
+        points=st.sampled_from([4, 20, 20]),
+        broken=st.sampled_from([None, None, None, 0.002, 0.1]),
+        p_target_at_max_compute=st.sampled_from([None, 0.01, 0.9]),
+        best_block=st.sampled_from(
+            [
+                None,
+                wire.BestBlock(compute=0.0, gain=0.0, net=0.0),
+                wire.BestBlock(compute=1e6, gain=0.1, net=5.0),
+            ]
+        ),
+    ),
+)
+
+
+@st.composite
+def observations(draw: st.DrawFn) -> Observation:
+    forecast = draw(forecasts)
+    return seen(
+        draw(st.integers(0, 30)) * 10,
+        forecast=forecast,
+        trouble="" if forecast else "no forecast: down",
+        seconds=draw(st.integers(0, 40)) * 100.0,
+        reward=draw(st.sampled_from([0.56, 0.56, 0.2, None])),
+        truncated=draw(st.sampled_from([0.0, 0.0, 0.07, 0.3])),
+        limits=Limits(seconds=draw(st.sampled_from([None, 1000.0, 4500.0]))),
+        recent=progress(draw(st.sampled_from([0, 3, 16]))),
+        generators=draw(
+            st.builds(
+                Generators,
+                wanted=st.integers(1, 5),
+                ready=st.integers(0, 5),
+                quota=st.sampled_from([None, 3]),
+            )
+        ),
+        resumed=draw(st.sampled_from([False, False, False, True])),
+    )
+
+
+rules = st.builds(
+    spec,
+    generators=st.sampled_from([None, {"min": 1, "max": 4}, {"min": 2, "max": 3}]),
+    cooldownSeconds=st.sampled_from([1, 600]),
+    stopAfter=st.sampled_from([1, 2, 3]),
+    target=st.sampled_from([None, "0.7"]),
+)
+
+
+@given(rules, st.lists(observations(), min_size=1, max_size=12))
+@settings(max_examples=150, deadline=None)
+def test_invariants(rules: Any, looks: list[Observation]) -> None:
+    history = History()
+    changed_at: float | None = None
+    agreed: set[int] = set()
+    for look in looks:
+        decision = decide(rules, look, history)
+        assert decide(rules, look, history) == decision
+        assert round_trips(decision)
+        assert round_trips(look)
+        assert decision.reasons
+        action = decision.action
+        if decision.state in (State.INSUFFICIENT, State.BROKEN):
+            assert action.kind != "stop"
+            assert action.generators is None or action.generators < look.generators.wanted
+        assert (decision.state is State.STOP) == (action.kind == "stop")
+        if decision.state is State.GROW:
+            assert action.generators > look.generators.wanted
+        if decision.history.streak > history.streak:
+            assert look.points.version not in agreed
+            agreed.add(look.points.version)
+        assert decision.history.streak <= len(agreed)
+        if action.kind == "stop":
+            assert decision.history.streak >= rules.stop_after
+        if action.kind == "scale":
+            assert rules.generators.min <= action.generators <= rules.generators.max
+            assert look.generators.quota is None or action.generators <= max(
+                look.generators.quota, look.generators.wanted
+            )
+            assert look.generators.ready == look.generators.wanted
+            # The run's clock only goes back when a coordinator lost its journal: the wait begins anew then.
+            if changed_at is not None:
+                assert look.spent.seconds - changed_at >= rules.cooldown_seconds
+            changed_at = look.spent.seconds
+        elif changed_at is not None:
+            changed_at = min(changed_at, look.spent.seconds)
+        history = decision.history

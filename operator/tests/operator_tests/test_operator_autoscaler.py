@@ -1,0 +1,110 @@
+"""The step as a run makes it, with the real sidecar."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from operator_tests.scaling import evaluations, flat_curve
+from operator_tests.watched import ONE, Watched, no_stop
+from scalerl_api.wire import Counts
+from scalerl_operator.autoscaling.controller import Step
+from scalerl_operator.autoscaling.replay import verify
+from scalerl_operator.policy.facts import Action, Generators, State
+
+
+async def test_a_flat_run_is_stopped_by_the_real_sidecar_and_a_record_can_tell_why(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "scalerl_curvefit.sidecar", "--port", "0"]
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    try:
+        assert process.stderr is not None
+        line = (await asyncio.wait_for(process.stderr.readline(), 60)).decode()
+        found = re.search(r"http://\S+", line)
+        assert found is not None
+        watched, curve = Watched(tmp_path / "d", found[0]), flat_curve()
+        steps = [await watched.must(curve[:count]) for count in (5, 12, 20, 30, 39, 40, 41)]
+        assert steps[0].decision.state is State.INSUFFICIENT
+        assert steps[-1].action == Action(kind="stop", on_stop="Suspend")
+        first = next(step for step in steps if step.decision.state is State.STOP)
+        assert first.changed
+        assert "P(gain at 2× the compute > 0.02)" in first.decision.reasons[0]
+        assert await watched.step(curve) is None  # nothing new
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 20) == 0
+        # A new evaluation, and nobody to ask: the stop is not given again, and comes back with the sidecar.
+        longer = evaluations([p.reward for p in curve] + [0.61])
+        no_stop(await watched.must(longer), State.INSUFFICIENT, "after 2 attempts")
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+@pytest.mark.parametrize("mode", ["Off", "Advisory"])
+async def test_off_asks_nobody_and_advisory_does_nothing(tmp_path: Path, url: str, mode: str) -> None:
+    watched, curve = Watched(tmp_path / "d", url, {"mode": mode}), flat_curve()
+    steps = [await watched.step(curve[:count]) for count in (39, 40, 41)]
+    if mode == "Off":
+        assert steps == [None] * 3
+        assert watched.path.read_bytes() == b""
+        return
+    last = steps[-1]
+    assert last is not None
+    assert (last.decision.state, last.decision.action.kind, last.action) == (State.STOP, "stop", Action())
+
+
+async def test_a_restart_goes_on_with_what_was_known_and_gives_a_stop_again(tmp_path: Path, url: str) -> None:
+    curve = flat_curve()
+    before = Watched(tmp_path / "d", url)
+    await before.must(curve[:40])
+    before.record.close()
+    again = Watched(tmp_path / "d", url)
+    assert (await again.must(curve[:40])).action == Action()  # seen before, so it does not count again
+    assert (await again.must(curve[:41])).action.kind == "stop"
+    again.record.close()
+    third = Watched(tmp_path / "d", url)
+    assert (await third.must(curve[:41])).action.kind == "stop"
+    third.record.close()
+    resumed = Watched(tmp_path / "d", url, resumed=True)
+    step = await resumed.must(curve[:41])
+    assert (step.decision.state, step.changed) == (State.CONTINUE, True)
+    longer = evaluations([p.reward for p in curve] + [0.61, 0.61])
+    assert (await resumed.must(longer[:42])).action == Action()
+    assert (await resumed.must(longer[:43])).action.kind == "stop"
+
+
+async def test_the_load_is_looked_at_once_a_cooldown(tmp_path: Path, url: str) -> None:
+    """A trainer that waits gets a second generator; nothing is recorded in between."""
+    watched = Watched(tmp_path / "d", url, {"generators": {"max": 2}, "cooldownSeconds": 60})
+    curve = flat_curve()[:12]
+    taken: list[tuple[int, Step]] = []
+    generators = ONE
+    for second in range(0, 200, 5):
+        trainers, wall = 1, 2000.0 + second
+        step = await watched.step(
+            curve,
+            generators,
+            wall_seconds=wall,
+            device_seconds=trainers * wall + wall,
+            step=120 + second,
+            trainer_busy_fraction=(0.9 * 2000 + 0.4 * second) / wall,
+            generator_busy_fraction=(0.9 * 2000 + 0.95 * second) / wall,
+            counts=Counts(**dict.fromkeys(Counts.__struct_fields__, 0)),
+        )
+        if step is not None:
+            taken.append((second, step))
+            if step.action.generators:
+                generators = Generators(wanted=step.action.generators, ready=step.action.generators)
+    assert [(second, step.policy, step.action.generators) for second, step in taken] == [
+        (0, "autoscale", None),
+        (60, "balance", 2),
+        (125, "balance", None),
+        (190, "balance", None),
+    ]
+    assert "trainer busy 40%, generators 95%" in taken[1][1].decision.reasons[0]
+    assert verify(watched.path.read_bytes())[1] == []
