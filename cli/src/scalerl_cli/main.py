@@ -53,6 +53,15 @@ def parser() -> argparse.ArgumentParser:
     plot = commands.add_parser("plot", help="draw DIR/curve.png from DIR/curve.csv")
     plot.add_argument("dir", type=Path, metavar="DIR")
 
+    replay = commands.add_parser("replay", help="make the autoscaler's recorded decisions of a run again")
+    replay.add_argument("dir", type=Path, metavar="DIR", help="the run's directory")
+    replay.add_argument(
+        "--policy",
+        type=Path,
+        metavar="FILE",
+        help="a run file: what its spec.autoscaling would have done differently",
+    )
+
     add_curve_commands(commands)
     return top
 
@@ -85,6 +94,10 @@ def main(argv: Sequence[str] | None = None, *, planner: Callable[[ScaleRLRun], P
             from scalerl_cli.curves.plan import run_plan
 
             return run_plan(arguments)
+        if arguments.command == "replay":
+            from scalerl_cli.replay import replay
+
+            return replay(arguments.dir, arguments.policy)
         from scalerl_cli.plot import plot
 
         return plot(arguments.dir)

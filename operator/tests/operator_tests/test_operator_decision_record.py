@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import resource
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -257,3 +260,29 @@ def test_any_recorded_history_is_reproduced(
     record.close()
     lines, found = verify(path.read_bytes())
     assert (len(lines), found) == (len(looks), [])
+
+
+async def test_closing_waits_for_a_write_whose_caller_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the rest of the line would go into whatever file gets the descriptor next."""
+    path = tmp_path / "decisions.jsonl"
+    record, evaluated = DecisionRecord.open(path), evaluations([0.2, 0.3])
+    points = [point(e) for e in evaluated]
+    seen = observe(run(), status(evaluated), points, Generators(wanted=1, ready=1), unix_seconds=1.7e9)
+    real, writing = os.pwrite, threading.Event()
+
+    def slow(fd: int, content: bytes, offset: int) -> int:
+        writing.set()
+        time.sleep(0.2)
+        return real(fd, content, offset)
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    decision = decide(RULES, seen, History())
+    task = asyncio.create_task(asyncio.to_thread(record.append, "autoscale", RULES, points, seen, decision))
+    await asyncio.to_thread(writing.wait, 10)
+    task.cancel()
+    record.close()
+    assert len(verify(path.read_bytes())[0]) == 1
+    with pytest.raises(RecordError, match="closed"):
+        record.append("autoscale", RULES, points, seen, decision)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -116,8 +117,10 @@ class DecisionRecord:
         self.path = path
         self.known = known
         self.notes = notes
-        self._fd = fd
+        self._fd: int | None = fd
         self._size = size
+        # An append whose caller was cancelled goes on in its thread; the file is not closed under it.
+        self._lock = threading.Lock()
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -156,8 +159,11 @@ class DecisionRecord:
         return cls(path, fd, known, len(whole), notes)
 
     def close(self) -> None:
-        """Give the file up."""
-        os.close(self._fd)
+        """Give the file up, once a write under way has ended."""
+        with self._lock:
+            if self._fd is not None:
+                os.close(self._fd)
+            self._fd = None
 
     def append(
         self,
@@ -170,8 +176,19 @@ class DecisionRecord:
         """Write one decision, made from ``known.history``, and have it on disk.
 
         Raises:
-            RecordError: it could not be written; the record is as it was, and so is ``known``.
+            RecordError: it could not be written, or the record is closed; it is as it was, and so is ``known``.
         """
+        with self._lock:
+            return self._append(policy, spec, points, observation, decision)
+
+    def _append(
+        self,
+        policy: Policy,
+        spec: AutoscalingSpec,
+        points: Sequence[Point],
+        observation: Observation,
+        decision: Decision,
+    ) -> Line:
         known = self.known
         kept = _common(known.points, points)
         line = seal(
@@ -194,17 +211,20 @@ class DecisionRecord:
         return line
 
     def _write(self, content: bytes) -> None:
+        fd = self._fd
+        if fd is None:
+            raise RecordError(f"{self.path}: closed")
         try:
             # What an earlier failure may have left beyond the last whole line goes first.
-            os.ftruncate(self._fd, self._size)
+            os.ftruncate(fd, self._size)
             done = 0
             while done < len(content):
-                done += os.pwrite(self._fd, content[done:], self._size + done)
-            os.fsync(self._fd)
+                done += os.pwrite(fd, content[done:], self._size + done)
+            os.fsync(fd)
         except OSError as error:
             # If this fails too, the next append begins with it, and so does the next opening.
             with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, self._size)
+                os.ftruncate(fd, self._size)
             raise RecordError(f"{self.path}: {error.strerror or error}") from error
         self._size += len(content)
 

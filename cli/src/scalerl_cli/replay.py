@@ -1,0 +1,107 @@
+"""``scalerl replay``: make the recorded decisions of a run again, or see what another policy would have done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from scalerl_api.forecast import ForecastAnswer, ForecastRequest
+from scalerl_api.load import SpecError, load_run
+from scalerl_api.paths import RunPaths
+from scalerl_cli.exits import BAD_INPUT, DONE, FAILED
+from scalerl_cli.output import say
+from scalerl_operator.autoscaling.record import Line
+from scalerl_operator.autoscaling.replay import Other, under, verify
+from scalerl_operator.policy.facts import Decision
+
+_SHOWN = 20
+"""Differences in full; a record written over from some line on has them in all that follow."""
+
+
+def replay(directory: Path, policy: Path | None = None) -> int:
+    """Fail on any difference between the record and what follows from it.
+
+    policy: a run file; then its ``spec.autoscaling`` is put through the same moments instead, and what
+    it would have done differently is printed, also if that is nothing.
+    """
+    path = RunPaths(directory).decisions
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        say(f"{path}: {error.strerror}; a run writes it with autoscaling.mode Advisory or Auto", error=True)
+        return BAD_INPUT
+    lines, differences = verify(content)
+    for difference in differences[:_SHOWN]:
+        say(f"{path}: {difference}", error=True)
+    if len(differences) > _SHOWN:
+        say(f"{path}: and {len(differences) - _SHOWN} more", error=True)
+    if differences:
+        return FAILED
+    if policy is None:
+        say(f"{path}: {len(lines)} decisions, each the same when made again")
+        _say_changes(lines)
+        return DONE
+    return _other(lines, policy)
+
+
+def _say_changes(lines: Sequence[Line]) -> None:
+    """The decisions that changed something, one line each."""
+    before = ""
+    for line in lines:
+        if line.decision.state != before or line.decision.action.kind == "scale":
+            say(f"  {_when(line)}: {_words(line.decision)}")
+        before = line.decision.state
+
+
+def _other(lines: Sequence[Line], policy: Path) -> int:
+    try:
+        spec = load_run(policy).spec.autoscaling
+    except SpecError as error:
+        say(str(error), error=True)
+        return BAD_INPUT
+    if spec.mode == "Off":
+        say(f"{policy}: spec.autoscaling.mode: Off decides nothing (set Advisory or Auto)", error=True)
+        return BAD_INPUT
+    others = list(under(spec, list(lines), _forecast))
+    different = [other for other in others if other.differs]
+    for other in different:
+        say(f"  {_when(other.line)}: recorded {_words(other.line.decision)}")
+        say(f"  {' ' * len(_when(other.line))}    other {_words(other.decision)}")
+    say(f"{len(different)} of {len(others)} decisions would have been others under {policy}")
+    say(
+        f"first stop: recorded {_first_stop(others, recorded=True)}, other {_first_stop(others, recorded=False)}"
+    )
+    if different:
+        say(
+            "what was seen stays as recorded: a run that would have stopped or changed its size earlier goes on here"
+        )
+    return DONE
+
+
+def _forecast(request: ForecastRequest) -> tuple[ForecastAnswer | None, str]:
+    # Only now: numpy and scipy take half a second, and a plain replay asks nothing.
+    from scalerl_curvefit import CurveError
+    from scalerl_curvefit.sidecar.answers import answer_forecast
+
+    try:
+        return answer_forecast(request), ""
+    except CurveError as error:
+        return None, f"the forecast was refused: {error}"
+
+
+def _first_stop(others: Sequence[Other], *, recorded: bool) -> str:
+    for other in others:
+        decision = other.line.decision if recorded else other.decision
+        if decision.action.kind == "stop":
+            return f"at version {other.line.observation.points.version}"
+    return "never"
+
+
+def _when(line: Line) -> str:
+    return f"line {line.sequence + 1}, {line.policy}, version {line.observation.points.version}"
+
+
+def _words(decision: Decision) -> str:
+    action = decision.action
+    done = {"none": "", "stop": f", stop ({action.on_stop})", "scale": f", to {action.generators} generators"}
+    return f"{decision.state}{done[action.kind]}: {decision.reasons[0]}"
