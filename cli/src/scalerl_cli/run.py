@@ -18,6 +18,7 @@ from scalerl_cli.inputs import load, quick_problems
 from scalerl_cli.machine import cpus_problem
 from scalerl_cli.output import say
 from scalerl_cli.view import LateView
+from scalerl_operator.autoscaling.record import RecordError
 from scalerl_operator.control import LocalRun, Outcome
 from scalerl_operator.observe.errors import CoordinatorRefused
 from scalerl_operator.runtime.directory import (
@@ -60,6 +61,9 @@ def run(
     try:
         outcome, interrupts = asyncio.run(_watch(spec, planner(spec), claimed, settings, started))
         return _finish(spec, claimed, outcome, interrupts, fresh=not resume)
+    except RecordError as problem:
+        say(f"the record of decisions cannot be used: {problem}", error=True)
+        return FAILED
     except CoordinatorRefused as refused:
         say(f"the coordinator refuses this command: {refused}", error=True)
         return FAILED

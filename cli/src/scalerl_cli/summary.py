@@ -56,6 +56,9 @@ def summarize(run: ScaleRLRun, outcome: Outcome) -> dict[str, Any]:
         "startup": asdict(outcome.startup),
         "peak_memory_bytes": outcome.peak_memory_bytes,
         "restarts": outcome.restarts,
+        "decision": None
+        if outcome.decision is None
+        else {"state": outcome.decision.state.value, "reasons": outcome.decision.reasons},
     }
 
 
@@ -97,6 +100,8 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("peak memory", f"{summary['peak_memory_bytes'] / 2**30:.2f} GiB"),
     ]
+    if summary["decision"]:
+        found.append(("forecast", f"{summary['decision']['state']}: {summary['decision']['reasons'][0]}"))
     if summary["checkpoint_failures"]:
         found.append(("checkpoints not written", f"{summary['checkpoint_failures']:,}"))
     if summary["grading_errors"]:

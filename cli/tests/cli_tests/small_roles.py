@@ -109,11 +109,17 @@ def coordinator(root: Path) -> None:
     token = Path(os.environ["SCALERL_TOKEN_FILE"]).read_text().strip()
     started = time.monotonic()
 
+    def reward(version: int) -> float:
+        if behaviour("coordinator") != "flattens":
+            return min(0.9, 0.3 + version / 500)
+        # Half of the gain at version 30, an evaluation's noise of about .004.
+        return 0.2 + 0.4 / (1 + (30 / max(version, 1e-9)) ** 2) + 0.004 * (version * 7919 % 101 / 50 - 1)
+
     def point(version: int) -> EvaluationPoint:
         return EvaluationPoint(
             version=version,
             work_tokens=version * 1000,
-            reward=min(0.9, 0.3 + version / 500),
+            reward=reward(version),
             standard_error=0.02,
             samples=128,
             prompts=32,
@@ -121,8 +127,8 @@ def coordinator(root: Path) -> None:
             mixed_versions=False,
             truncated_fraction=0.0,
             mean_tokens=6.0,
-            wall_seconds=1.0,
-            device_seconds=3.0,
+            wall_seconds=version * STEP_SECONDS,
+            device_seconds=3 * version * STEP_SECONDS,
         )
 
     def step() -> int:

@@ -11,19 +11,23 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.wire import INTERRUPTED, Phase, Status
+from scalerl_operator.autoscaling.controller import STOP_REASON
 from scalerl_operator.observe.errors import CoordinatorUnreachable
 from scalerl_operator.observe.snapshot import RateMeter, Rates, Snapshot, eta_seconds
+from scalerl_operator.plan import forecaster
 from scalerl_operator.policy import budget
+from scalerl_operator.policy.facts import Decision
 from scalerl_operator.runtime.census import tree_memory_bytes
 from scalerl_operator.runtime.directory import RunDirectory
 from scalerl_operator.runtime.local import LocalRuntime, LocalSettings
 from scalerl_operator.runtime.unit import Event, Failure
+from scalerl_operator.steering import Steering
 from scalerl_operator.workloads import Lifetime, Plan, Role
 
 if TYPE_CHECKING:
@@ -35,6 +39,8 @@ _TROUBLES: Final = {
 }
 """What goes wrong without ending anything, as the coordinator's status counts it: in which words a person hears
 of it, and when: once the count is above so many times what was told last."""
+
+REVOCABLE: Final = (INTERRUPTED, *budget.REASONS)
 
 _TICK_SECONDS = 1.0
 _STARTING_TICK_SECONDS = 0.25
@@ -64,6 +70,7 @@ class Outcome:
 
     failure: what failed for good; None if nothing did.
     status: the coordinator's last word.
+    decision: the autoscaler's; None without one.
     """
 
     failure: Failure | None
@@ -72,14 +79,17 @@ class Outcome:
     startup: Startup
     peak_memory_bytes: int
     restarts: dict[str, int]
+    decision: Decision | None = None
 
 
-def has_to_be_told(wanted: str, given: str) -> bool:
+def has_to_be_told(wanted: str, given: str, revocable: Collection[str] = REVOCABLE) -> bool:
     """Whether the coordinator, which stops for the reason ``given``, has to hear of the one that is ``wanted``.
 
     A stop outlives the command that asked for it: what no longer holds (resumed, more budget) is taken back, but not
     what the coordinator found by itself. A person's interrupt goes before any other reason: it ends the run without a
     last evaluation.
+
+    revocable: reasons that hold only as long as somebody here wants them.
 
     >>> has_to_be_told("maxSeconds", ""), has_to_be_told("", "maxSeconds"), has_to_be_told("", "maxSteps")
     (True, True, False)
@@ -88,7 +98,7 @@ def has_to_be_told(wanted: str, given: str) -> bool:
     """
     if wanted == given:
         return False
-    return wanted == INTERRUPTED or not given or (not wanted and given in (INTERRUPTED, *budget.REASONS))
+    return wanted == INTERRUPTED or not given or (not wanted and given in revocable)
 
 
 class LocalRun:
@@ -116,9 +126,16 @@ class LocalRun:
         self._on_snapshot = on_snapshot
         self._started = time.monotonic() if started is None else started
         self._drain_seconds = drain_seconds
+        steered = run.spec.autoscaling.mode != "Off"
+        if steered:
+            plan = replace(plan, workloads=(*plan.workloads, forecaster(run.spec)))
         self._runtime = LocalRuntime(
             plan, directory, settings=settings, may_leave=self._may_leave, on_event=on_event
         )
+        self._steering = Steering(run.spec, self._runtime, directory, on_event=on_event) if steered else None
+        # A run that its forecast has completed is over; one that it has suspended goes on when it is resumed.
+        final = run.spec.autoscaling.on_stop == "Complete"
+        self._revocable = REVOCABLE if final else (*REVOCABLE, STOP_REASON)
         self._client: CoordinatorClient | None = None
         self._status: Status | None = None
         self._meter = RateMeter()
@@ -139,6 +156,8 @@ class LocalRun:
             asyncio.create_task(self._observe(), name="observe"),
             asyncio.create_task(self._measure_memory(), name="memory"),
         ]
+        if self._steering is not None:
+            watchers.append(asyncio.create_task(self._steering.run(), name="steering"))
         try:
             await asyncio.wait({runtime, *watchers}, return_when=asyncio.FIRST_COMPLETED)
             for watcher in watchers:
@@ -158,8 +177,18 @@ class LocalRun:
         self._note_ready()
         restarts = {s.name: s.restarts for s in self._runtime.statuses() if s.restarts}
         return Outcome(
-            failure, self._interrupts > 0, self._status, self._startup, self._peak_memory_bytes, restarts
+            failure,
+            self._interrupts > 0,
+            self._status,
+            self._startup,
+            self._peak_memory_bytes,
+            restarts,
+            self._decision,
         )
+
+    @property
+    def _decision(self) -> Decision | None:
+        return None if self._steering is None else self._steering.decision
 
     def interrupt(self) -> None:
         """First: drain, checkpoint, end. Second: end everything now."""
@@ -190,6 +219,8 @@ class LocalRun:
         except CoordinatorUnreachable:
             return False
         self._rates = self._meter.add(self._status)
+        if self._steering is not None:
+            self._steering.see(self._status)
         self._tell_troubles(self._status)
         return True
 
@@ -207,7 +238,7 @@ class LocalRun:
         if self._status is None:
             return
         wanted, given = self._wanted_stop() or "", self._status.stop_reason
-        if not has_to_be_told(wanted, given):
+        if not has_to_be_told(wanted, given, self._revocable):
             return
         # Not heard: the next tick finds another stop_reason than is wanted and asks again.
         with contextlib.suppress(CoordinatorUnreachable):
@@ -220,8 +251,10 @@ class LocalRun:
         if self._status is None:
             return None
         usage = budget.Usage(self._status.wall_seconds, self._status.device_seconds)
-        decision = budget.decide(self._run.spec.budget, usage)
-        return None if decision is None else decision.reason
+        limit = budget.decide(self._run.spec.budget, usage)
+        if limit is not None:
+            return limit.reason
+        return (self._steering.stop or None) if self._steering is not None else None
 
     def _nothing_to_drain(self) -> bool:
         """No lease was given yet, so nothing was trained since the last checkpoint."""
@@ -262,7 +295,9 @@ class LocalRun:
         reason = INTERRUPTED if self._interrupts else (status.stop_reason if status else "")
         eta = None if status is None else eta_seconds(self._run.spec.budget, status, self._rates)
         units = tuple(self._runtime.statuses())
-        self._on_snapshot(Snapshot(now - self._started, status, units, self._rates, reason, eta))
+        self._on_snapshot(
+            Snapshot(now - self._started, status, units, self._rates, reason, eta, self._decision)
+        )
 
     def _note_startup(self, now: float) -> None:
         since, self._last_tick = now - self._last_tick, now

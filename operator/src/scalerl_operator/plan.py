@@ -6,7 +6,7 @@ from pathlib import Path
 
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.paths import RunPaths
-from scalerl_api.process import DIR, TRAINER_HOST
+from scalerl_api.process import DIR, TOKEN_FILE, TRAINER_HOST
 from scalerl_api.spec import ModelSpec, RunSpec, ScaleRLRun
 from scalerl_operator.workloads import (
     ADDRESS,
@@ -57,6 +57,25 @@ def _environment(spec: RunSpec, *, offline: bool = True) -> dict[str, str]:
         # Everything a role reads lies in the run's directory once `prepare` is done.
         environment["HF_HUB_OFFLINE"] = "1"
     return environment
+
+
+def forecaster(spec: RunSpec) -> Workload:
+    """The curve-fit sidecar of one run, for a runtime that has none beside itself."""
+    startup, liveness, readiness = _probes("/healthz", "/healthz", "http", stuck_seconds=60)
+    container = Container(
+        name="sidecar",
+        argv=(
+            *("python", "-m", "scalerl_curvefit.sidecar", "--host", f"$({BIND})"),
+            *("--port", f"$({port_variable('http')})", "--token-file", f"$({TOKEN_FILE})"),
+        ),
+        env=_environment(spec),
+        ports=("http",),
+        startup=startup,
+        liveness=liveness,
+        readiness=readiness,
+        resources=Resources(cpu_threads=1),
+    )
+    return Workload(Role.FORECASTER, Lifetime.SERVICE, (container,), after=(Role.PREPARE,), essential=False)
 
 
 def _volumes(spec: RunSpec, *, sources: bool, writable: bool = True) -> tuple[Volume, ...]:

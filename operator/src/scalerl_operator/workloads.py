@@ -26,6 +26,8 @@ _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
 
 class Role(enum.StrEnum):
     PREPARE = "prepare"
+    FORECASTER = "forecaster"
+    """The curve-fit sidecar. On a cluster it stands beside the operator, so a run's plan does not have it."""
     COORDINATOR = "coordinator"
     GENERATOR = "generator"
     TRAINER = "trainer"

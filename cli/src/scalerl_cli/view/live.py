@@ -59,6 +59,8 @@ def render(run: ScaleRLRun, snapshot: Snapshot) -> RenderableType:
             f"allowed {run.spec.recipe.max_staleness_steps})",
         )
         facts.add_row("mismatch", f"{words.divergence(status.mismatch_kl)} (KL, trainer against generators)")
+    if snapshot.decision is not None:
+        facts.add_row("forecast", words.decision(snapshot.decision))
     facts.add_row("phase", words.waiting(snapshot))
     facts.add_row(
         "time", f"{words.seconds(snapshot.elapsed_seconds)}, left {words.seconds(snapshot.eta_seconds)}"

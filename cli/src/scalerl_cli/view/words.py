@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from scalerl_api.wire import EvaluationPoint
 from scalerl_operator.observe.snapshot import Snapshot
+from scalerl_operator.policy.facts import Decision
 from scalerl_operator.runtime.unit import State, UnitStatus
 from scalerl_operator.workloads import Role
 
@@ -76,3 +77,8 @@ def state(unit: UnitStatus) -> str:
     if unit.restarts:
         words += f", {unit.restarts} restart{'s' if unit.restarts > 1 else ''}"
     return words
+
+
+def decision(made: Decision) -> str:
+    """What the autoscaler thinks, and why."""
+    return f"{made.state}: {made.reasons[0]}" if made.reasons else str(made.state)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from scalerl_api.spec import BudgetSpec
 from scalerl_api.wire import Status
+from scalerl_operator.policy.facts import Decision
 from scalerl_operator.runtime.unit import UnitStatus
 
 _WINDOW_SECONDS = 30.0
@@ -30,6 +31,7 @@ class Snapshot:
     status: the coordinator's last word; None before the first.
     stopping: why the run is being ended; empty while it is not.
     eta_seconds: to the end of the budget; None while that cannot be told.
+    decision: the autoscaler's last; None without one.
     """
 
     elapsed_seconds: float
@@ -38,6 +40,7 @@ class Snapshot:
     rates: Rates
     stopping: str
     eta_seconds: float | None
+    decision: Decision | None = None
 
 
 @dataclass

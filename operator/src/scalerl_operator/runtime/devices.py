@@ -71,6 +71,10 @@ class Pool:
         for workload in plan.workloads:
             self.take(workload, range(workload.replicas))
 
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
     def take(self, workload: Workload, indices: Iterable[int]) -> None:
         """Devices for these replicas, all or none.
 

@@ -123,9 +123,19 @@ class LocalRuntime:
             await self._tear_down()
             self._ports.close()
 
+    def url(self, role: Role, port: str = "http") -> str:
+        """Where the first replica of a role listens."""
+        unit = next(u for u in self.units if u.status.role is role and u.index == 0)
+        return f"http://{HOST}:{unit.ports[port]}"
+
     def replicas(self, role: Role) -> int:
         """How many there are to be."""
         return self._replicas[role]
+
+    def most(self, role: Role) -> int | None:
+        """How many replicas this machine's devices are enough for; None where none are asked for."""
+        each = sum(c.resources.devices for c in self._plan.workload(role).containers)
+        return self._replicas[role] + self._devices.free // each if each else None
 
     def leaving(self, role: Role) -> bool:
         """Whether some that were scaled away are still there."""

@@ -255,6 +255,11 @@ class Unit:
         log = str(culprit.command(start).log)
         return Failure(self.name, self.status.role, reason, outcome.bad_input, end.exit_code, log)
 
+    @property
+    def ports(self) -> dict[str, int]:
+        """By name; the containers of a replica share them."""
+        return self._members[0].ports
+
     def pids(self) -> tuple[int, ...]:
         """Pids of the members' own processes, as far as known."""
         return tuple(p.pid for p in self._processes if p.pid is not None and not p.ended)
