@@ -110,12 +110,16 @@ def test_who_writes_to_a_log_is_found_but_not_who_started_us(tmp_path: Path) -> 
     )
     shell = ["sh", "-c", '"$@" 2>"$0"; sleep 600', str(tmp_path / "answer"), sys.executable, "-c", code]
     with log.open("w") as sink, subprocess.Popen([*shell, str(log.parent)], stdout=sink) as writer:
-        wait_until(lambda: (tmp_path / "answer").exists() and (tmp_path / "answer").read_text())
-        for where in (log, log.parent):
-            assert writer.pid in writing_to(where)
-        assert writing_to(tmp_path) == writing_to(tmp_path / "other") == []
-        for pid in writing_to(log):
-            os.kill(pid, signal.SIGKILL)
+        try:
+            wait_until(lambda: (tmp_path / "answer").exists() and (tmp_path / "answer").read_text())
+            for where in (log, log.parent):
+                assert writer.pid in writing_to(where)
+            assert writing_to(tmp_path / "other") == []
+            # Once the one that answered, into a file of this folder, is gone.
+            wait_until(lambda: writing_to(tmp_path) == [])
+        finally:
+            for pid in writing_to(log):
+                os.kill(pid, signal.SIGKILL)
     assert (tmp_path / "answer").read_text() == "False\n"
 
 
