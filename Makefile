@@ -37,6 +37,9 @@ $(INSTALLED): $(BIN)/uv $(LOCKS) $(MEMBERS:%=%/pyproject.toml)
 run: setup ## train the tiny model on this machine, end to end
 	$(BIN)/scalerl run examples/tiny/run.yaml $(if $(RUN_DIR),--dir $(RUN_DIR))
 
+run-autostop: setup ## a run that its own forecast stops
+	$(BIN)/scalerl run examples/tiny-autostop/run.yaml $(if $(RUN_DIR),--dir $(RUN_DIR))
+
 test: lint test-unit test-local ## everything CI runs
 
 test-unit: setup ## members' tests, a few with a real vLLM server
@@ -69,4 +72,4 @@ lock: $(BIN)/uv ## write requirements/*.txt again from the members' pyproject fi
 clean: ## remove the environment and all runs
 	rm -rf $(VENV) runs
 
-.PHONY: help setup run test test-unit test-local lint format bench bench-trl lock clean
+.PHONY: help setup run run-autostop test test-unit test-local lint format bench bench-trl lock clean
