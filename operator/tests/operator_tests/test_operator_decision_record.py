@@ -99,6 +99,15 @@ def test_a_line_taken_out_or_put_in_is_found(recorded: tuple[bytes, list[Line]])
     assert any(d.line == 7 for d in verify(b"".join(lines[:6] + lines[5:]))[1])
 
 
+def test_a_changed_line_that_was_sealed_again_is_found_by_the_next(
+    recorded: tuple[bytes, list[Line]],
+) -> None:
+    lines = list(recorded[1])
+    lines[4] = seal(replace(lines[4], time="1970-01-01T00:00:00+00:00"), lines[3].digest)
+    _, found = verify(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    assert [(d.line, d.field) for d in found] == [(6, "digest")]
+
+
 def test_another_decision_than_follows_is_named_by_field(recorded: tuple[bytes, list[Line]]) -> None:
     """Even where whoever changed it mended the digests."""
     _, lines = recorded
@@ -122,6 +131,7 @@ def test_reopening_goes_on_where_it_ended_and_cuts_a_torn_tail(
     path.write_bytes(content + content[:100])
     record = DecisionRecord.open(path)
     assert record.notes == ["decisions.jsonl: cut off 100 bytes of an unfinished last line"]
+    assert path.read_bytes() == content
     assert record.known.history == lines[-1].decision.history
     assert record.known.sequence == len(lines)
     seen = lines[-1].observation

@@ -1,0 +1,143 @@
+"""What the policies are asked with: pace and reach, the question to the forecast, the load."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from operator_tests.scaling import EVERY, TOKENS, evaluations, flat_curve, progress, run, seen, spec, status
+from scalerl_api.forecast import ForecastRequest
+from scalerl_api.wire import EvaluationPoint
+from scalerl_operator.autoscaling.load import LoadMeter
+from scalerl_operator.autoscaling.observation import observe, point
+from scalerl_operator.autoscaling.question import question
+from scalerl_operator.policy.autoscale import decide
+from scalerl_operator.policy.elasticity import Left, pace, reach
+from scalerl_operator.policy.facts import Change, Generators, History, Pace, Progress
+
+ONE = Generators(wanted=1, ready=1)
+NOW = Pace(tokens_per_second=1000.0, devices=4.0, tokens_per_step=500.0, intervals=3)
+
+
+def test_a_pace_takes_three_intervals() -> None:
+    assert pace(progress(3)) is None
+    assert pace(progress(4)) == Pace(
+        tokens_per_second=1000.0, devices=4.0, tokens_per_step=10_000.0, intervals=3
+    )
+
+
+@pytest.mark.parametrize("jump", [-250.0, 1e7])
+def test_a_jump_of_the_clock_does_not_move_it(jump: float) -> None:
+    steady = progress(8)
+    jumped = [*steady[:5], *(replace(p, seconds=p.seconds + jump) for p in steady[5:])]
+    found = pace(jumped)
+    assert found is not None
+    assert (found.tokens_per_second, found.devices) == (1000.0, 4.0)
+
+
+def test_a_pace_since_a_change_leaves_out_the_interval_it_fell_into() -> None:
+    slow, fast = progress(4), progress(8, tokens=2000.0)[4:]
+    mixed = [*slow, *fast]
+    since = pace(mixed, since=401.0)
+    assert since is not None
+    assert (since.tokens_per_second, since.intervals) == (2000.0, 3)
+
+
+def test_two_evaluations_of_one_moment_are_no_interval() -> None:
+    same = Progress(version=10, tokens=1, seconds=1.0, device_seconds=1.0)
+    assert pace([same] * 9) is None
+
+
+@pytest.mark.parametrize(
+    ("rest", "more", "elastic", "expected"),
+    [
+        (Left(None, None, None), 0, 1.0, None),
+        (Left(None, 100.0, None), 0, 1.0, 100_000.0),
+        (Left(None, 100.0, None), 4, 1.0, 200_000.0),
+        (Left(None, 100.0, None), 4, 0.5, 141_421.4),
+        (Left(None, None, 400.0), 0, 1.0, 100_000.0),
+        (Left(None, None, 400.0), 4, 1.0, 100_000.0),  # as fast as it is dear
+        (Left(None, None, 400.0), 4, 0.5, 70_710.7),
+        (Left(20.0, 100.0, None), 4, 1.0, 10_000.0),
+    ],
+)
+def test_reach(rest: Left, more: float, elastic: float, expected: float | None) -> None:
+    found = reach(NOW, rest, more, elastic)
+    assert found == (None if expected is None else pytest.approx(expected, rel=1e-6))
+
+
+def asked(
+    curve: list[EvaluationPoint], autoscaling: dict[str, Any], generators: Generators = ONE
+) -> ForecastRequest:
+    whole = run(autoscaling, budget={"maxSeconds": 10_000})
+    points = [point(e) for e in curve]
+    observation = observe(whole, status(curve), points, generators, unix_seconds=1.7e9)
+    found = question(whole.autoscaling, points, observation, History())
+    assert isinstance(found, ForecastRequest)
+    return found
+
+
+def test_the_question_is_the_specs_in_tokens() -> None:
+    request = asked(flat_curve(), {"minGain": "0.03", "horizon": "4", "target": "0.7"})
+    assert (request.horizon, request.min_gain, request.target) == (4.0, 0.03, 0.7)
+    assert (request.value, request.price) == (None, None)
+    assert request.points.compute[:2] == [0.0, TOKENS * EVERY]
+    assert (request.points.samples, request.points.eval_version) == (4000.0, "first set")
+    # 4,000 s are used of 10,000, at 1,000 tokens a second.
+    assert request.max_compute == pytest.approx(10_000 * TOKENS)
+
+
+def test_prices_are_of_tokens_at_the_measured_pace() -> None:
+    request = asked(flat_curve(), {"pricePerDeviceHour": "2", "valuePerPoint": "50"})
+    assert request.value == 5000.0  # of a reward of 1, a hundred points
+    assert request.price == pytest.approx(2 / (3600 * TOKENS / 4))
+
+
+def test_a_target_is_out_of_reach_only_with_all_generators_there_may_be() -> None:
+    spec_ = {"target": "0.7", "generators": {"max": 9}}
+    assert asked(flat_curve(), spec_).max_compute == pytest.approx((4000 + 3 * 6000) * TOKENS)
+    few = Generators(wanted=1, ready=1, quota=3)
+    assert asked(flat_curve(), spec_, few).max_compute == pytest.approx((4000 + 1.5 * 6000) * TOKENS)
+
+
+def test_samples_and_sets_that_change_are_labelled_point_by_point() -> None:
+    curve = flat_curve()
+    curve[30:] = [replace(p, set_digest="other", samples=100) for p in curve[30:]]
+    request = asked(curve, {})
+    assert request.points.eval_version == ["first set"] * 30 + ["other"] * 11
+    assert request.points.samples == [4000.0] * 30 + [100.0] * 11
+
+
+def test_without_a_measured_pace_there_is_no_price_and_no_reach() -> None:
+    request = asked(flat_curve()[:3], {"pricePerDeviceHour": "2", "valuePerPoint": "50", "target": "0.7"})
+    assert (request.value, request.price, request.max_compute) == (None, None, None)
+
+
+def look(meter: LoadMeter, seconds: float, generators: Generators = ONE, **changes: Any) -> Any:
+    values = {"wall_seconds": seconds, "device_seconds": 2 * seconds, "step": int(seconds)} | changes
+    return meter.look(status(evaluations([0.2]), **values), generators)
+
+
+def test_a_load_is_of_a_window_and_begins_anew() -> None:
+    meter = LoadMeter(run())
+    assert look(meter, 100.0) is None
+    window = look(meter, 160.0)
+    assert (window.seconds, window.steps, window.trainer_busy, window.generator_busy) == (60.0, 60, 0.5, 0.5)
+    assert look(meter, 90.0) is None, "the clock went back"
+    assert look(meter, 100.0).seconds == 10.0
+    assert look(meter, 110.0, Generators(wanted=2, ready=1)) is None, "one is joining"
+    assert look(meter, 120.0, Generators(wanted=2, ready=2)) is None, "it begins when all are there"
+    assert look(meter, 130.0, Generators(wanted=2, ready=2)).seconds == 10.0
+    assert look(meter, 140.0, Generators(wanted=2, ready=2), step=3) is None, "the trainer went back"
+    meter.restart()
+    assert look(meter, 150.0, Generators(wanted=2, ready=2)) is None
+
+
+def test_a_clock_that_was_set_back_costs_one_cooldown_at_most() -> None:
+    change = Change(before=2, after=1, at=1e6, exploratory=False, measuring=False, pace=None)
+    rules, history = spec(generators={"max": 4}, cooldownSeconds=600), History(generators=1, change=change)
+    history = decide(rules, seen(seconds=2000.0), history).history
+    assert history.change is not None
+    assert history.change.at == 2000.0
