@@ -15,9 +15,9 @@ Terms
 - true gain: R(horizon·C) − R(C) on the noiseless curve, C the compute at an evaluation; horizon 2, minGain .02.
 - stop: the first evaluation with state STOP. False stop: the true gain there was ≥ minGain. A run that breaks is
   judged by the curve it was on until it broke; stopped later, its stop is not false.
-- over: the true gain is under minGain from some evaluation on until the end, with at least half of the planned
-  evaluations still to come. Those are the runs that a stop saves something on. `ends_under` are all whose true gain
-  is under minGain at the last evaluation, also if by a hair or since just then.
+- over: the true gain is under minGain at the last half of the planned evaluations or more of them. Those are the runs
+  that a stop saves something on. `ends_under` are all whose true gain is under minGain at the last evaluation, also if
+  by a hair or since just then; the table by how long tells how many evaluations a stop takes.
 - saved: 1 − evaluations used ÷ planned, of the runs that are over; 0 for one that was not stopped.
 - recall: broken runs with state BROKEN at an evaluation after the fall began. False alarm: a healthy run with state
   BROKEN at any evaluation.
@@ -232,7 +232,7 @@ def report(results: list[Result]) -> dict[str, float]:
 
     healthy = [r for r in results if r.kind != "broken"]
     broken = [r for r in results if r.kind == "broken"]
-    over = [r for r in healthy if r.over_from <= EVALUATIONS // 2]
+    over = [r for r in healthy if EVALUATIONS + 1 - r.over_from >= EVALUATIONS // 2]
     ends_under = [r for r in healthy if r.over_from <= EVALUATIONS]
     print(f"  {'decisions':<74}    ours   must be")
     check(
