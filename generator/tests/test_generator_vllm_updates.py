@@ -490,7 +490,8 @@ async def test_a_dead_engine_ends_its_server_in_few_words(tmp_path: Path) -> Non
             working = asyncio.create_task(generate_many(client))
             await asyncio.sleep(0.5)
             os.kill(engine_of(server), signal.SIGKILL)
-            assert not [answer for answer in await working if not isinstance(answer, VllmError)]
+            # Some may have been answered before it died; the others must hear of it.
+            assert [answer for answer in await working if isinstance(answer, VllmError)]
         await asyncio.to_thread(server.process.wait, 20)
         log = server.log.read_text()
         assert "EngineDeadError" in log

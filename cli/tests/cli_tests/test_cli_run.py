@@ -314,7 +314,7 @@ def test_default_directories_are_numbered_and_resume_takes_the_newest(tmp_path: 
 @pytest.mark.parametrize(
     ("pin", "words"),
     [
-        ("trainer", "write ROLE=CPUS like trainer=0,1; roles: prepare, coordinator"),
+        ("trainer", "write ROLE=CPUS like trainer=0,1; roles: prepare, forecaster, coordinator"),
         ("nobody=1", "write ROLE=CPUS"),
         ("trainer=x", "write ROLE=CPUS"),
         ("trainer=-1", "no CPU -1 for this command; there are "),
