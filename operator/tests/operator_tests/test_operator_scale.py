@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -11,6 +12,8 @@ import pytest
 
 from operator_tests.children import Harness, eventually, is_running, script, workload
 from scalerl_operator.runtime.devices import VISIBLE, NotEnoughDevices
+from scalerl_operator.runtime.ports import Ports
+from scalerl_operator.runtime.process import ChildProcess, Command
 from scalerl_operator.workloads import Container, Lifetime, Resources, Role, Workload
 
 SERVICE = """
@@ -140,3 +143,56 @@ async def test_a_gang_cannot_be_scaled(tmp_path: Path) -> None:
             harness.runtime.scale(Role.TRAINER, 2)
 
     await harness.while_running(look)
+
+
+async def test_a_replica_that_cannot_be_started_at_all_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replicas = Replicas(tmp_path)
+    harness = Harness(tmp_path, generators(replicas), trainer())
+    start = ChildProcess.start
+
+    def full(command: Command) -> ChildProcess:
+        if "generator-1" in command.log.name:
+            raise OSError(28, "No space left on device")
+        return start(command)
+
+    monkeypatch.setattr(ChildProcess, "start", full)
+    running = asyncio.create_task(harness.runtime.run())
+    await replicas.are("generator-0")
+    harness.runtime.scale(Role.GENERATOR, 2)
+    failed = await asyncio.wait_for(running, 20)
+    assert failed is not None
+    assert failed.unit == "generator-1"
+    assert "No space left" in failed.reason
+    assert replicas.live() == {}
+
+
+async def test_ports_that_run_out_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replicas = Replicas(tmp_path)
+    harness = Harness(tmp_path, generators(replicas), trainer())
+
+    async def look() -> None:
+        await replicas.are("generator-0")
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                Ports, "take", lambda self: (_ for _ in ()).throw(OSError(24, "Too many open files"))
+            )
+            with pytest.raises(OSError, match="Too many"):
+                harness.runtime.scale(Role.GENERATOR, 2)
+        assert harness.runtime.replicas(Role.GENERATOR) == 1
+        harness.runtime.scale(Role.GENERATOR, 2)
+        await replicas.are("generator-0", "generator-1")
+
+    await harness.while_running(look)
+
+
+async def test_nothing_is_started_once_the_run_is_ending(tmp_path: Path) -> None:
+    replicas = Replicas(tmp_path)
+    harness = Harness(tmp_path, generators(replicas), trainer())
+    running = asyncio.create_task(harness.runtime.run())
+    await replicas.are("generator-0")
+    harness.runtime.stop()
+    harness.runtime.scale(Role.GENERATOR, 2)
+    assert await asyncio.wait_for(running, 20) is None
+    assert "generator-1" not in replicas.path.read_text()

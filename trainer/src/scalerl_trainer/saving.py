@@ -134,7 +134,7 @@ class Saver:
     def _seal(self, pending: _Pending, files: list[Path]) -> None:
         try:
             pending.records = self._store.record(pending.aside, files)
-        except OSError as error:
+        except Exception as error:  # whatever it was, this rank's share is not known to be on disk
             pending.error = f"rank {self._ranks.rank}: {error}"
 
     def _commit(self, pending: _Pending, results: list[tuple[list[FileRecord], str | None]]) -> Saved:

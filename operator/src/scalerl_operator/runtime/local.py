@@ -97,6 +97,8 @@ class LocalRuntime:
         self._stopping = asyncio.Event()
         self._scaled = asyncio.Event()
         self._tasks: dict[asyncio.Task[Failure | None], Unit] = {}
+        self._seen_to: set[asyncio.Task[Failure | None]] = set()
+        self._is_over = False
         self._replicas = {workload.role: workload.replicas for workload in plan.workloads}
         self.units: list[Unit] = [unit for workload in plan.workloads for unit in self._units(workload)]
 
@@ -120,6 +122,7 @@ class LocalRuntime:
             rest = [*self._of(Lifetime.SERVICE), *self._of(Lifetime.GANG)]
             return await self._until_decided(rest)
         finally:
+            self._is_over = True
             await self._tear_down()
             self._ports.close()
 
@@ -144,25 +147,34 @@ class LocalRuntime:
     def scale(self, role: Role, replicas: int) -> None:
         """Have so many replicas of a service from now on: new ones are started, the newest are stopped in order.
 
-        Call while :meth:`run` supervises services and :meth:`leaving` is false.
+        Call while :meth:`run` supervises services and :meth:`leaving` is false; does nothing once the run is ending.
 
         Raises:
-            NotEnoughDevices: nothing was changed.
+            NotEnoughDevices, OSError: nothing was changed.
         """
+        if self._is_over or self._stopping.is_set():
+            return
         workload = self._plan.workload(role)
         if workload.lifetime is not Lifetime.SERVICE:
             raise ValueError(f"{role} is no service: its replicas live and die together")
         if self.leaving(role):
             raise RuntimeError(f"a {role} is still leaving; its name is not free yet")
         before = self._replicas[role]
-        self._devices.take(workload, range(before, replicas))
+        new: list[Unit] = []
+        try:
+            for index in range(before, replicas):
+                new += self._replica_units(workload, index)
+            self._devices.take(workload, range(before, replicas))
+        except BaseException:
+            for port in {port for unit in new for port in unit.ports.values()}:
+                self._ports.give_back(port)
+            raise
         self._replicas[role] = replicas
         for unit in [u for u in self.units if u.status.role is role and u.index >= replicas]:
             unit.stop()
-        for index in range(before, replicas):
-            for unit in self._replica_units(workload, index):
-                self.units.append(unit)
-                self._start(unit)
+        for unit in new:
+            self.units.append(unit)
+            self._start(unit)
         self._scaled.set()
 
     def stop(self) -> None:
@@ -184,10 +196,12 @@ class LocalRuntime:
             while True:
                 self._scaled.clear()
                 scaled = asyncio.create_task(self._scaled.wait())
-                waiting = {task for task in self._tasks if not task.done()}
+                # Also those that have ended already: a unit may fail before it is first waited for.
+                waiting = {task for task in self._tasks if task not in self._seen_to}
                 done, _ = await asyncio.wait({*waiting, stop, scaled}, return_when=asyncio.FIRST_COMPLETED)
                 scaled.cancel()
                 for task in [t for t in waiting if t in done]:
+                    self._seen_to.add(task)
                     failed = self._ended(task)
                     if failed is not None:
                         return failed
