@@ -95,6 +95,8 @@ def has_to_be_told(wanted: str, given: str, revocable: Collection[str] = REVOCAB
     (True, True, False)
     >>> has_to_be_told(INTERRUPTED, "maxSteps"), has_to_be_told("maxSeconds", "maxSteps")
     (True, False)
+    >>> has_to_be_told("", STOP_REASON), has_to_be_told("", STOP_REASON, (STOP_REASON,))  # completed, suspended
+    (False, True)
     """
     if wanted == given:
         return False

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import Status
 from scalerl_operator.autoscaling.controller import STOP_REASON, Autoscaler, Step
-from scalerl_operator.autoscaling.record import DecisionRecord, RecordError
+from scalerl_operator.autoscaling.record import DecisionRecord
 from scalerl_operator.autoscaling.sidecar import Sidecar
 from scalerl_operator.policy.facts import Decision, Generators, State
 from scalerl_operator.runtime.devices import NotEnoughDevices
@@ -109,6 +109,3 @@ class Steering:
 
     def _tell(self, text: str, *, is_problem: bool = False) -> None:
         self._on_event(Event("autoscaler", text, is_problem))
-
-
-__all__ = ["RecordError", "Steering"]

@@ -193,6 +193,7 @@ async def test_nothing_is_started_once_the_run_is_ending(tmp_path: Path) -> None
     running = asyncio.create_task(harness.runtime.run())
     await replicas.are("generator-0")
     harness.runtime.stop()
+    await asyncio.sleep(0.1)  # generator-0 takes .2 s to leave: all are being stopped now
     harness.runtime.scale(Role.GENERATOR, 2)
     assert await asyncio.wait_for(running, 20) is None
     assert "generator-1" not in replicas.path.read_text()
