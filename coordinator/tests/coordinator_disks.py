@@ -12,6 +12,19 @@ class FullDisk(Disk):
     """Takes ``room`` more bytes, then is full; a write may be cut short, as a real one is."""
 
     room = 10**9
+    cut_and_synced = False
+    """Whether the last file that was cut was synced before anything else was written."""
+
+    def truncate(self, fd: int, size: int) -> None:
+        super().truncate(fd, size)
+        self._cut, self.cut_and_synced = fd, False
+
+    def sync(self, fd: int) -> None:
+        super().sync(fd)
+        self.cut_and_synced |= fd == self._cut
+        self._cut = -1
+
+    _cut = -1
 
     def write(self, fd: int, data) -> int:
         if self.room <= 0:

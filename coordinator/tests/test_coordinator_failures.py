@@ -207,6 +207,20 @@ async def test_a_checkpoint_is_not_committed_while_rows_of_metrics_are_missing(l
     assert [(line["step"], line["loss"]) for line in lines] == [(0, 0.5), (1, 0.25)]
 
 
+async def test_a_curve_that_cannot_be_written_is_told_of_once_and_written_later(local, visitor, caplog):
+    """It is tried at every tick; the log of the night that a disk was full stays readable."""
+    curve = local.paths.curve
+    curve.unlink(missing_ok=True)
+    curve.mkdir()
+    local.server._points_written = None  # as after a new point
+    await asyncio.sleep(1.2)  # some ticks
+    assert [record.levelname for record in caplog.records].count("ERROR") == 1
+    curve.rmdir()
+    async with asyncio.timeout(5):
+        while not curve.is_file():  # noqa: ASYNC110 -- nothing announces it
+            await asyncio.sleep(0.05)
+
+
 async def test_an_orderly_stop_and_a_start_change_nothing(serving_on, tmp_path):
     """From a real snapshot, over several segments: counts, shard bytes, files, and what is leased next."""
     async with serving_on(tmp_path, "p1", segment_bytes=1500) as local, aiohttp.ClientSession() as session:

@@ -230,6 +230,7 @@ async def test_a_full_disk_refuses_whole_and_recovers(tmp_path, room):
     async with asyncio.timeout(10):
         while journal.refusing is not None:  # noqa: ASYNC110 -- nothing announces it
             await asyncio.sleep(0.05)
+    assert disk.cut_and_synced, "power loss must not bring the refused frames back beside a newer segment"
     journal.append(b"after", "after", bytes(10))
     await journal.durable()
     assert journal.blobs.read(["after"]) == [bytes(10)]

@@ -405,6 +405,24 @@ def test_the_coordinator_may_come_back(new_run: Any) -> None:
     assert run.step() == 6
 
 
+def test_a_checkpoint_that_the_coordinator_cannot_note_stops_nothing(new_run: Any) -> None:
+    """Its metrics.jsonl cannot be written for a while: the trainer goes on, and says it again until it is heard."""
+    run = new_run(budget__maxSteps=12)
+    run.start(seconds_per_group=0.05)
+    until(lambda: run.step() >= 1)
+    aside = run.paths.metrics.with_name("aside")
+    run.paths.metrics.rename(aside)
+    run.paths.metrics.mkdir()
+    until(lambda: "did not take note" in run.log("trainer-0"), what="a refused commit")
+    refused_at = run.step()
+    until(lambda: run.step() >= refused_at + 2, what="training")
+    run.paths.metrics.rmdir()
+    aside.rename(run.paths.metrics)
+    assert run.wait_trainer() == [0, 0]
+    assert [row["step"] for row in run.rows()] == list(range(12))
+    assert run.log("trainer-0").count("hello: ") == 1
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_disk_that_is_full_fails_checkpoints_only(new_run: Any, rank: int) -> None:
     """One rank cannot write files of more than 32 KiB: the other must neither hang nor keep its half."""

@@ -417,6 +417,7 @@ class Journal:
     def _reopen(self) -> None:
         """Worker thread: no torn tail, and a new segment with room to write; or OSError, and a next try may come."""
         self._cut_tail()
+        self._disk.sync(self._fd)  # a later segment must never be on disk beside a tail that only seemed cut
         probe = self.directory / "room.tmp"
         try:
             self._write_file(probe, bytes(_HEADROOM_BYTES))

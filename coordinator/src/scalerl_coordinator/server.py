@@ -84,6 +84,7 @@ class Server:
         self._step_lock = asyncio.Lock()
         self._files_thread = ThreadPoolExecutor(1, thread_name_prefix="files")
         self._points_written: list[wire.EvaluationPoint] | None = None
+        self._files_problem = ""
         self._ticker: asyncio.Task[None] | None = None
         self._closing = False
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -407,8 +408,13 @@ class Server:
         try:
             await asyncio.get_running_loop().run_in_executor(self._files_thread, write)
         except OSError as error:
-            log.error("metrics.jsonl or curve.csv not written: %s", error)
+            if str(error) != self._files_problem:  # it is tried again at every tick: told once
+                log.error("metrics.jsonl or curve.csv not written, tried again until it can be: %s", error)
+            self._files_problem = str(error)
             return False
+        if self._files_problem:
+            log.info("metrics.jsonl and curve.csv can be written again")
+            self._files_problem = ""
         return True
 
     # --- HTTP -----------------------------------------------------------------------------------

@@ -125,9 +125,13 @@ class Coordinator:
         message = wire.CheckpointBegin(incarnation=self._incarnation, step=step)
         return self._call(endpoints.CHECKPOINT_BEGIN, message, wire.CheckpointSnapshot).snapshot
 
-    def checkpoint_commit(self, step: int, kept_steps: list[int]) -> None:
+    def checkpoint_commit(self, step: int, kept_steps: list[int], *, patient: bool) -> None:
+        """``patient``: with retries, as most calls; else one attempt."""
         message = wire.CheckpointCommit(incarnation=self._incarnation, step=step, kept_steps=kept_steps)
-        self._call(endpoints.CHECKPOINT_COMMIT, message, wire.Ack)
+        if patient:
+            self._call(endpoints.CHECKPOINT_COMMIT, message, wire.Ack)
+        else:
+            self._once(endpoints.CHECKPOINT_COMMIT, message, wire.Ack, 0.0)
 
     def _call(self, path: str, message: wire.Struct, answer: type[T]) -> T:
         deadline = time.monotonic() + self._retry_seconds

@@ -47,6 +47,7 @@ class Leader:
         self._wait_seconds = 0.0
         self._checkpoint_seconds = 0.0
         self._checkpoint_failures = 0
+        self._uncommitted: tuple[int, list[int]] | None = None
         self._answered = time.monotonic()
 
     def lead(self, snapshot: bytes | None, save_now: bool) -> None:
@@ -89,6 +90,7 @@ class Leader:
                     break
         self._save()
         self._seal()
+        self._commit(patient=True)
         self._tell(Order.LEAVE)
         if w.saver.last_step != w.version:
             raise CheckpointError(
@@ -105,6 +107,7 @@ class Leader:
         stop, sealed = self._worker.meet()
         if sealed:
             self._seal()
+        self._commit()
         return stop
 
     def _ask(self, wait_seconds: float = POLL_SECONDS) -> wire.Next:
@@ -267,7 +270,26 @@ class Leader:
         w.metrics.checkpoints.labels("ok").inc()
         w.metrics.checkpoint_step.set(saved.step)
         log.info("checkpoint %d is on disk (kept: %s)", saved.step, saved.kept_steps)
-        self._coordinator.checkpoint_commit(saved.step, saved.kept_steps)
+        self._uncommitted = (saved.step, saved.kept_steps)
+        self._commit()
+
+    def _commit(self, *, patient: bool = False) -> None:
+        """Tell the coordinator of the newest checkpoint on disk, unless it knows.
+
+        It may refuse for as long as it cannot write its own files: training goes on meanwhile, and it is told again.
+        ``patient``: the last word of this process, tried for as long as any other.
+        """
+        if self._uncommitted is None:
+            return
+        step, kept_steps = self._uncommitted
+        try:
+            self._coordinator.checkpoint_commit(step, kept_steps, patient=patient)
+        except CoordinatorUnreachable as error:
+            if patient:
+                raise
+            log.warning("checkpoint %d is on disk, but the coordinator did not take note: %s", step, error)
+            return
+        self._uncommitted = None
 
     def _save_failed(self, reason: str) -> None:
         self._checkpoint_failures += 1
