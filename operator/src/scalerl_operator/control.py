@@ -11,18 +11,18 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from scalerl_api.spec import ScaleRLRun
-from scalerl_api.wire import INTERRUPTED, Phase, Status
-from scalerl_operator.autoscaling.controller import STOP_REASON
+from scalerl_api.wire import FORECAST, INTERRUPTED, Phase, Status
 from scalerl_operator.observe.errors import CoordinatorUnreachable
 from scalerl_operator.observe.snapshot import RateMeter, Rates, Snapshot, eta_seconds
 from scalerl_operator.plan import forecaster
 from scalerl_operator.policy import budget
 from scalerl_operator.policy.facts import Decision
+from scalerl_operator.policy.telling import REVOCABLE, has_to_be_told
 from scalerl_operator.runtime.census import tree_memory_bytes
 from scalerl_operator.runtime.directory import RunDirectory
 from scalerl_operator.runtime.local import LocalRuntime, LocalSettings
@@ -39,8 +39,6 @@ _TROUBLES: Final = {
 }
 """What goes wrong without ending anything, as the coordinator's status counts it: in which words a person hears
 of it, and when: once the count is above so many times what was told last."""
-
-REVOCABLE: Final = (INTERRUPTED, *budget.REASONS)
 
 _TICK_SECONDS = 1.0
 _STARTING_TICK_SECONDS = 0.25
@@ -82,27 +80,6 @@ class Outcome:
     decision: Decision | None = None
 
 
-def has_to_be_told(wanted: str, given: str, revocable: Collection[str] = REVOCABLE) -> bool:
-    """Whether the coordinator, which stops for the reason ``given``, has to hear of the one that is ``wanted``.
-
-    A stop outlives the command that asked for it: what no longer holds (resumed, more budget) is taken back, but not
-    what the coordinator found by itself. A person's interrupt goes before any other reason: it ends the run without a
-    last evaluation.
-
-    revocable: reasons that hold only as long as somebody here wants them.
-
-    >>> has_to_be_told("maxSeconds", ""), has_to_be_told("", "maxSeconds"), has_to_be_told("", "maxSteps")
-    (True, True, False)
-    >>> has_to_be_told(INTERRUPTED, "maxSteps"), has_to_be_told("maxSeconds", "maxSteps")
-    (True, False)
-    >>> has_to_be_told("", STOP_REASON), has_to_be_told("", STOP_REASON, (STOP_REASON,))  # completed, suspended
-    (False, True)
-    """
-    if wanted == given:
-        return False
-    return wanted == INTERRUPTED or not given or (not wanted and given in revocable)
-
-
 class LocalRun:
     """Runs ``plan`` in ``directory`` until it is complete, fails for good, or is interrupted.
 
@@ -137,7 +114,7 @@ class LocalRun:
         self._steering = Steering(run.spec, self._runtime, directory, on_event=on_event) if steered else None
         # A run that its forecast has completed is over; one that it has suspended goes on when it is resumed.
         final = run.spec.autoscaling.on_stop == "Complete"
-        self._revocable = REVOCABLE if final else (*REVOCABLE, STOP_REASON)
+        self._revocable = REVOCABLE if final else (*REVOCABLE, FORECAST)
         self._client: CoordinatorClient | None = None
         self._status: Status | None = None
         self._meter = RateMeter()

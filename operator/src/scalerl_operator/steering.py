@@ -11,8 +11,8 @@ import contextlib
 from collections.abc import Callable
 
 from scalerl_api.spec import RunSpec
-from scalerl_api.wire import Status
-from scalerl_operator.autoscaling.controller import STOP_REASON, Autoscaler, Step
+from scalerl_api.wire import FORECAST, Status
+from scalerl_operator.autoscaling.controller import Autoscaler, Step
 from scalerl_operator.autoscaling.record import DecisionRecord
 from scalerl_operator.autoscaling.sidecar import Sidecar
 from scalerl_operator.policy.facts import Decision, Generators, State
@@ -58,7 +58,7 @@ class Steering:
 
     def see(self, status: Status) -> None:
         """The coordinator's newest word. The first tells whether a run that had been stopped is to go on."""
-        if self._status is None and status.stop_reason == STOP_REASON:
+        if self._status is None and status.stop_reason == FORECAST:
             self._autoscaler.resume()
         self._status = status
 
@@ -92,7 +92,7 @@ class Steering:
             self._tell(f"{step.decision.state}: {why}", is_problem=step.decision.state is State.BROKEN)
         match step.action.kind:
             case "stop":
-                self.stop = STOP_REASON
+                self.stop = FORECAST
             case "scale":
                 self._scale(step.action.generators)
 

@@ -68,6 +68,7 @@ from scalerl_api.wire.trainer import (
     TrainerWelcome,
 )
 from scalerl_api.wire.watching import (
+    FORECAST,
     INTERRUPTED,
     Counts,
     EvaluationPoint,
@@ -78,6 +79,7 @@ from scalerl_api.wire.watching import (
 
 __all__ = [
     "CONTENT_TYPE",
+    "FORECAST",
     "INTERRUPTED",
     "WIRE_HEADER",
     "WIRE_VERSION",

@@ -9,6 +9,9 @@ from scalerl_api.wire.base import Member, Struct
 INTERRUPTED = "interrupted"
 """The reason of a stop by somebody who waits for the end: the last version is saved, and not measured."""
 
+FORECAST = "forecast"
+"""The reason of a stop by the autoscaler; what the summary says of such a run."""
+
 
 class Stop(Struct, frozen=True, kw_only=True):
     """``POST /v1/stop``: end the run in order. The trainer finishes its step, its last version is measured (unless the

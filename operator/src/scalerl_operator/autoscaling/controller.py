@@ -21,9 +21,6 @@ from scalerl_operator.policy.autoscale import decide
 from scalerl_operator.policy.balance import balance
 from scalerl_operator.policy.facts import Action, Decision, Generators, Observation
 
-STOP_REASON: Final = "forecast"
-"""What the coordinator is told, and the summary says, when a run is stopped by its forecast."""
-
 FIRST_RETRY_SECONDS: Final = 15.0
 LAST_RETRY_SECONDS: Final = 600.0
 """After a failure the same evaluation is looked at again: first after so long, then twice that, up to the last."""

@@ -1,0 +1,33 @@
+"""Telling: when a coordinator has to hear of a stop, or of a stop that is taken back. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final
+
+from scalerl_api.wire import INTERRUPTED
+from scalerl_operator.policy import budget
+
+REVOCABLE: Final = (INTERRUPTED, *budget.REASONS)
+"""Reasons that hold only as long as somebody here wants them."""
+
+
+def has_to_be_told(wanted: str, given: str, revocable: Collection[str] = REVOCABLE) -> bool:
+    """Whether the coordinator, which stops for the reason ``given``, has to hear of the one that is ``wanted``.
+
+    A stop outlives the command that asked for it: what no longer holds (resumed, more budget) is taken back, but not
+    what the coordinator found by itself. A person's interrupt goes before any other reason: it ends the run without a
+    last evaluation.
+
+    revocable: reasons that hold only as long as somebody here wants them.
+
+    >>> has_to_be_told("maxSeconds", ""), has_to_be_told("", "maxSeconds"), has_to_be_told("", "maxSteps")
+    (True, True, False)
+    >>> has_to_be_told(INTERRUPTED, "maxSteps"), has_to_be_told("maxSeconds", "maxSteps")
+    (True, False)
+    >>> has_to_be_told("", "forecast"), has_to_be_told("", "forecast", ("forecast",))  # completed, suspended
+    (False, True)
+    """
+    if wanted == given:
+        return False
+    return wanted == INTERRUPTED or not given or (not wanted and given in revocable)
