@@ -1,11 +1,12 @@
 """The resource and wire types every other member speaks.
 
-Lives here: the ``ScaleRLRun`` resource (:mod:`.spec`, its field types in :mod:`.fields`), how a file
-becomes one or a list of precise errors (:mod:`.load`), what processes of a run say to each other
-(:mod:`.wire`, :mod:`.endpoints`), the byte layout of weights on their way (:mod:`.weights`), what the
-forecasting sidecar is asked and answers (:mod:`.forecast`), how a process learns where it stands
+Lives here: the ``ScaleRLRun`` resource (:mod:`.spec`, its field types in :mod:`.fields`, what only a cluster
+uses of it in :mod:`.cluster` and :mod:`.pods`), its status there (:mod:`.status`, :mod:`.conditions`), how a
+file or a cluster's object becomes a run or a list of precise errors (:mod:`.load`), what processes of a run say
+to each other (:mod:`.wire`, :mod:`.endpoints`), the byte layout of weights on their way (:mod:`.weights`), what
+the forecasting sidecar is asked and answers (:mod:`.forecast`), how a process learns where it stands
 (:mod:`.process`), where a run keeps its files (:mod:`.paths`), and how many bytes its roles need
 (:mod:`.memory`).
 
-Never lives here: I/O beyond reading a spec file, torch, Kubernetes, or a decision.
+Never lives here: I/O beyond reading a spec file, torch, a call to Kubernetes, or a decision.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -94,8 +94,32 @@ def parse_run(text: str, source: str) -> ScaleRLRun:
     if len(documents) != 1 or not isinstance(documents[0], dict):
         found = f"{len(documents)} documents" if len(documents) != 1 else type(documents[0]).__name__
         raise SpecError(source, [SpecProblem("file", f"expected one {KIND} object, found {found}")])
+    return _validated(documents[0], source)
+
+
+_METADATA = ("name", "namespace", "labels", "annotations")
+
+
+def run_from_object(obj: Mapping[str, Any]) -> ScaleRLRun:
+    """Check one object as an API server gives it.
+
+    Of its metadata, name, namespace, labels and annotations are kept; what the server adds, and ``status``,
+    is left out. The spec is held to the same rules as a file's.
+
+    Raises:
+        SpecError: fields that do not fit; its source is ``namespace/name``.
+    """
+    metadata = obj.get("metadata")
+    if not isinstance(metadata, Mapping):
+        raise SpecError(KIND, [SpecProblem("metadata", "required, but not given")])
+    kept = {key: metadata[key] for key in _METADATA if metadata.get(key) is not None}
+    document = {key: value for key, value in obj.items() if key != "status"} | {"metadata": kept}
+    return _validated(document, f"{metadata.get('namespace') or 'default'}/{metadata.get('name') or '?'}")
+
+
+def _validated(document: dict[str, Any], source: str) -> ScaleRLRun:
     try:
-        return ScaleRLRun.model_validate(documents[0])
+        return ScaleRLRun.model_validate(document)
     except ValidationError as error:
         raise SpecError(source, list(_problems(error))) from error
 

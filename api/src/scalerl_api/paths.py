@@ -10,16 +10,19 @@ from pathlib import Path
 class RunPaths:
     """The layout of a run's directory.
 
+    given_run_file: where the run's spec is, if the runtime keeps it elsewhere (a mounted ConfigMap).
+
     >>> RunPaths(Path("/runs/a")).checkpoint(20).as_posix()
     '/runs/a/checkpoints/step-00000020'
     """
 
     root: Path
+    given_run_file: Path | None = None
 
     @property
     def run_file(self) -> Path:
         """The run with every default written out; what all roles read."""
-        return self.root / "run.yaml"
+        return self.given_run_file or self.root / "run.yaml"
 
     @property
     def base_model(self) -> Path:

@@ -16,6 +16,8 @@ DIR = "SCALERL_DIR"
 NAME = "SCALERL_NAME"
 COORDINATOR_URL = "SCALERL_COORDINATOR_URL"
 TOKEN_FILE = "SCALERL_TOKEN_FILE"
+RUN_FILE = "SCALERL_RUN_FILE"
+"""Where the run's spec is, if not in ``SCALERL_DIR``: on a cluster it is mounted, and a changed one rolls the pods."""
 TRAINER_HOST = "SCALERL_TRAINER_HOST"
 """Trainers only: the address under which generators reach this rank's weight store; unset: loopback."""
 
@@ -59,8 +61,9 @@ class ProcessEnvironment:
             raise EnvironmentProblem(f"{TOKEN_FILE}={token_file}: {error.strerror}") from error
         if not token:
             raise EnvironmentProblem(f"{TOKEN_FILE}={token_file}: empty")
+        run_file = environ.get(RUN_FILE)
         return cls(
-            RunPaths(Path(environ[DIR])),
+            RunPaths(Path(environ[DIR]), Path(run_file) if run_file else None),
             environ[NAME],
             environ[COORDINATOR_URL].rstrip("/"),
             token,

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from scalerl_api.autoscaling import AutoscalingSpec
+from scalerl_api.cluster import ImagesSpec, StorageSpec
 from scalerl_api.fields import (
     DecayDecimal,
     GraderQuantity,
@@ -22,6 +23,7 @@ from scalerl_api.fields import (
     PositiveUnitDecimal,
     UnitDecimal,
 )
+from scalerl_api.pods import PodTemplate
 
 GROUP: Final = "scalerl.dev"
 VERSION: Final = "v1alpha1"
@@ -227,6 +229,23 @@ class WarmStartSpec(Model):
 
 # --- roles -------------------------------------------------------------------------------------
 
+MaxRestarts = Annotated[int, Field(ge=0, le=1000)]
+DeviceResource = Annotated[
+    str,
+    Field(
+        max_length=317, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"
+    ),
+]
+
+
+class CoordinatorSpec(Model):
+    """The one process that hands out work and keeps the run's history. Ignored by the local runtime."""
+
+    max_restarts: MaxRestarts = 20
+    """Restarts in a row, without ten minutes of quiet between them, after which the run fails."""
+    pod_template: PodTemplate | None = None
+    """Over the run's own podTemplate, for the coordinator alone."""
+
 
 class GeneratorSpec(Model):
     """vLLM servers and the actors that feed them. Elastic: any of them may come, go or die."""
@@ -244,6 +263,10 @@ class GeneratorSpec(Model):
     """A group not delivered by then is given to another generator."""
     extra_args: list[str] = []
     """Appended to the vLLM command line as they are."""
+    max_restarts: MaxRestarts = 20
+    """On a cluster: restarts in a row of one pod after which the run counts as degraded; the others go on."""
+    pod_template: PodTemplate | None = None
+    """Over the run's own podTemplate, for generators alone; ignored by the local runtime."""
 
 
 DEFAULT_MICRO_BATCH_TOKENS = 4096
@@ -261,6 +284,10 @@ class TrainerSpec(Model):
     micro_batch_tokens: Annotated[int, Field(ge=64, le=1_048_576)] | None = None
     """Most tokens of one forward and backward pass of a rank; none: 4096, or the model's contextTokens if more."""
     activation_checkpointing: bool = False
+    max_restarts: MaxRestarts = 20
+    """On a cluster: restarts of all ranks in a row, without ten minutes of quiet, after which the run fails."""
+    pod_template: PodTemplate | None = None
+    """Over the run's own podTemplate, for the trainer and the preparation alone; ignored by the local runtime."""
 
 
 class WeightSyncSpec(Model):
@@ -319,6 +346,7 @@ class RunSpec(Model):
     warm_start: WarmStartSpec | None = None
     generator: GeneratorSpec = GeneratorSpec()
     trainer: TrainerSpec = TrainerSpec()
+    coordinator: CoordinatorSpec = CoordinatorSpec()
     weight_sync: WeightSyncSpec = WeightSyncSpec()
     evaluation: EvaluationSpec = EvaluationSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
@@ -326,6 +354,14 @@ class RunSpec(Model):
     autoscaling: AutoscalingSpec = AutoscalingSpec()
     suspend: bool = False
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    storage: StorageSpec = StorageSpec()
+    images: ImagesSpec = ImagesSpec()
+    pod_template: PodTemplate | None = None
+    """For the pods of all roles; a role's own podTemplate wins. Ignored by the local runtime."""
+    device_resource: DeviceResource = "nvidia.com/gpu"
+    """Name of the extended resource that ``devices`` counts on a cluster. Ignored by the local runtime."""
+    ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=31_536_000)] | None = None
+    """How long a finished run's object is kept on a cluster; none: until someone deletes it."""
 
     @model_validator(mode="after")
     def _fields_fit(self) -> Self:

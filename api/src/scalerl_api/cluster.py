@@ -1,0 +1,54 @@
+"""What only a cluster uses of a run: its volume and its images. The local runtime ignores both."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from scalerl_api.fields import Model, PositiveQuantity
+from scalerl_api.pods import ObjectName
+
+
+class StorageSpec(Model):
+    """The volume that all pods of a run share, with everything the run writes. Ignored by the local runtime."""
+
+    claim_name: ObjectName | None = None
+    """A claim that exists, used below a folder of the run's name; without one the operator makes ``<run>-data``."""
+    size: PositiveQuantity = "10Gi"
+    """Of the claim that the operator makes: checkpoints × (weights + optimizer state), and the prepared model."""
+    storage_class_name: ObjectName | None = None
+    """Of the claim that the operator makes; none: the cluster's default."""
+    access_mode: Literal["ReadWriteMany", "ReadWriteOnce"] = "ReadWriteMany"
+    """Of the claim that the operator makes; ``ReadWriteOnce`` works where all pods of a run land on one node."""
+    on_delete: Literal["Retain", "Delete"] = "Retain"
+    """What becomes of the claim that the operator made once the run is deleted."""
+
+    @model_validator(mode="after")
+    def _claim_is_theirs(self) -> Self:
+        if self.claim_name is not None:
+            if self.storage_class_name is not None:
+                raise ValueError(
+                    "storageClassName says nothing about a claim that exists: leave out it or claimName"
+                )
+            if self.on_delete == "Delete":
+                raise ValueError(
+                    "onDelete: Delete is for the operator's own claim; one given by claimName is kept"
+                )
+        return self
+
+
+Image = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^\S+$")]
+
+
+class ImagesSpec(Model):
+    """Container images of the roles; what is not given is the operator's own setting. Ignored by the local runtime."""
+
+    trainer: Image | None = None
+    """Of the trainer, and of the preparation before it."""
+    generator: Image | None = None
+    """Of both containers of a generator."""
+    coordinator: Image | None = None
+    """Of the coordinator."""
+    pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
+    """When the images are pulled; none: the operator's setting."""

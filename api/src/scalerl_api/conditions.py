@@ -1,0 +1,238 @@
+"""Condition types of a run on a cluster, and the reasons they carry, each with what a person can do about it.
+
+``docs/operations.md`` lists exactly these. A reason never changes its meaning; the message beside it has the
+particulars (which field, which pod, which object).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Self
+
+
+class _Explained(StrEnum):
+    """A constant and one line about it, ``.text``."""
+
+    text: str
+
+    def __new__(cls, value: str, text: str) -> Self:
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.text = text
+        return member
+
+
+class Phase(_Explained):
+    """One word for where a run stands."""
+
+    PENDING = "Pending", "Nothing runs yet: the run waits for its admission, or for its spec to be usable."
+    PREPARING = "Preparing", "Model, tokenizer and task are being made ready on the volume."
+    RUNNING = "Running", "The trainer trains, or is about to."
+    FINISHING = "Finishing", "The run has reached its end; the last evaluation and checkpoint are under way."
+    SUSPENDING = "Suspending", "The run writes its checkpoint and lets its devices go."
+    SUSPENDED = "Suspended", "Nothing runs; setting spec.suspend to false goes on from the checkpoint."
+    COMPLETED = "Completed", "Ended as its spec says; what is kept lies on the volume."
+    FAILED = "Failed", "Given up; the condition Failed says why."
+
+
+class ConditionType(_Explained):
+    """What is said about a run. ``text`` says what ``True`` means."""
+
+    ACCEPTED = "Accepted", "The spec can be run, and everything it names was found."
+    ADMITTED = "Admitted", "Kueue lets the run have its devices; always so without a queue."
+    PREPARED = "Prepared", "Model, tokenizer and task are on the volume."
+    COORDINATOR_READY = "CoordinatorReady", "The coordinator answers and hands out work."
+    GENERATORS_READY = "GeneratorsReady", "All generators wanted hold weights and work."
+    TRAINER_READY = "TrainerReady", "All ranks of the trainer are up."
+    PROGRESSING = "Progressing", "Steps are being trained."
+    FORECAST_READY = "ForecastReady", "The newest points of the curve have a forecast."
+    GENERATORS_PINNED = (
+        "GeneratorsPinned",
+        "Someone set the number of generators; the autoscaler leaves it alone.",
+    )
+    DEGRADED = "Degraded", "The run goes on, but not as it should; the message says what is wrong."
+    SUSPENDED = "Suspended", "Nothing of the run is running, and its checkpoint is written."
+    COMPLETED = "Completed", "The run has ended as its spec says."
+    FAILED = "Failed", "The run has been given up."
+
+
+class Reason(_Explained):
+    """Why a condition is as it is. ``text`` says what to do."""
+
+    # Accepted
+    ACCEPTED = "Accepted", "Nothing to do."
+    SPEC_INVALID = "SpecInvalid", "Change the field that the message names; nothing was created."
+    CLAIM_NOT_FOUND = "ClaimNotFound", "Create the claim that spec.storage.claimName names, or name another."
+    CLAIM_TAKEN = (
+        "ClaimTaken",
+        "A claim of that name holds another run's data. To go on with it, name it in spec.storage.claimName of a new "
+        "run; else delete it, or choose another name for the run.",
+    )
+    STORAGE_CLASS_NOT_FOUND = (
+        "StorageClassNotFound",
+        "Name a StorageClass that `kubectl get storageclass` lists, or leave out spec.storage.storageClassName.",
+    )
+    SECRET_NOT_FOUND = "SecretNotFound", "Create the Secret that the message names, in the run's namespace."
+    CONFIG_MAP_NOT_FOUND = (
+        "ConfigMapNotFound",
+        "Create the ConfigMap that the message names, in the run's namespace.",
+    )
+    PRIORITY_CLASS_NOT_FOUND = "PriorityClassNotFound", "Name a PriorityClass that the cluster has."
+    RUNTIME_CLASS_NOT_FOUND = "RuntimeClassNotFound", "Name a RuntimeClass that the cluster has."
+    NAME_TAKEN = (
+        "NameTaken",
+        "An object that the run needs exists and is not this run's: rename or delete it, or rename the run.",
+    )
+    OBJECT_REFUSED = (
+        "ObjectRefused",
+        "The API server refused an object of the run; the message is its own. Often a podTemplate that is not "
+        "valid, or a policy of the namespace.",
+    )
+    QUOTA_EXCEEDED = (
+        "QuotaExceeded",
+        "Ask for less, or have the namespace's ResourceQuota raised; the run goes on by itself then.",
+    )
+    FORBIDDEN = "Forbidden", "Give the operator the permission that the message names; see the chart's RBAC."
+
+    # Admitted
+    NO_QUEUE = "NoQueue", "Nothing to do: the run has no queue label."
+    WAITING_FOR_QUOTA = (
+        "WaitingForQuota",
+        "Wait for Kueue, or see `kubectl describe workload` for what is short.",
+    )
+    QUEUE_ADMITTED = "QueueAdmitted", "Nothing to do."
+
+    # pods of any role
+    NOT_STARTED = "NotStarted", "Nothing to do: what comes before it is not done yet."
+    STARTING = "Starting", "Wait; a first start loads images, weights and compiled kernels."
+    READY = "Ready", "Nothing to do."
+    SOME_READY = "SomeReady", "The run goes on with those that are; the message says what the others lack."
+    NOT_READY = (
+        "NotReady",
+        "It stopped answering and will be restarted; see the log of its pod if it stays so.",
+    )
+    BACK_OFF = "BackOff", "It failed and is started again shortly; the message has its last words."
+    UNSCHEDULABLE = (
+        "Unschedulable",
+        "No node has room: the message is the scheduler's. Ask for less, add nodes, or check spec.deviceResource, "
+        "nodeSelector and tolerations.",
+    )
+    IMAGE_PULL_FAILED = (
+        "ImagePullFailed",
+        "Check spec.images (or the chart's images) for typing errors, and podTemplate.imagePullSecrets.",
+    )
+    CONTAINER_CONFIG_INVALID = (
+        "ContainerConfigInvalid",
+        "A Secret, ConfigMap or key that a podTemplate refers to is missing: create it, or change the template.",
+    )
+    VOLUME_NOT_READY = (
+        "VolumeNotReady",
+        "A volume is not bound or cannot be mounted: see the claim's events; the storage class must offer "
+        "spec.storage.accessMode.",
+    )
+    OUT_OF_MEMORY = (
+        "OutOfMemory",
+        "Raise podTemplate.resources.limits.memory of the role, or lower what it holds: microBatchTokens, kvCache, "
+        "maxConcurrentSequences.",
+    )
+    EVICTED = "Evicted", "The node took the pod's place away; it is started elsewhere."
+
+    # Prepared
+    PREPARING = "Preparing", "Wait; a model from a hub is downloaded now."
+    PREPARED = "Prepared", "Nothing to do."
+    PREPARE_FAILED = (
+        "PrepareFailed",
+        "The message is the last of its log. Correct the spec and create the run anew.",
+    )
+
+    # Progressing
+    STEPS_TRAINED = "StepsTrained", "Nothing to do."
+    NO_STEPS = (
+        "NoSteps",
+        "No step ended for long: look at CoordinatorReady, GeneratorsReady and TrainerReady, then at the logs.",
+    )
+    COORDINATOR_UNREACHABLE = (
+        "CoordinatorUnreachable",
+        "The operator cannot reach the coordinator: check NetworkPolicies between the two namespaces.",
+    )
+    NOT_RUNNING = "NotRunning", "Nothing to do: the run is not meant to train now."
+
+    # ForecastReady
+    FORECASTING = "Forecasting", "Nothing to do."
+    AUTOSCALING_OFF = "AutoscalingOff", "Set spec.autoscaling.mode to Advisory or Auto for forecasts."
+    TOO_FEW_POINTS = (
+        "TooFewPoints",
+        "Wait for more evaluations, or evaluate more often (evaluation.everySteps).",
+    )
+    NO_FIT = "NoFit", "The points do not follow a curve yet; docs/autoscaling.md says what each answer means."
+    SIDECAR_UNREACHABLE = (
+        "SidecarUnreachable",
+        "No decision is taken meanwhile. See the log of the container curvefit in the operator's pod.",
+    )
+    BROKEN = (
+        "Broken",
+        "The curve, the truncation or the numbers went bad. See docs/autoscaling.md; the last good checkpoint is kept.",
+    )
+
+    # GeneratorsPinned
+    SCALED_BY_SPEC = (
+        "ScaledBySpec",
+        "spec.generator.replicas was set while the autoscaler had chosen a number; it leaves the number alone. To hand "
+        "it back, set the value that stood there before.",
+    )
+    NOT_PINNED = "NotPinned", "Nothing to do."
+
+    # Degraded
+    AS_EXPECTED = "AsExpected", "Nothing to do."
+    REPAIRED_DRIFT = (
+        "RepairedDrift",
+        "Someone changed an object of the run, and it was set back; change the run's spec instead.",
+    )
+    GENERATORS_FAILING = "GeneratorsFailing", "See the logs of the generator that the message names."
+    RECORD_UNREADABLE = (
+        "RecordUnreadable",
+        "The ConfigMap that the message names was changed by hand: restore it, or delete it to start a new record.",
+    )
+
+    # Suspended
+    SUSPENDED_BY_SPEC = "SuspendedBySpec", "Set spec.suspend to false to go on."
+    SUSPENDED_BY_FORECAST = (
+        "SuspendedByForecast",
+        "Going on was predicted not to pay. Set spec.suspend to false to go on all the same.",
+    )
+    SUSPENDED_BY_QUEUE = (
+        "SuspendedByQueue",
+        "Kueue took the devices back; the run goes on when admitted again.",
+    )
+    SUSPENDING = "Suspending", "Wait until the checkpoint is written."
+    NOT_SUSPENDED = "NotSuspended", "Nothing to do."
+
+    # Completed
+    BUDGET_REACHED = (
+        "BudgetReached",
+        "Nothing to do; to go on, create a run with a larger budget on its claim.",
+    )
+    STOPPED_BY_FORECAST = (
+        "StoppedByForecast",
+        "Going on was predicted not to pay; the decision has its reasons.",
+    )
+    NOT_FINISHED = "NotFinished", "Nothing to do: the run is under way."
+
+    # Failed
+    BAD_INPUT = (
+        "BadInput",
+        "A role found its input wrong; the message is the last of its log. Correct the spec.",
+    )
+    DIVERGED = (
+        "Diverged",
+        "An update was refused twice from the same checkpoint: lower the learning rate, or look at the data.",
+    )
+    RESTARTS_EXHAUSTED = (
+        "RestartsExhausted",
+        "The role that the message names failed too often: see its log. Raise its maxRestarts only if the cause is "
+        "the cluster's.",
+    )
+    STARTS_FAILED = (
+        "StartsFailed",
+        "The role never became ready: see its log; often memory, devices or an image.",
+    )

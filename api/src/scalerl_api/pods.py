@@ -1,0 +1,181 @@
+"""``podTemplate``: what a user adds to the pods of a run, for all roles and for each.
+
+Raw Kubernetes objects (tolerations, affinity, environment entries, volumes, mounts) are taken as they
+are; the API server checks them when a pod is made. What the operator itself owns in a pod (its names,
+paths, labels and variables) is refused here. The local runtime makes no pods and ignores all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from scalerl_api.fields import Model, PositiveQuantity
+
+RESERVED_VARIABLES = "SCALERL_"
+"""Start of the names of the variables that a runtime gives."""
+RESERVED_LABELS = ("scalerl.dev/", "app.kubernetes.io/", "batch.kubernetes.io/")
+"""Start of the names of the labels and annotations by which a run's objects are found."""
+RESERVED_PATHS = ("/run/scalerl", "/etc/scalerl", "/tmp", "/dev/shm")  # noqa: S108
+"""Where the operator mounts: the run's volume, its spec and token, and what a role may write to."""
+RESERVED_VOLUMES = "scalerl-"
+"""Start of the names of the operator's own volumes."""
+
+LABEL_VALUE = r"^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$"
+QUALIFIED_NAME = (
+    r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/)?"
+    r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"
+)
+RESOURCE_QUANTITY = r"^([0-9]+(\.[0-9]*)?|\.[0-9]+)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei|[eE][+-]?[0-9]+)?$"
+OBJECT_NAME = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
+
+Raw = dict[str, Any]
+"""An object of Kubernetes' own, as its reference documents it."""
+
+
+def _with_name(what: str, reserved: str) -> Callable[[Raw], Raw]:
+    def check(value: Raw) -> Raw:
+        name = value.get("name")
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"every {what} needs a name")
+        if reserved and name.startswith(reserved):
+            raise ValueError(f"{name}: names that start with {reserved} are the operator's; choose another")
+        return value
+
+    return check
+
+
+def _mount(value: Raw) -> Raw:
+    name, path = value.get("name"), value.get("mountPath")
+    if not isinstance(name, str) or not name or not isinstance(path, str) or not path:
+        raise ValueError("every mount needs a name (of a volume) and a mountPath")
+    if not path.startswith("/"):
+        raise ValueError(f"mountPath {path} must be absolute")
+    if any(path == taken or path.startswith(taken + "/") for taken in RESERVED_PATHS):
+        raise ValueError(f"mountPath {path}: the operator mounts there itself; choose another path")
+    return value
+
+
+def _unique(key: str) -> Callable[[list[Raw]], list[Raw]]:
+    def check(values: list[Raw]) -> list[Raw]:
+        seen: set[str] = set()
+        for value in values:
+            if value[key] in seen:
+                raise ValueError(f"{key} {value[key]} is given twice")
+            seen.add(value[key])
+        return values
+
+    return check
+
+
+def _no_reserved_label(values: dict[str, str]) -> dict[str, str]:
+    for name in values:
+        if name.startswith(RESERVED_LABELS):
+            raise ValueError(f"{name}: {name.split('/')[0]}/ is the operator's own; choose another prefix")
+    return values
+
+
+def _amount_input(value: Any) -> Any:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+QualifiedName = Annotated[str, Field(min_length=1, max_length=317, pattern=QUALIFIED_NAME)]
+LabelValue = Annotated[str, Field(max_length=63, pattern=LABEL_VALUE)]
+ObjectName = Annotated[str, Field(min_length=1, max_length=253, pattern=OBJECT_NAME)]
+Amount = Annotated[str, BeforeValidator(_amount_input), Field(max_length=32, pattern=RESOURCE_QUANTITY)]
+"""A Kubernetes quantity, or a whole number."""
+Amounts = Annotated[dict[QualifiedName, Amount], Field(max_length=16)]
+
+Labels = Annotated[dict[QualifiedName, LabelValue], Field(max_length=32), AfterValidator(_no_reserved_label)]
+Annotations = Annotated[
+    dict[QualifiedName, Annotated[str, Field(max_length=16_384)]],
+    Field(max_length=32),
+    AfterValidator(_no_reserved_label),
+]
+Variable = Annotated[Raw, AfterValidator(_with_name("variable", RESERVED_VARIABLES))]
+Volume = Annotated[Raw, AfterValidator(_with_name("volume", RESERVED_VOLUMES))]
+Mount = Annotated[Raw, AfterValidator(_mount)]
+
+
+class PullSecret(Model):
+    """A secret with a registry's password, in the run's namespace."""
+
+    name: ObjectName
+    """Name of the Secret."""
+
+
+class PodResources(Model):
+    """Requests and limits of a role's main container; what is not named stays as the operator has it."""
+
+    requests: Amounts = {}
+    """What the scheduler sets aside, by resource, like ``cpu: "4"`` or ``memory: 16Gi``."""
+    limits: Amounts = {}
+    """What the container may not exceed, by resource, like ``rdma/ib: 1``."""
+
+
+class PodTemplate(Model):
+    """What is added to pods. Ignored by the local runtime."""
+
+    node_selector: Annotated[dict[QualifiedName, LabelValue], Field(max_length=32)] = {}
+    """Labels that a node must have."""
+    tolerations: Annotated[list[Raw], Field(max_length=32)] = []
+    """Taints that the pods put up with, as Kubernetes' ``Toleration``."""
+    affinity: Raw | None = None
+    """Which nodes and neighbours are wanted, as Kubernetes' ``Affinity``."""
+    env: Annotated[list[Variable], Field(max_length=64), AfterValidator(_unique("name"))] = []
+    """Variables of every container of the role, as Kubernetes' ``EnvVar``; ``SCALERL_*`` are the operator's."""
+    volumes: Annotated[list[Volume], Field(max_length=32), AfterValidator(_unique("name"))] = []
+    """Volumes beside the run's own, as Kubernetes' ``Volume``: data, a hub's cache, a secret."""
+    volume_mounts: Annotated[list[Mount], Field(max_length=32), AfterValidator(_unique("mountPath"))] = []
+    """Where every container of the role sees those volumes, as Kubernetes' ``VolumeMount``."""
+    resources: PodResources = PodResources()
+    """Of the role's main container: the trainer, the coordinator, a generator's vLLM server."""
+    runtime_class_name: ObjectName | None = None
+    """RuntimeClass of the pods, like ``nvidia``."""
+    priority_class_name: ObjectName | None = None
+    """PriorityClass of the pods."""
+    labels: Labels = {}
+    """Added to the pods' labels; ``scalerl.dev/`` and ``app.kubernetes.io/`` are the operator's."""
+    annotations: Annotations = {}
+    """Added to the pods' annotations; ``scalerl.dev/`` is the operator's."""
+    image_pull_secrets: Annotated[list[PullSecret], Field(max_length=16)] = []
+    """Secrets with which the images are pulled."""
+    shm_size: PositiveQuantity | None = None
+    """Most of ``/dev/shm``, taken from the container's memory; none: 1Gi, which NCCL between the devices of a pod outgrows."""
+
+    def over(self, base: PodTemplate | None) -> PodTemplate:
+        """This role's template over the one for all roles: maps and named lists join, the role's entry wins;
+        tolerations and pull secrets add up; of a single value, the role's counts if it has one.
+
+        >>> PodTemplate(labels={"a": "1"}).over(PodTemplate(labels={"a": "0", "b": "2"})).labels
+        {'a': '1', 'b': '2'}
+        """
+        if base is None:
+            return self
+        return PodTemplate(
+            node_selector=base.node_selector | self.node_selector,
+            tolerations=base.tolerations + [t for t in self.tolerations if t not in base.tolerations],
+            affinity=self.affinity if self.affinity is not None else base.affinity,
+            env=_joined(base.env, self.env, "name"),
+            volumes=_joined(base.volumes, self.volumes, "name"),
+            volume_mounts=_joined(base.volume_mounts, self.volume_mounts, "mountPath"),
+            resources=PodResources(
+                requests=base.resources.requests | self.resources.requests,
+                limits=base.resources.limits | self.resources.limits,
+            ),
+            runtime_class_name=self.runtime_class_name or base.runtime_class_name,
+            priority_class_name=self.priority_class_name or base.priority_class_name,
+            labels=base.labels | self.labels,
+            annotations=base.annotations | self.annotations,
+            image_pull_secrets=base.image_pull_secrets
+            + [s for s in self.image_pull_secrets if s not in base.image_pull_secrets],
+            shm_size=self.shm_size or base.shm_size,
+        )
+
+
+def _joined(base: list[Raw], role: list[Raw], key: str) -> list[Raw]:
+    """In the order of ``base``, then what only the role has; a variable may refer to one before it."""
+    own = {item[key]: item for item in role}
+    return [own.pop(item[key], item) for item in base] + list(own.values())

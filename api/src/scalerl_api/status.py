@@ -1,0 +1,154 @@
+"""``status`` of a run on a cluster: what the operator last saw, written by nobody else.
+
+Everything in it can be derived again: from the objects of the run, its coordinator, and the ConfigMaps
+``<run>-curve`` and ``<run>-decisions``, which hold all points and decisions. Numbers with fractions are
+strings, as in the spec.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from scalerl_api.conditions import Phase as Phase
+from scalerl_api.fields import Model
+
+Count = Annotated[int, Field(ge=0)]
+Time = Annotated[str, Field(max_length=40, json_schema_extra={"format": "date-time"})]
+"""RFC 3339, UTC, like ``2026-08-01T12:00:00Z``."""
+Text = Annotated[str, Field(max_length=1024)]
+
+MAX_MESSAGE = 32_768
+"""Longest message of a condition, as Kubernetes has it."""
+RECENT_DECISIONS = 5
+
+
+class StatusModel(Model):
+    """Base: what a newer operator wrote is left out, not refused."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class Condition(StatusModel):
+    """One thing said about the run, as Kubernetes' ``metav1.Condition``."""
+
+    type: Annotated[str, Field(min_length=1, max_length=316)]
+    """What is said; docs/operations.md lists all."""
+    status: Literal["True", "False", "Unknown"]
+    """Whether it is so."""
+    observed_generation: Count = 0
+    """Generation of the spec that this was said about."""
+    last_transition_time: Time
+    """When ``status`` last changed."""
+    reason: Annotated[
+        str, Field(min_length=1, max_length=1024, pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")
+    ]
+    """Why, in one word that keeps its meaning."""
+    message: Annotated[str, Field(max_length=MAX_MESSAGE)] = ""
+    """Why, for a person: which field, pod or object."""
+
+
+class GeneratorsStatus(StatusModel):
+    """The generators."""
+
+    replicas: Count = 0
+    """Pods there are."""
+    ready: Count = 0
+    """Of those, how many work."""
+    chosen: Count | None = None
+    """The autoscaler's number; it holds while spec.generator.replicas is ``base``."""
+    base: Count | None = None
+    """spec.generator.replicas when the autoscaler chose."""
+
+
+class TrainerStatus(StatusModel):
+    """The trainer's Jobs, one an attempt."""
+
+    attempt: Count = 0
+    """Number of the Job that runs, or ran last; 0 before the first."""
+    restarts: Count = 0
+    """Attempts in a row that failed, since the last ten minutes of quiet."""
+    failed_starts: Count = 0
+    """Of those, how many in a row ended before they were ready."""
+    diverged: bool = False
+    """An update was refused since then: the next refusal ends the run."""
+    next_attempt_time: Time | None = None
+    """When the next attempt starts, while one is waited for."""
+
+
+class UsageStatus(StatusModel):
+    """What the run has used, over all its starts."""
+
+    seconds: Annotated[str, Field(max_length=32)] = "0"
+    """Time since its first lease, without suspensions."""
+    device_hours: Annotated[str, Field(max_length=32)] = "0"
+    """Devices × hours; a CPU process counts as one device."""
+    tokens_generated: Count = 0
+    """Completion tokens that generators delivered."""
+    tokens_trained: Count = 0
+    """Completion tokens of trained steps."""
+
+
+class DecisionStatus(StatusModel):
+    """One decision of the autoscaler, in short; ``<run>-decisions`` has its inputs."""
+
+    sequence: Count
+    """Its number in the record."""
+    time: Time
+    """When it was taken."""
+    state: Annotated[str, Field(max_length=32)]
+    """CONTINUE, STOP, GROW, INSUFFICIENT or BROKEN."""
+    action: Text = ""
+    """What was to be done: ``none``, ``stop``, or ``scale`` and to how many."""
+    reason: Text = ""
+    """The deciding reason."""
+
+
+class RunStatus(StatusModel):
+    """What is known of a run."""
+
+    phase: Phase = Phase.PENDING
+    """One word for where the run stands."""
+    observed_generation: Count = 0
+    """Generation of the spec that this status is about."""
+    conditions: Annotated[list[Condition], Field(max_length=32)] = []
+    """What is said about the run, one entry a type."""
+    start_time: Time | None = None
+    """When the first pod of the run was asked for."""
+    completion_time: Time | None = None
+    """When the run was completed or failed."""
+    stop_reason: Text | None = None
+    """Why the run was told to stop, while and after it is."""
+    step: Count | None = None
+    """Steps trained."""
+    reward: Annotated[str, Field(max_length=32)] | None = None
+    """Mean reward of the newest evaluation."""
+    points: Count = 0
+    """Evaluations so far: points of the curve in ``<run>-curve``."""
+    forecast: Annotated[str, Field(max_length=64)] | None = None
+    """Reward predicted at the horizon, with its 90 % interval, like ``0.61 (0.58-0.64)``."""
+    decision: Annotated[str, Field(max_length=32)] | None = None
+    """State of the last decision."""
+    decisions: Annotated[list[DecisionStatus], Field(max_length=RECENT_DECISIONS)] = []
+    """The last decisions, newest last; ``<run>-decisions`` has all."""
+    checkpoint_step: Count | None = None
+    """Step of the newest checkpoint."""
+    replicas: Count = 0
+    """Generators there are, for the scale subresource."""
+    selector: Annotated[str, Field(max_length=1024)] = ""
+    """Label selector of the generators' pods, for the scale subresource."""
+    generators: GeneratorsStatus = GeneratorsStatus()
+    """The generators."""
+    trainer: TrainerStatus = TrainerStatus()
+    """The trainer's attempts."""
+    usage: UsageStatus = UsageStatus()
+    """What the run has used."""
+
+    def condition(self, type: str) -> Condition | None:
+        """The entry of that type."""
+        return next((c for c in self.conditions if c.type == type), None)
+
+    def to_object(self) -> dict[str, Any]:
+        """As it is written to the API server."""
+        return self.model_dump(by_alias=True, exclude_none=True, mode="json")
