@@ -1,0 +1,145 @@
+"""What can go wrong between the operator and the API server, by what is to be done about it.
+
+::
+
+    ApiError                 anything the API server or the way to it answers instead of a result
+    ├── NotFound             404: the object, its namespace or its kind is not there
+    ├── Conflict             409: somebody else wrote first, or owns a field (server-side apply without force)
+    ├── AlreadyExists        409 on create
+    ├── Invalid              400/413/422: the server will never take this; the message names the fields
+    ├── Forbidden            403: RBAC, admission
+    │   ├── QuotaExceeded    a ResourceQuota of the namespace has no room
+    │   └── Terminating      the namespace is being deleted; nothing can be made in it
+    ├── Unauthorized         401: our token is not accepted (any more)
+    ├── Expired              410: a list's continue token or a watch's version is too old
+    ├── Unreachable          time-out, refused, 5xx, 429: worth another try, after ``retry_after``
+    └── Fenced               not sent at all: this process may not write now (it is not the leader)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """One entry of a Status's ``details.causes``: the field path and what is wrong with it."""
+
+    field: str
+    message: str
+    reason: str = ""
+
+
+class ApiError(Exception):
+    """A call to the API server that gave no result.
+
+    ``code``: the HTTP status, 0 where none came. ``reason``: the Status's reason. ``what``: verb, kind,
+    namespace and name of the call. ``retry_after``: seconds before which another try is pointless, None
+    where nothing was said. ``longest_wait``: a ceiling in seconds for a back-off that follows this error,
+    None for the caller's own.
+    """
+
+    longest_wait: float | None = None
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: int = 0,
+        reason: str = "",
+        what: str = "",
+        causes: tuple[Cause, ...] = (),
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(f"{what}: {message}" if what else message)
+        self.message = message
+        self.code = code
+        self.reason = reason
+        self.what = what
+        self.causes = causes
+        self.retry_after = retry_after
+
+
+class NotFound(ApiError):
+    """The object, its namespace or its kind is not there."""
+
+
+class Conflict(ApiError):
+    """Somebody else wrote first (version or uid precondition), or owns a field we did not force."""
+
+
+class AlreadyExists(ApiError):
+    """``create`` of a name that is taken."""
+
+
+class Invalid(ApiError):
+    """The server will never accept this object; ``causes`` name the fields."""
+
+    @property
+    def field(self) -> str:
+        """The path of the first field at fault, or empty."""
+        return next((cause.field for cause in self.causes if cause.field), "")
+
+
+class Forbidden(ApiError):
+    """RBAC or an admission controller says no."""
+
+
+class QuotaExceeded(Forbidden):
+    """A ResourceQuota of the namespace has no room for this object."""
+
+
+class Terminating(Forbidden):
+    """The namespace is being deleted; nothing new can be made in it."""
+
+
+class Unauthorized(ApiError):
+    """Our credentials are not accepted."""
+
+
+class Expired(ApiError):
+    """A continue token or resource version is older than what the server keeps."""
+
+
+class Unreachable(ApiError):
+    """No answer, or one that says "later": worth another try."""
+
+    longest_wait = 15.0
+
+
+class Fenced(ApiError):
+    """The call was not sent: this process may not write now."""
+
+
+def from_status(code: int, status: Mapping[str, Any], *, what: str, retry_after: float | None) -> ApiError:
+    """The typed error of a response of ``code`` (>= 400) whose body is a ``Status`` (or whatever came)."""
+    details = status.get("details") or {}
+    reason = str(status.get("reason") or "")
+    message = str(status.get("message") or f"HTTP {code}")
+    causes = tuple(
+        Cause(str(c.get("field") or ""), str(c.get("message") or ""), str(c.get("reason") or ""))
+        for c in details.get("causes") or ()
+    )
+    if retry_after is None and details.get("retryAfterSeconds"):
+        retry_after = float(details["retryAfterSeconds"])
+    kind = _kind_of_error(code, reason, message, causes)
+    return kind(message, code=code, reason=reason, what=what, causes=causes, retry_after=retry_after)
+
+
+def _kind_of_error(code: int, reason: str, message: str, causes: tuple[Cause, ...]) -> type[ApiError]:
+    if code == 403:
+        # Quota and a dying namespace come as plain Forbidden; only the text and the cause tell them apart.
+        if "exceeded quota" in message or "failed quota" in message:
+            return QuotaExceeded
+        if any(cause.reason == "NamespaceTerminating" for cause in causes):
+            return Terminating
+        return Forbidden
+    if code == 409:
+        return AlreadyExists if reason == "AlreadyExists" else Conflict
+    by_code: dict[int, type[ApiError]] = {
+        400: Invalid, 401: Unauthorized, 404: NotFound, 408: Unreachable, 410: Expired, 413: Invalid,
+        415: Invalid, 422: Invalid, 429: Unreachable,
+    }  # fmt: skip
+    return by_code.get(code, Unreachable if code >= 500 else ApiError)
