@@ -67,12 +67,18 @@ class TrainerStatus(StatusModel):
 
     attempt: Count = 0
     """Number of the Job that runs, or ran last; 0 before the first."""
+    judged: Count = 0
+    """The newest attempt whose end is in the counts below."""
     restarts: Count = 0
-    """Attempts in a row that failed, since the last ten minutes of quiet."""
+    """Attempts that ended before the run did, over the whole run."""
+    in_a_row: Count = 0
+    """Of those, how many since the last ten minutes of quiet."""
     failed_starts: Count = 0
-    """Of those, how many in a row ended before they were ready."""
+    """Of those in a row, how many ended before they were ready."""
     diverged: bool = False
     """An update was refused since then: the next refusal ends the run."""
+    ready_time: Time | None = None
+    """Since when all ranks of this attempt have been up."""
     next_attempt_time: Time | None = None
     """When the next attempt starts, while one is waited for."""
 
@@ -120,6 +126,12 @@ class RunStatus(StatusModel):
     """When the run was completed or failed."""
     stop_reason: Text | None = None
     """Why the run was told to stop, while and after it is."""
+    drain_start_time: Time | None = None
+    """Since when the run saves what it trained, to be suspended or deleted."""
+    rest: Literal["", "Asked", "Resting"] = ""
+    """``Asked``: stopped by its forecast, and spec.suspend is yet to say so. ``Resting``: suspended and drained."""
+    resumed: bool = False
+    """A suspension was taken back, and the coordinator is yet to hear of it."""
     step: Count | None = None
     """Steps trained."""
     reward: Annotated[str, Field(max_length=32)] | None = None

@@ -1,0 +1,392 @@
+"""Lifecycle: which parts of a run are to exist now, what its coordinator is told, and what phase that is. Pure.
+
+Level-triggered: everything is derived from what is seen now and from :class:`Memory`, which the run's status carries
+from one look to the next. Whoever looks again after any crash, at any moment, comes to the same course.
+
+=============  =====================================================  ==============================================
+phase          exists                                                 left when
+=============  =====================================================  ==============================================
+Pending        nothing                                                the spec is accepted
+Preparing      the prepare Job                                        it is complete
+Running        coordinator, generators, the present trainer attempt   the coordinator is told to stop, or ends by itself
+Finishing      the same                                               the coordinator says finished, the trainer left
+Suspending     the same                                               the trainer has left, or the drain is over
+Suspended      nothing but what is kept                               ``suspend`` is taken back
+Completed      nothing but what is kept                               never
+Failed         nothing but what is kept                               never
+=============  =====================================================  ==============================================
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from scalerl_api.conditions import Phase, Reason
+from scalerl_api.process import BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE
+from scalerl_api.spec import RunSpec
+from scalerl_api.wire import FORECAST, INTERRUPTED
+from scalerl_api.wire import Phase as Word
+from scalerl_operator.policy import budget, failure, telling
+
+DRAIN_SECONDS: Final = 1800.0
+"""How long a run that is suspended or deleted may take to finish its step and to checkpoint."""
+POLL_SECONDS: Final = 5.0
+"""Between two looks at a run whose coordinator works: its words come by asking, not by watching."""
+ASK_AGAIN_SECONDS: Final = 2.0
+"""The same, while an answer is needed to go on."""
+
+
+class JobState(enum.StrEnum):
+    ABSENT = "absent"
+    ACTIVE = "active"
+    LEAVING = "leaving"
+    """Deleted, but not gone: its pods still end."""
+    COMPLETE = "complete"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a container ended, with the last of its log."""
+
+    exit_code: int
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """ends: of containers that ended with something else than 0. ready: all its pods are. stale: of an earlier spec."""
+
+    state: JobState = JobState.ABSENT
+    attempt: int = 0
+    ends: tuple[Ended, ...] = ()
+    ready: bool = False
+    stale: bool = False
+
+
+@dataclass(frozen=True)
+class Service:
+    """restarts: the most of any one container. bad_input: a container that said that starting again cannot help."""
+
+    ready: int = 0
+    restarts: int = 0
+    restarted: str = ""
+    bad_input: Ended | None = None
+
+
+@dataclass(frozen=True)
+class Heard:
+    """The coordinator's last word."""
+
+    phase: Word
+    stop_reason: str
+    usage: budget.Usage
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is seen now. unix_seconds: the operator's clock, for back-off and drains only.
+    heard: None while the coordinator does not answer. forecast_stop: the autoscaler wants the run to end.
+    """
+
+    unix_seconds: float
+    deleting: bool = False
+    suspend: bool = False
+    prepare: Job = Job()
+    trainer: Job = Job()
+    coordinator: Service = Service()
+    generators: Service = Service()
+    heard: Heard | None = None
+    forecast_stop: bool = False
+    generators_wanted: int = 1
+
+
+class Rest(enum.StrEnum):
+    """Whether a run is held back."""
+
+    NO = ""
+    ASKED = "Asked"
+    """Stopped by its forecast and drained; ``spec.suspend`` is yet to say so."""
+    YES = "Resting"
+
+
+class End(enum.StrEnum):
+    COMPLETED = "Completed"
+    FAILED = "Failed"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended for good."""
+
+    end: End
+    reason: Reason
+    message: str
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one look hands to the next, in the run's status.
+
+    attempt: the trainer's, counted from 1; 0 before the first. judged: the attempt whose end is in ``record`` already.
+    ready_since: since when all ranks of this attempt have been up; None before. next_at: not before this time is the
+    next attempt made. drain_since: when the drain began that is under way.
+    rest: drained, and nothing is to exist until ``suspend`` is taken back. resumed: taken back, and the coordinator may
+    still hold the reason it had stopped for.
+    """
+
+    attempt: int = 0
+    judged: int = 0
+    record: failure.Record = field(default_factory=failure.Record)
+    restarts: int = 0
+    ready_since: float | None = None
+    next_at: float = 0.0
+    drain_since: float | None = None
+    rest: Rest = Rest.NO
+    resumed: bool = False
+    outcome: Outcome | None = None
+
+
+@dataclass(frozen=True)
+class Course:
+    """What follows.
+
+    tell: the reason that the coordinator has to stop for; empty takes a stop back; None says nothing.
+    ask_suspend: ``spec.suspend`` is to become true. release: the finalizer can go.
+    again_seconds: look again after so long; None waits for something to change.
+    """
+
+    phase: Phase
+    memory: Memory
+    prepare: bool = False
+    coordinator: bool = False
+    generators: int = 0
+    trainer: int | None = None
+    tell: str | None = None
+    ask_suspend: bool = False
+    release: bool = False
+    again_seconds: float | None = None
+    note: str = ""
+    """What the run waits for, in words."""
+
+
+def decide(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
+    """The course of a run whose spec is accepted."""
+    if memory.outcome is not None:
+        phase = Phase.COMPLETED if memory.outcome.end is End.COMPLETED else Phase.FAILED
+        return Course(phase, memory, release=seen.deleting)
+    if seen.deleting or seen.suspend or memory.rest is not Rest.NO:
+        return _at_rest(seen, memory)
+    if seen.prepare.state is not JobState.COMPLETE:
+        return _prepare(seen, memory)
+    broken = _broken(spec, seen)
+    if broken is not None:
+        return _end(memory, broken)
+    return _run(spec, seen, memory)
+
+
+# --- at rest ------------------------------------------------------------------------------------
+
+
+def _at_rest(seen: Facts, memory: Memory) -> Course:
+    """Drain what works; then nothing is to exist."""
+    now = seen.unix_seconds
+    # A clock that was set back begins the drain anew.
+    since = now if memory.drain_since is None else min(memory.drain_since, now)
+    working = seen.trainer.state in (JobState.ACTIVE, JobState.LEAVING)
+    if working and memory.rest is Rest.NO and now - since < DRAIN_SECONDS:
+        return Course(
+            Phase.SUSPENDING,
+            replace(memory, drain_since=since),
+            prepare=True,
+            coordinator=True,
+            generators=seen.generators_wanted,
+            trainer=seen.trainer.attempt if seen.trainer.state is JobState.ACTIVE else None,
+            tell=_told(INTERRUPTED, seen.heard, resumed=False),
+            again_seconds=ASK_AGAIN_SECONDS,
+            note="the trainer to finish its step and to write a checkpoint",
+        )
+    if seen.deleting:
+        return Course(Phase.SUSPENDING, memory, release=True)
+    if seen.suspend:
+        return Course(Phase.SUSPENDED, replace(memory, rest=Rest.YES, drain_since=None))
+    if memory.rest is Rest.ASKED:
+        return Course(Phase.SUSPENDED, memory, ask_suspend=True)
+    memory = replace(memory, rest=Rest.NO, resumed=True, drain_since=None, next_at=0.0)
+    return Course(Phase.PENDING, memory, prepare=True, again_seconds=0.0)
+
+
+# --- preparing ----------------------------------------------------------------------------------
+
+
+def _prepare(seen: Facts, memory: Memory) -> Course:
+    if seen.prepare.state is JobState.FAILED:
+        worst = _worst(seen.prepare.ends)
+        reason = Reason.BAD_INPUT if worst.exit_code == BAD_INPUT_EXIT_CODE else Reason.PREPARE_FAILED
+        return _end(
+            memory, Outcome(End.FAILED, reason, worst.message or f"prepare exited with {worst.exit_code}")
+        )
+    # What runs already (after a change of the spec) goes on until the new preparation is there.
+    running = seen.trainer.state is JobState.ACTIVE
+    return Course(
+        Phase.PREPARING,
+        memory,
+        prepare=True,
+        coordinator=running,
+        generators=seen.generators_wanted if running else 0,
+        trainer=memory.attempt if running else None,
+        note="the model and tokenizer to be prepared",
+    )
+
+
+# --- running ------------------------------------------------------------------------------------
+
+
+def _broken(spec: RunSpec, seen: Facts) -> Outcome | None:
+    """A role that runs as a service and cannot go on."""
+    for role, service, most in (
+        ("coordinator", seen.coordinator, spec.coordinator.max_restarts),
+        ("generator", seen.generators, spec.generator.max_restarts),
+    ):
+        if service.bad_input is not None:
+            return Outcome(
+                End.FAILED, Reason.BAD_INPUT, f"{role}: {service.bad_input.message or 'its input is wrong'}"
+            )
+        if service.restarts > most:
+            what = service.restarted or role
+            return Outcome(
+                End.FAILED, Reason.RESTARTS_EXHAUSTED, f"{what} was restarted {service.restarts} times"
+            )
+    return None
+
+
+def _run(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
+    heard = seen.heard
+    if heard is not None and not heard.stop_reason:
+        memory = replace(memory, resumed=False)
+    wanted = _wanted(spec, seen, resumed=memory.resumed)
+    tell = _told(wanted, heard, resumed=memory.resumed)
+    # A word that is yet to be told makes what the coordinator says now a thing of the past.
+    finished = heard is not None and tell is None and heard.phase is Word.FINISHED
+    left = seen.trainer.state in (JobState.COMPLETE, JobState.ABSENT)
+    if finished and left and memory.attempt > 0 and heard is not None:
+        if heard.stop_reason == FORECAST and spec.autoscaling.on_stop == "Suspend":
+            return Course(
+                Phase.SUSPENDED, replace(memory, rest=Rest.ASKED, drain_since=None), ask_suspend=True
+            )
+        return _end(memory, Outcome(End.COMPLETED, _reason(heard.stop_reason), heard.stop_reason))
+    if seen.trainer.ready and seen.trainer.attempt == memory.attempt and memory.ready_since is None:
+        memory = replace(memory, ready_since=seen.unix_seconds)
+    memory = _judge(spec, seen, memory)
+    if memory.outcome is not None:
+        return _end(memory, memory.outcome)
+    memory, trainer, wait = _attempt(seen, memory, finished=finished)
+    ending = heard is not None and (heard.phase in (Word.FINISHING, Word.FINISHED) or bool(heard.stop_reason))
+    return Course(
+        Phase.FINISHING if ending and tell != "" else Phase.RUNNING,
+        memory,
+        prepare=True,
+        coordinator=True,
+        generators=seen.generators_wanted,
+        trainer=trainer,
+        tell=tell,
+        again_seconds=min(wait, POLL_SECONDS if heard is not None else ASK_AGAIN_SECONDS),
+        note="" if heard is not None else "the coordinator to answer",
+    )
+
+
+def _wanted(spec: RunSpec, seen: Facts, *, resumed: bool) -> str:
+    """Why the run is to end now; empty while it is not."""
+    if seen.heard is None:
+        return ""
+    limit = budget.decide(spec.budget, seen.heard.usage)
+    if limit is not None:
+        return limit.reason
+    # What the forecast has stopped stays stopped until a person resumes it, whatever the autoscaler thinks now.
+    stopped = seen.heard.stop_reason == FORECAST and not resumed
+    return FORECAST if seen.forecast_stop or stopped else ""
+
+
+def _told(wanted: str, heard: Heard | None, *, resumed: bool) -> str | None:
+    """What the coordinator has to be told; None if it knows, or does not listen."""
+    if heard is None:
+        return None
+    revocable = (INTERRUPTED, FORECAST, *budget.REASONS) if resumed else (INTERRUPTED, *budget.REASONS)
+    return wanted if telling.has_to_be_told(wanted, heard.stop_reason, revocable) else None
+
+
+def _judge(spec: RunSpec, seen: Facts, memory: Memory) -> Memory:
+    """Take the end of the present attempt into the record, once."""
+    trainer = seen.trainer
+    ended = trainer.state in (JobState.COMPLETE, JobState.FAILED)
+    if not ended or memory.judged == memory.attempt or trainer.attempt != memory.attempt:
+        return memory
+    if trainer.state is JobState.COMPLETE and seen.heard is None:
+        return memory  # whether the run is over, only the coordinator can say
+    worst = _worst(trainer.ends) if trainer.state is JobState.FAILED else Ended(0)
+    worked = None if memory.ready_since is None else max(0.0, seen.unix_seconds - memory.ready_since)
+    end = failure.End(failure.Cause.EXIT, worst.exit_code, worked)
+    policy = failure.RestartPolicy(max_restarts=spec.trainer.max_restarts)
+    verdict = failure.decide(policy, memory.record, end)
+    if isinstance(verdict, failure.GiveUp):
+        reason = Reason.BAD_INPUT if verdict.bad_input else Reason.RESTARTS_EXHAUSTED
+        if worst.exit_code == DIVERGED_EXIT_CODE:
+            reason = Reason.DIVERGED
+        elif worked is None and not verdict.bad_input:
+            reason = Reason.STARTS_FAILED
+        message = f"trainer: {verdict.reason}" + (f": {worst.message}" if worst.message else "")
+        return replace(memory, outcome=Outcome(End.FAILED, reason, message), judged=memory.attempt)
+    return replace(
+        memory,
+        judged=memory.attempt,
+        record=verdict.record,
+        restarts=memory.restarts + 1,
+        next_at=seen.unix_seconds + verdict.delay_seconds,
+    )
+
+
+def _attempt(seen: Facts, memory: Memory, *, finished: bool) -> tuple[Memory, int | None, float]:
+    """The memory, the attempt that is to exist, and in how many seconds to look for the next."""
+    state = seen.trainer.state
+    if state is JobState.LEAVING or (state is JobState.ACTIVE and seen.trainer.stale):
+        # Its pods save what they trained and leave; two attempts never run beside each other.
+        return memory, None, ASK_AGAIN_SECONDS
+    if state is JobState.ACTIVE and seen.trainer.attempt == memory.attempt:
+        return memory, memory.attempt, POLL_SECONDS
+    if state is not JobState.ABSENT and memory.judged != memory.attempt:
+        return memory, memory.attempt, ASK_AGAIN_SECONDS
+    if finished:
+        return memory, memory.attempt or None, ASK_AGAIN_SECONDS
+    wait = memory.next_at - seen.unix_seconds
+    if 0 < wait <= failure.RestartPolicy().max_delay_seconds:
+        return memory, memory.attempt if state is not JobState.ABSENT else None, wait
+    if state is JobState.ABSENT and memory.attempt > memory.judged:
+        # Made in this memory, but not seen yet, or deleted by somebody: the same one again.
+        return memory, memory.attempt, POLL_SECONDS
+    return replace(memory, attempt=memory.attempt + 1, ready_since=None), memory.attempt + 1, POLL_SECONDS
+
+
+# --- ends ---------------------------------------------------------------------------------------
+
+
+def _end(memory: Memory, outcome: Outcome) -> Course:
+    phase = Phase.COMPLETED if outcome.end is End.COMPLETED else Phase.FAILED
+    return Course(phase, replace(memory, outcome=outcome), again_seconds=0.0)
+
+
+def _reason(stop_reason: str) -> Reason:
+    if stop_reason == FORECAST:
+        return Reason.STOPPED_BY_FORECAST
+    return Reason.BUDGET_REACHED
+
+
+def _worst(ends: tuple[Ended, ...]) -> Ended:
+    """The end that says most: wrong input, then an update refused, then whatever came first. The other ranks of a gang
+    only say that they lost one of them."""
+    for code in (BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE):
+        for end in ends:
+            if end.exit_code == code:
+                return end
+    return ends[0] if ends else Ended(1)

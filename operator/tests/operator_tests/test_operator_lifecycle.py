@@ -1,0 +1,352 @@
+"""What of a run is to exist, step by step and under anything that can happen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scalerl_api.spec import RunSpec
+from scalerl_api.wire import FORECAST, INTERRUPTED
+from scalerl_api.wire import Phase as Word
+from scalerl_operator.policy.budget import Usage
+from scalerl_operator.policy.lifecycle import (
+    DRAIN_SECONDS,
+    Course,
+    End,
+    Ended,
+    Facts,
+    Heard,
+    Job,
+    JobState,
+    Memory,
+    Rest,
+    Service,
+    decide,
+)
+
+
+def spec(**changes: object) -> RunSpec:
+    base: dict[str, object] = {
+        "model": {"path": "/m"},
+        "task": {"jsonl": {"path": "/t"}, "verifier": {"name": "exact"}},
+        "budget": {"maxSteps": 10, "maxSeconds": 1000},
+    }
+    return RunSpec.model_validate(base | changes)
+
+
+SPEC = spec()
+DONE = Job(JobState.COMPLETE)
+RUNNING = Facts(
+    100.0,
+    prepare=DONE,
+    trainer=Job(JobState.ACTIVE, 1),
+    heard=Heard(Word.RUNNING, "", Usage(10.0, 20.0)),
+)
+FIRST = Memory(attempt=1, ready_since=95.0)
+
+
+def heard(word: Word, reason: str = "", seconds: float = 10.0) -> Heard:
+    return Heard(word, reason, Usage(seconds, 2 * seconds))
+
+
+def exists(course: Course) -> tuple[bool, bool, int, int | None]:
+    return course.prepare, course.coordinator, course.generators, course.trainer
+
+
+def test_preparation_comes_before_anything_else() -> None:
+    for state in (JobState.ABSENT, JobState.ACTIVE):
+        course = decide(SPEC, Facts(0.0, prepare=Job(state)), Memory())
+        assert (course.phase, exists(course)) == ("Preparing", (True, False, 0, None))
+    course = decide(SPEC, Facts(0.0, prepare=DONE), Memory())
+    assert (course.phase, exists(course)) == ("Running", (True, True, 1, 1))
+    assert course.memory.attempt == 1
+
+
+@pytest.mark.parametrize(("code", "reason"), [(2, "BadInput"), (1, "PrepareFailed")])
+def test_a_preparation_that_fails_ends_the_run_with_its_last_words(code: int, reason: str) -> None:
+    seen = Facts(0.0, prepare=Job(JobState.FAILED, ends=(Ended(code, "model.path: no such folder"),)))
+    outcome = decide(SPEC, seen, Memory()).memory.outcome
+    assert outcome is not None
+    assert (outcome.end, outcome.reason, outcome.message) == (
+        End.FAILED,
+        reason,
+        "model.path: no such folder",
+    )
+
+
+def test_a_run_at_work_is_left_alone_and_asked_now_and_then() -> None:
+    course = decide(SPEC, RUNNING, FIRST)
+    assert (course.phase, exists(course), course.tell) == ("Running", (True, True, 1, 1), None)
+    assert course.memory == FIRST
+    assert course.again_seconds == 5.0
+
+
+def test_the_budget_is_told_and_the_end_is_completed() -> None:
+    spent = replace(RUNNING, heard=heard(Word.RUNNING, seconds=1000.0))
+    assert decide(SPEC, spent, FIRST).tell == "maxSeconds"
+    known = replace(RUNNING, heard=heard(Word.FINISHING, "maxSeconds", 1000.0))
+    course = decide(SPEC, known, FIRST)
+    assert (course.phase, course.tell, course.trainer) == ("Finishing", None, 1)
+    over = replace(known, heard=heard(Word.FINISHED, "maxSeconds", 1001.0), trainer=Job(JobState.COMPLETE, 1))
+    outcome = decide(SPEC, over, FIRST).memory.outcome
+    assert outcome is not None
+    assert (outcome.end, outcome.reason) == (End.COMPLETED, "BudgetReached")
+    last = decide(SPEC, over, replace(FIRST, outcome=outcome))
+    assert (last.phase, exists(last)) == ("Completed", (False, False, 0, None))
+
+
+def test_a_job_that_is_complete_means_nothing_until_the_coordinator_says_so() -> None:
+    """All ranks were told to leave, as at a node drain: exit 0, but the run is not over."""
+    left = replace(RUNNING, trainer=Job(JobState.COMPLETE, 1))
+    silent = decide(SPEC, replace(left, heard=None), FIRST)
+    assert (silent.trainer, silent.memory) == (1, FIRST)
+    course = decide(SPEC, left, FIRST)
+    assert course.memory.judged == 1
+    assert course.memory.outcome is None
+    later = decide(SPEC, replace(left, unix_seconds=101.5), course.memory)
+    assert (later.trainer, later.memory.attempt) == (2, 2)
+
+
+def test_a_gang_that_fails_comes_back_with_back_off_and_a_limit() -> None:
+    memory, now, waits = FIRST, 100.0, []
+    for _ in range(100):
+        failed = Job(JobState.FAILED, memory.attempt, (Ended(137), Ended(1)))
+        course = decide(
+            spec(trainer={"maxRestarts": 6}), replace(RUNNING, unix_seconds=now, trainer=failed), memory
+        )
+        if course.memory.outcome is not None:
+            break
+        assert course.trainer == memory.attempt, "the failed Job stays to be looked at until the next is made"
+        waits.append(course.memory.next_at - now)
+        now, before = course.memory.next_at, memory.attempt
+        memory = decide(SPEC, replace(RUNNING, unix_seconds=now, trainer=failed), course.memory).memory
+        assert (memory.attempt, memory.ready_since) == (before + 1, None)
+        memory = replace(memory, ready_since=now)
+    assert waits == [1, 2, 4, 8, 16, 30]
+    assert course.memory.outcome is not None
+    assert course.memory.outcome.reason == "RestartsExhausted"
+
+
+@pytest.mark.parametrize(("codes", "reason"), [((1, 2), "BadInput"), ((1, 3), None), ((1, 1), None)])
+def test_of_a_gang_the_rank_that_says_most_is_believed(codes: tuple[int, ...], reason: str | None) -> None:
+    failed = Job(JobState.FAILED, 1, tuple(Ended(c, f"code {c}") for c in codes))
+    memory = decide(SPEC, replace(RUNNING, trainer=failed), FIRST).memory
+    assert (memory.outcome.reason if memory.outcome else None) == reason
+    assert memory.record.diverged == (3 in codes)
+
+
+def test_training_that_diverges_again_is_over() -> None:
+    failed = Job(JobState.FAILED, 1, (Ended(3, "ratio 1e9"),))
+    once = decide(SPEC, replace(RUNNING, trainer=failed), FIRST).memory
+    assert once.outcome is None
+    again = replace(once, attempt=2)
+    outcome = decide(SPEC, replace(RUNNING, trainer=replace(failed, attempt=2)), again).memory.outcome
+    assert outcome is not None
+    assert outcome.reason == "Diverged"
+    assert "ratio 1e9" in outcome.message
+
+
+@pytest.mark.parametrize("role", ["coordinator", "generators"])
+def test_services_have_a_budget_of_restarts(role: str) -> None:
+    fine = replace(RUNNING, **{role: Service(restarts=20)})
+    assert decide(SPEC, fine, FIRST).memory.outcome is None
+    spent = decide(SPEC, replace(RUNNING, **{role: Service(restarts=21)}), FIRST).memory.outcome
+    assert spent is not None
+    assert spent.reason == "RestartsExhausted"
+    wrong = decide(SPEC, replace(RUNNING, **{role: Service(bad_input=Ended(2, "no tokenizer"))}), FIRST)
+    assert wrong.memory.outcome is not None
+    assert (wrong.memory.outcome.reason, "no tokenizer" in wrong.memory.outcome.message) == ("BadInput", True)
+
+
+def test_a_job_made_from_an_earlier_spec_leaves_before_the_next_comes() -> None:
+    stale = replace(RUNNING, trainer=Job(JobState.ACTIVE, 1, stale=True))
+    assert decide(SPEC, stale, FIRST).trainer is None
+    leaving = replace(RUNNING, trainer=Job(JobState.LEAVING, 1))
+    assert decide(SPEC, leaving, FIRST).trainer is None
+    gone = decide(SPEC, replace(RUNNING, trainer=Job()), FIRST)
+    assert gone.trainer == 1
+
+
+def test_suspend_drains_then_rests_then_goes_on() -> None:
+    seen = replace(RUNNING, suspend=True)
+    course = decide(SPEC, seen, FIRST)
+    assert (course.phase, course.tell, course.trainer, course.generators) == ("Suspending", INTERRUPTED, 1, 1)
+    told = replace(seen, heard=heard(Word.FINISHING, INTERRUPTED), unix_seconds=110.0)
+    course = decide(SPEC, told, course.memory)
+    assert (course.tell, course.memory.drain_since) == (None, 100.0)
+    left = replace(told, heard=heard(Word.FINISHED, INTERRUPTED), trainer=Job(JobState.COMPLETE, 1))
+    course = decide(SPEC, left, course.memory)
+    assert (course.phase, exists(course), course.again_seconds) == (
+        "Suspended",
+        (False, False, 0, None),
+        None,
+    )
+    quiet = replace(left, heard=None, trainer=Job(), prepare=Job())
+    assert decide(SPEC, quiet, course.memory).memory == course.memory, "a run at rest changes nothing"
+    course = decide(SPEC, replace(quiet, suspend=False), course.memory)
+    assert course.memory.resumed
+    course = decide(SPEC, replace(quiet, suspend=False, prepare=DONE), course.memory)
+    assert exists(course) == (True, True, 1, 1)
+    back = replace(RUNNING, trainer=Job(JobState.ACTIVE, 1), heard=heard(Word.FINISHED, INTERRUPTED))
+    course = decide(SPEC, back, course.memory)
+    assert (course.tell, course.phase, course.memory.outcome) == ("", "Running", None)
+
+
+def test_a_drain_that_takes_too_long_is_cut_short() -> None:
+    memory = decide(SPEC, replace(RUNNING, suspend=True), FIRST).memory
+    late = replace(RUNNING, suspend=True, unix_seconds=100.0 + DRAIN_SECONDS)
+    assert decide(SPEC, late, memory).phase == "Suspended"
+    back = replace(RUNNING, suspend=True, unix_seconds=50.0)
+    assert decide(SPEC, back, memory).memory.drain_since == 50.0, "a clock that goes back begins it anew"
+
+
+def test_what_the_forecast_stops_is_suspended_until_a_person_resumes_it() -> None:
+    seen = replace(RUNNING, forecast_stop=True)
+    assert decide(SPEC, seen, FIRST).tell == FORECAST
+    # Another leader knows nothing of the decision, and holds on to it all the same.
+    told = replace(RUNNING, heard=heard(Word.FINISHING, FORECAST))
+    assert decide(SPEC, told, FIRST).tell is None
+    over = replace(RUNNING, heard=heard(Word.FINISHED, FORECAST), trainer=Job(JobState.COMPLETE, 1))
+    course = decide(SPEC, over, FIRST)
+    assert (course.phase, course.ask_suspend, course.memory.rest) == ("Suspended", True, Rest.ASKED)
+    gone = replace(over, heard=None, trainer=Job(), prepare=Job())
+    again = decide(SPEC, gone, course.memory)
+    assert (again.ask_suspend, exists(again)) == (True, (False, False, 0, None))
+    rest = decide(SPEC, replace(gone, suspend=True), again.memory)
+    assert (rest.ask_suspend, rest.memory.rest) == (False, Rest.YES)
+    resumed = decide(SPEC, gone, rest.memory).memory
+    back = replace(RUNNING, heard=heard(Word.FINISHED, FORECAST), trainer=Job())
+    course = decide(SPEC, back, resumed)
+    assert (course.tell, course.trainer, course.memory.outcome) == ("", 1, None)
+    course = decide(SPEC, replace(RUNNING, heard=heard(Word.RUNNING)), course.memory)
+    assert not course.memory.resumed
+    complete = spec(autoscaling={"onStop": "Complete"})
+    outcome = decide(complete, over, FIRST).memory.outcome
+    assert outcome is not None
+    assert (outcome.end, outcome.reason) == (End.COMPLETED, "StoppedByForecast")
+
+
+@pytest.mark.parametrize(
+    ("seen", "released"),
+    [
+        (Facts(0.0), True),
+        (Facts(0.0, prepare=Job(JobState.ACTIVE)), True),
+        (RUNNING, False),
+        (replace(RUNNING, heard=None), False),
+        (replace(RUNNING, trainer=Job(JobState.COMPLETE, 1)), True),
+        (replace(RUNNING, trainer=Job(JobState.FAILED, 1)), True),
+    ],
+)
+def test_a_run_that_is_deleted_saves_what_it_trained(seen: Facts, released: bool) -> None:
+    assert decide(SPEC, replace(seen, deleting=True), FIRST).release == released
+
+
+# --- a small cluster that does what it likes ---------------------------------------------------------
+
+
+@st.composite
+def days(draw: st.DrawFn) -> list[str]:
+    return draw(
+        st.lists(
+            st.sampled_from(
+                [
+                    "look",
+                    "look",
+                    "look",
+                    "tick",
+                    "tick",
+                    "pods",
+                    "pods",
+                    "fail",
+                    "leave",
+                    "finish",
+                    "suspend",
+                    "resume",
+                    "silence",
+                    "forecast",
+                    "forget",
+                ]
+            ),
+            max_size=60,
+        )
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(days())
+def test_two_attempts_are_never_wanted_at_once_and_every_run_ends(day: list[str]) -> None:
+    """The world moves at random; then it is left in peace, and the run has to come to its end."""
+    memory, stored = Memory(), Memory()
+    trainer, prepare, now = Job(), Job(), 0.0
+    word, reason, answers, suspend, forecast = Word.WAITING, "", True, False, False
+    peace = [*["look", "tick", "pods", "look"] * 12, "finish"]
+    calm = ["resume", *peace * 12]
+    for event in day + calm:
+        match event:
+            case "tick":
+                now += 20.0
+            case "pods":
+                if prepare.state is JobState.ACTIVE:
+                    prepare = replace(prepare, state=JobState.COMPLETE)
+                if trainer.state is JobState.LEAVING:
+                    trainer = Job()
+                if trainer.state is JobState.ACTIVE and word is Word.FINISHING:
+                    trainer, word = (
+                        replace(trainer, state=JobState.COMPLETE),
+                        Word.FINISHED,
+                    )
+            case "fail" if trainer.state is JobState.ACTIVE:
+                trainer = replace(trainer, state=JobState.FAILED, ends=(Ended(137),))
+            case "leave" if trainer.state is JobState.ACTIVE:
+                trainer = replace(trainer, state=JobState.COMPLETE)
+            case "finish" if trainer.state is JobState.ACTIVE and word is Word.RUNNING:
+                word, reason = Word.FINISHING, reason or "maxSteps"
+            case "suspend":
+                suspend = True
+            case "resume":
+                suspend, answers = False, True
+            case "silence":
+                answers = not answers
+            case "forecast":
+                forecast = trainer.state is JobState.ACTIVE
+            case "forget":  # an operator that died before its status was written
+                memory = stored
+            case "look":
+                stored = memory
+                heard_now = Heard(word, reason, Usage(1.0, 1.0)) if answers else None
+                course = decide(
+                    spec(trainer={"maxRestarts": 1000}),
+                    Facts(
+                        now,
+                        suspend=suspend,
+                        prepare=prepare,
+                        trainer=trainer,
+                        heard=heard_now,
+                        forecast_stop=forecast,
+                    ),
+                    memory,
+                )
+                memory, forecast = course.memory, False
+                if course.tell is not None and answers:
+                    reason = course.tell
+                    word = Word.FINISHING if reason else Word.RUNNING
+                suspend = suspend or course.ask_suspend
+                if course.prepare and prepare.state is JobState.ABSENT:
+                    prepare = Job(JobState.ACTIVE)
+                if not course.prepare:
+                    prepare = Job()
+                if course.trainer is None or course.trainer != trainer.attempt:
+                    if trainer.state is JobState.ACTIVE:
+                        assert course.trainer is None, "beside one that works, no other is made"
+                        trainer = replace(trainer, state=JobState.LEAVING)
+                    elif trainer.state is not JobState.LEAVING:
+                        trainer = Job()
+                if course.trainer is not None and trainer.state is JobState.ABSENT:
+                    trainer = Job(JobState.ACTIVE, course.trainer)
+                    word = Word.FINISHING if reason else Word.RUNNING
+                if memory.rest is Rest.YES and event in calm:
+                    suspend = False
+    assert memory.outcome is not None or suspend
