@@ -70,8 +70,9 @@ KINDS: Final[dict[str, Kind]] = {
         Kind("PodDisruptionBudget", "policy/v1", "poddisruptionbudgets", watched=True),
         Kind("Event", "v1", "events"),
         Kind("Lease", "coordination.k8s.io/v1", "leases"),
-        # Read only, to say in a condition why a claim stays unbound or a pod unschedulable.
+        # Read only, to say in a condition what a spec names that the cluster does not have.
         Kind("StorageClass", "storage.k8s.io/v1", "storageclasses", namespaced=False),
+        Kind("PriorityClass", "scheduling.k8s.io/v1", "priorityclasses", namespaced=False),
     )
 }
 
