@@ -1,0 +1,163 @@
+"""What a run's objects are called, how they are labelled, and where things are in its pods. Pure.
+
+All names of a run start with one stem, the run's own name where that can stand in every name made of it: a DNS label
+that starts with a letter, of at most 40 characters (a StatefulSet's pods carry a label with its name and a hash, which
+leaves 52; the hostname of a trainer's rank has the attempt and the index behind it, of 63). Any other name is
+shortened, and gets a hash of the whole so that two runs never share a stem.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from scalerl_api.spec import GROUP
+from scalerl_operator.workloads import Role
+
+FIELD_OWNER: Final = "scalerl-operator"
+
+RUN: Final = f"{GROUP}/run"
+"""Label on every object of a run: the run's name (a long one shortened)."""
+RUN_UID: Final = f"{GROUP}/run-uid"
+"""Label on every object of a run: which run of that name."""
+ATTEMPT: Final = f"{GROUP}/attempt"
+"""Label on a trainer Job and its pods: which start of the gang, from 1."""
+COMPONENT: Final = "app.kubernetes.io/component"
+"""Label: the role; ``run`` on what belongs to no role."""
+SPEC_HASH: Final = f"{GROUP}/spec-hash"
+"""Annotation of pods and of the Jobs they come from: the part of the spec they were made for."""
+RENDERED_HASH: Final = f"{GROUP}/rendered"
+"""Annotation on every object: the object as rendered, so that a field no longer wanted is noticed too."""
+FINALIZER: Final = f"{GROUP}/drain"
+QUEUE: Final = "kueue.x-k8s.io/queue-name"
+"""Kueue's label, passed on from the run to its workloads."""
+SCRAPE: Final = f"{GROUP}/scrape"
+"""Label of a namespace whose pods may read the metrics of runs: ``scalerl.dev/scrape: "true"`` where Prometheus is."""
+
+PORTS: Final = {"http": 8080, "control": 8081, "vllm": 8000}
+"""Numbers of the ports that a plan names."""
+MASTER_PORT_NUMBER: Final = 29500
+
+RUN_DIR: Final = "/run/scalerl/run"
+SPEC_DIR: Final = "/etc/scalerl/spec"
+SPEC_KEY: Final = "run.yaml"
+TOKEN_DIR: Final = "/etc/scalerl/token"
+TOKEN_KEY: Final = "token"
+
+MAX_STEM: Final = 40
+MAX_LABEL: Final = 63
+_STEM = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_SHORTENED = re.compile(r"-x[0-9a-f]{8}$")
+"""How a shortened name ends. A name that a user ends so is shortened as well, or it could be another one's."""
+
+
+def _shortened(start: str, whole: str, limit: int) -> str:
+    ending = f"-x{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
+    return start[: limit - len(ending)].rstrip("-.") + ending
+
+
+def stem(run: str) -> str:
+    """What all names of a run's objects start with.
+
+    >>> stem("tiny-addition"), stem("v1.5-math")
+    ('tiny-addition', 'v1-5-math-xfb2b870b')
+    """
+    if _STEM.fullmatch(run) and len(run) <= MAX_STEM and not _SHORTENED.search(run):
+        return run
+    start = run.replace(".", "-")
+    return _shortened(start if start[0].isalpha() else f"run-{start}", run, MAX_STEM)
+
+
+def label_value(run: str) -> str:
+    """The run's name as a label: itself up to 63 characters, else shortened, with a hash."""
+    return run if len(run) <= MAX_LABEL and not _SHORTENED.search(run) else _shortened(run, run, MAX_LABEL)
+
+
+def labels(run: str, uid: str, component: str = "run") -> dict[str, str]:
+    """Of every object of a run."""
+    return {
+        "app.kubernetes.io/name": "scalerl",
+        "app.kubernetes.io/instance": label_value(run),
+        COMPONENT: component,
+        "app.kubernetes.io/managed-by": FIELD_OWNER,
+        RUN: label_value(run),
+        RUN_UID: uid,
+    }
+
+
+def selector(uid: str, component: str | None = None) -> dict[str, str]:
+    """Labels that select a run's pods, all or of one role, and no pod of an earlier run of the same name."""
+    return {RUN_UID: uid} | ({} if component is None else {COMPONENT: component})
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names of the objects of one run."""
+
+    run: str
+
+    @cached_property
+    def stem(self) -> str:
+        return stem(self.run)
+
+    @property
+    def claim(self) -> str:
+        """The volume claim that the operator makes."""
+        return f"{self.stem}-data"
+
+    @property
+    def spec(self) -> str:
+        """ConfigMap with the run file that all roles read."""
+        return f"{self.stem}-spec"
+
+    @property
+    def token(self) -> str:
+        """Secret with the run's bearer token."""
+        return f"{self.stem}-token"
+
+    @property
+    def curve(self) -> str:
+        """ConfigMap with the points of the curve."""
+        return f"{self.stem}-curve"
+
+    def decisions(self, chunk: int = 1) -> str:
+        """ConfigMap with recorded decisions; the second and later ones when one is full."""
+        return f"{self.stem}-decisions" + (f"-{chunk}" if chunk > 1 else "")
+
+    @property
+    def network(self) -> str:
+        """NetworkPolicy of all pods."""
+        return f"{self.stem}-run"
+
+    @property
+    def prepare(self) -> str:
+        return f"{self.stem}-{Role.PREPARE}"
+
+    @property
+    def coordinator(self) -> str:
+        """StatefulSet and Service."""
+        return f"{self.stem}-{Role.COORDINATOR}"
+
+    @property
+    def generator(self) -> str:
+        """Deployment and PodDisruptionBudget."""
+        return f"{self.stem}-{Role.GENERATOR}"
+
+    @property
+    def trainer(self) -> str:
+        """Headless Service, over all attempts."""
+        return f"{self.stem}-{Role.TRAINER}"
+
+    def trainer_job(self, attempt: int) -> str:
+        """Job of one start of the gang; its pods' hostnames are this and ``-<rank>``."""
+        return f"{self.trainer}-{attempt}"
+
+    def coordinator_url(self, namespace: str) -> str:
+        return f"http://{self.coordinator}.{namespace}.svc:{PORTS['http']}"
+
+    def master(self, namespace: str, attempt: int) -> str:
+        """Host name of rank 0; another one for every attempt, so that a late rank of a dead gang finds nobody."""
+        return f"{self.trainer_job(attempt)}-0.{self.trainer}.{namespace}.svc"
