@@ -1,7 +1,7 @@
 """The resource and wire types every other member speaks.
 
-Lives here: the ``ScaleRLRun`` resource (:mod:`.spec`, its field types in :mod:`.fields`, what only a cluster
-uses of it in :mod:`.cluster` and :mod:`.pods`), its status there (:mod:`.status`, :mod:`.conditions`), how a
+Lives here: the ``ScaleRLRun`` resource (:mod:`.spec`, with its model and task in :mod:`.source`, its field types in
+:mod:`.fields`, what only a cluster uses of it in :mod:`.cluster` and :mod:`.pods`), its status there (:mod:`.status`, :mod:`.conditions`), how a
 file or a cluster's object becomes a run or a list of precise errors (:mod:`.load`), what processes of a run say
 to each other (:mod:`.wire`, :mod:`.endpoints`), the byte layout of weights on their way (:mod:`.weights`), what
 the forecasting sidecar is asked and answers (:mod:`.forecast`), how a process learns where it stands

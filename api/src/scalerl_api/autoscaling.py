@@ -43,7 +43,9 @@ class GeneratorRange(Model):
     """How many generators there may be; without one the autoscaler leaves their number alone."""
 
     min: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Fewest."""
     max: Annotated[int, Field(ge=1, le=1024)]
+    """Most."""
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -56,7 +58,7 @@ class AutoscalingSpec(Model):
     """Who acts on the forecast, and when going on no longer pays."""
 
     mode: Literal["Off", "Advisory", "Auto"] = "Off"
-    """``Advisory`` decides and records, but changes nothing."""
+    """``Advisory`` decides and records, but changes nothing; ``Auto`` acts."""
     min_gain: OpenUnitDecimal = "0.02"
     """Gain of reward at the horizon below which going on does not pay. The paper's margin is ±.02 [P]."""
     horizon: HorizonDecimal = "2"
@@ -64,6 +66,7 @@ class AutoscalingSpec(Model):
     target: OpenUnitDecimal | None = None
     """A reward without which the run is worth nothing: it stops once that is out of the budget's reach."""
     price_per_device_hour: PositiveDecimal | None = None
+    """In any currency."""
     value_per_point: PositiveDecimal | None = None
     """Of one point, .01 of reward, in the currency of the price. With both, money decides in place of minGain."""
     max_device_hours: PositiveDecimal | None = None
@@ -71,6 +74,7 @@ class AutoscalingSpec(Model):
     deadline: Timestamp | None = None
     """When the result is wanted. It ends nothing by itself: generators are added if it binds."""
     generators: GeneratorRange | None = None
+    """How many generators there may be; none: their number is left alone."""
     cooldown_seconds: Annotated[int, Field(ge=1, le=604_800)] = 600
     """At least so long between two changes of the number of generators."""
     stop_after: Annotated[int, Field(ge=1, le=100)] = 3

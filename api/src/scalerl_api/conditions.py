@@ -188,6 +188,14 @@ class Reason(_Explained):
         "RepairedDrift",
         "Someone changed an object of the run, and it was set back; change the run's spec instead.",
     )
+    CHECKPOINT_FAILED = (
+        "CheckpointFailed",
+        "A checkpoint could not be written; the last good one stays. Look at the volume's free space and the trainer's log.",
+    )
+    GRADING_FAILED = (
+        "GradingFailed",
+        "The verifier itself failed on completions, whose scores say nothing: see the logs of the actors.",
+    )
     GENERATORS_FAILING = "GeneratorsFailing", "See the logs of the generator that the message names."
     RECORD_UNREADABLE = (
         "RecordUnreadable",

@@ -3,12 +3,16 @@
 Kubernetes API conventions forbid floats in a spec, because they do not survive every
 JSON round trip; a decimal is a string here (``"3e-4"``) and becomes a float at the one
 place that computes with it.
+
+Checks that a regular expression cannot make are small callable values (:class:`InRange`, :class:`AtLeast`), so
+that the custom resource definition, which is written from these types, can say the same in its own language.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -33,11 +37,17 @@ class Model(BaseModel):
     """Base of every spec object: camelCase in YAML, snake_case in Python, unknown fields refused."""
 
     model_config = ConfigDict(
-        alias_generator=to_camel, populate_by_name=True, extra="forbid", frozen=True, validate_default=True
+        alias_generator=to_camel,
+        populate_by_name=True,
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        strict=True,
     )
 
 
-def _decimal_input(value: Any) -> Any:
+def decimal_input(value: Any) -> Any:
+    """An integer passes for a decimal string; a float never does."""
     if isinstance(value, bool):
         raise ValueError("expected a decimal number written as a string")
     if isinstance(value, float):
@@ -47,51 +57,50 @@ def _decimal_input(value: Any) -> Any:
     return value
 
 
-def _in_range(
-    *,
-    above: float = -math.inf,
-    least: float = -math.inf,
-    most: float = math.inf,
-    below: float = math.inf,
-) -> AfterValidator:
-    """``above`` and ``below`` are open bounds. What a float cannot hold (``1e999``) is refused in any range."""
+@dataclass(frozen=True)
+class InRange:
+    """Bounds of a decimal; ``above`` and ``below`` are open. What a float cannot hold (``1e999``) is in no range."""
 
-    def check(value: str) -> str:
+    above: float = -math.inf
+    least: float = -math.inf
+    most: float = math.inf
+    below: float = math.inf
+
+    def __call__(self, value: str) -> str:
         number = float(value)
         if not math.isfinite(number):
             raise ValueError(f"{value} is more than a number can be here; write a smaller one")
-        if number <= above:
-            raise ValueError(f"must be greater than {above:g}, got {value}")
-        if number < least:
-            raise ValueError(f"must be at least {least:g}, got {value}")
-        if number > most:
-            raise ValueError(f"must be at most {most:g}, got {value}")
-        if number >= below:
-            raise ValueError(f"must be less than {below:g}, got {value}")
+        if number <= self.above:
+            raise ValueError(f"must be greater than {self.above:g}, got {value}")
+        if number < self.least:
+            raise ValueError(f"must be at least {self.least:g}, got {value}")
+        if number > self.most:
+            raise ValueError(f"must be at most {self.most:g}, got {value}")
+        if number >= self.below:
+            raise ValueError(f"must be less than {self.below:g}, got {value}")
         return value
 
-    return AfterValidator(check)
 
-
-DecimalString = Annotated[str, BeforeValidator(_decimal_input), Field(pattern=_DECIMAL, max_length=32)]
+DecimalString = Annotated[str, BeforeValidator(decimal_input), Field(pattern=_DECIMAL, max_length=32)]
 """A decimal number as a string (an integer is accepted); compute with ``float(value)``."""
 
-PositiveDecimal = Annotated[DecimalString, _in_range(above=0.0)]
-NonNegativeDecimal = Annotated[DecimalString, _in_range(least=0.0)]
-UnitDecimal = Annotated[DecimalString, _in_range(least=0.0, most=1.0)]
-OpenUnitDecimal = Annotated[DecimalString, _in_range(above=0.0, below=1.0)]
-HorizonDecimal = Annotated[DecimalString, _in_range(above=1.0, most=16.0)]
+PositiveDecimal = Annotated[DecimalString, AfterValidator(InRange(above=0.0))]
+NonNegativeDecimal = Annotated[DecimalString, AfterValidator(InRange(least=0.0))]
+UnitDecimal = Annotated[DecimalString, AfterValidator(InRange(least=0.0, most=1.0))]
+OpenUnitDecimal = Annotated[DecimalString, AfterValidator(InRange(above=0.0, below=1.0))]
+HorizonDecimal = Annotated[DecimalString, AfterValidator(InRange(above=1.0, most=16.0))]
 """A multiple of the compute so far: no curve can be believed further ahead than a few doublings."""
-PositiveUnitDecimal = Annotated[DecimalString, _in_range(above=0.0, most=1.0)]
-DecayDecimal = Annotated[DecimalString, _in_range(least=0.0, below=1.0)]
+PositiveUnitDecimal = Annotated[DecimalString, AfterValidator(InRange(above=0.0, most=1.0))]
+DecayDecimal = Annotated[DecimalString, AfterValidator(InRange(least=0.0, below=1.0))]
 """A factor of a running mean: at 1 it would never forget its first value."""
 
 
-def _quantity_input(value: Any) -> Any:
+def quantity_input(value: Any) -> Any:
+    """An integer passes for a quantity."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-Quantity = Annotated[str, BeforeValidator(_quantity_input), Field(pattern=_QUANTITY, max_length=24)]
+Quantity = Annotated[str, BeforeValidator(quantity_input), Field(pattern=_QUANTITY, max_length=24)]
 """An amount of bytes as Kubernetes writes it: ``"512Mi"``, ``"2Gi"``, ``"1G"``."""
 
 
@@ -107,15 +116,18 @@ def quantity_bytes(quantity: str) -> int:
     return int(match[1]) * _QUANTITY_FACTORS[match[2]]
 
 
-def _at_least(least: str) -> AfterValidator:
-    def check(value: str) -> str:
-        if quantity_bytes(value) < quantity_bytes(least):
-            raise ValueError(f"must be at least {least}, got {value}")
+@dataclass(frozen=True)
+class AtLeast:
+    """The least that a quantity may be, itself a quantity."""
+
+    least: str
+
+    def __call__(self, value: str) -> str:
+        if quantity_bytes(value) < quantity_bytes(self.least):
+            raise ValueError(f"must be at least {self.least}, got {value}")
         return value
 
-    return AfterValidator(check)
 
-
-PositiveQuantity = Annotated[Quantity, _at_least("1")]
-GraderQuantity = Annotated[Quantity, _at_least("64Mi")]
+PositiveQuantity = Annotated[Quantity, AfterValidator(AtLeast("1"))]
+GraderQuantity = Annotated[Quantity, AfterValidator(AtLeast("64Mi"))]
 """Memory of a process that grades: less than this and it cannot even import what it needs."""

@@ -104,7 +104,8 @@ def run_from_object(obj: Mapping[str, Any]) -> ScaleRLRun:
     """Check one object as an API server gives it.
 
     Of its metadata, name, namespace, labels and annotations are kept; what the server adds, and ``status``,
-    is left out. The spec is held to the same rules as a file's.
+    is left out. The spec is held to the same rules as a file's, and its paths have to be absolute: a pod has no
+    folder that they could be relative to.
 
     Raises:
         SpecError: fields that do not fit; its source is ``namespace/name``.
@@ -114,7 +115,18 @@ def run_from_object(obj: Mapping[str, Any]) -> ScaleRLRun:
         raise SpecError(KIND, [SpecProblem("metadata", "required, but not given")])
     kept = {key: metadata[key] for key in _METADATA if metadata.get(key) is not None}
     document = {key: value for key, value in obj.items() if key != "status"} | {"metadata": kept}
-    return _validated(document, f"{metadata.get('namespace') or 'default'}/{metadata.get('name') or '?'}")
+    source = f"{metadata.get('namespace') or 'default'}/{metadata.get('name') or '?'}"
+    run = _validated(document, source)
+    jsonl = run.spec.task.jsonl
+    paths = {"spec.model.path": run.spec.model.path, "spec.task.jsonl.path": jsonl.path if jsonl else None}
+    relative = [
+        SpecProblem(where, "must be absolute on a cluster", f"got {path!r}")
+        for where, path in paths.items()
+        if path is not None and not path.startswith("/")
+    ]
+    if relative:
+        raise SpecError(source, relative)
+    return run
 
 
 def _validated(document: dict[str, Any], source: str) -> ScaleRLRun:

@@ -7,12 +7,12 @@ paths, labels and variables) is refused here. The local runtime makes no pods an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from scalerl_api.fields import Model, PositiveQuantity
+from scalerl_api.fields import Model, PositiveQuantity, quantity_input
 
 RESERVED_VARIABLES = "SCALERL_"
 """Start of the names of the variables that a runtime gives."""
@@ -35,68 +35,82 @@ Raw = dict[str, Any]
 """An object of Kubernetes' own, as its reference documents it."""
 
 
-def _with_name(what: str, reserved: str) -> Callable[[Raw], Raw]:
-    def check(value: Raw) -> Raw:
+@dataclass(frozen=True)
+class Named:
+    """An entry has a ``name``, which does not start with what is reserved."""
+
+    what: str
+    reserved: str
+
+    def __call__(self, value: Raw) -> Raw:
         name = value.get("name")
         if not isinstance(name, str) or not name:
-            raise ValueError(f"every {what} needs a name")
-        if reserved and name.startswith(reserved):
-            raise ValueError(f"{name}: names that start with {reserved} are the operator's; choose another")
+            raise ValueError(f"every {self.what} needs a name")
+        if name.startswith(self.reserved):
+            raise ValueError(
+                f"{name}: names that start with {self.reserved} are the operator's; choose another"
+            )
         return value
 
-    return check
+
+def text_value(entry: Raw) -> Raw:
+    """A variable's value is text: a number or a boolean in YAML has to be quoted."""
+    if not isinstance(entry.get("value", ""), str):
+        raise ValueError(f"{entry.get('name')}: the value {entry['value']!r} must be text; put it in quotes")
+    return entry
 
 
-def _mount(value: Raw) -> Raw:
-    name, path = value.get("name"), value.get("mountPath")
+def own_path(mount: Raw) -> Raw:
+    """A mount names a volume and an absolute path that the operator does not use."""
+    name, path = mount.get("name"), mount.get("mountPath")
     if not isinstance(name, str) or not name or not isinstance(path, str) or not path:
         raise ValueError("every mount needs a name (of a volume) and a mountPath")
     if not path.startswith("/"):
         raise ValueError(f"mountPath {path} must be absolute")
     if any(path == taken or path.startswith(taken + "/") for taken in RESERVED_PATHS):
         raise ValueError(f"mountPath {path}: the operator mounts there itself; choose another path")
-    return value
+    return mount
 
 
-def _unique(key: str) -> Callable[[list[Raw]], list[Raw]]:
-    def check(values: list[Raw]) -> list[Raw]:
+@dataclass(frozen=True)
+class Unique:
+    """No two entries of a list have the same ``key``."""
+
+    key: str
+
+    def __call__(self, values: list[Raw]) -> list[Raw]:
         seen: set[str] = set()
         for value in values:
-            if value[key] in seen:
-                raise ValueError(f"{key} {value[key]} is given twice")
-            seen.add(value[key])
+            if value[self.key] in seen:
+                raise ValueError(f"{self.key} {value[self.key]} is given twice")
+            seen.add(value[self.key])
         return values
 
-    return check
 
-
-def _no_reserved_label(values: dict[str, str]) -> dict[str, str]:
+def unreserved(values: dict[str, str]) -> dict[str, str]:
+    """No label or annotation that the operator sets itself."""
     for name in values:
         if name.startswith(RESERVED_LABELS):
             raise ValueError(f"{name}: {name.split('/')[0]}/ is the operator's own; choose another prefix")
     return values
 
 
-def _amount_input(value: Any) -> Any:
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
 QualifiedName = Annotated[str, Field(min_length=1, max_length=317, pattern=QUALIFIED_NAME)]
 LabelValue = Annotated[str, Field(max_length=63, pattern=LABEL_VALUE)]
 ObjectName = Annotated[str, Field(min_length=1, max_length=253, pattern=OBJECT_NAME)]
-Amount = Annotated[str, BeforeValidator(_amount_input), Field(max_length=32, pattern=RESOURCE_QUANTITY)]
+Amount = Annotated[str, BeforeValidator(quantity_input), Field(max_length=32, pattern=RESOURCE_QUANTITY)]
 """A Kubernetes quantity, or a whole number."""
 Amounts = Annotated[dict[QualifiedName, Amount], Field(max_length=16)]
 
-Labels = Annotated[dict[QualifiedName, LabelValue], Field(max_length=32), AfterValidator(_no_reserved_label)]
+Labels = Annotated[dict[QualifiedName, LabelValue], Field(max_length=32), AfterValidator(unreserved)]
 Annotations = Annotated[
     dict[QualifiedName, Annotated[str, Field(max_length=16_384)]],
     Field(max_length=32),
-    AfterValidator(_no_reserved_label),
+    AfterValidator(unreserved),
 ]
-Variable = Annotated[Raw, AfterValidator(_with_name("variable", RESERVED_VARIABLES))]
-Volume = Annotated[Raw, AfterValidator(_with_name("volume", RESERVED_VOLUMES))]
-Mount = Annotated[Raw, AfterValidator(_mount)]
+Variable = Annotated[Raw, AfterValidator(Named("variable", RESERVED_VARIABLES)), AfterValidator(text_value)]
+Volume = Annotated[Raw, AfterValidator(Named("volume", RESERVED_VOLUMES))]
+Mount = Annotated[Raw, AfterValidator(own_path)]
 
 
 class PullSecret(Model):
@@ -124,11 +138,11 @@ class PodTemplate(Model):
     """Taints that the pods put up with, as Kubernetes' ``Toleration``."""
     affinity: Raw | None = None
     """Which nodes and neighbours are wanted, as Kubernetes' ``Affinity``."""
-    env: Annotated[list[Variable], Field(max_length=64), AfterValidator(_unique("name"))] = []
+    env: Annotated[list[Variable], Field(max_length=64), AfterValidator(Unique("name"))] = []
     """Variables of every container of the role, as Kubernetes' ``EnvVar``; ``SCALERL_*`` are the operator's."""
-    volumes: Annotated[list[Volume], Field(max_length=32), AfterValidator(_unique("name"))] = []
+    volumes: Annotated[list[Volume], Field(max_length=32), AfterValidator(Unique("name"))] = []
     """Volumes beside the run's own, as Kubernetes' ``Volume``: data, a hub's cache, a secret."""
-    volume_mounts: Annotated[list[Mount], Field(max_length=32), AfterValidator(_unique("mountPath"))] = []
+    volume_mounts: Annotated[list[Mount], Field(max_length=32), AfterValidator(Unique("mountPath"))] = []
     """Where every container of the role sees those volumes, as Kubernetes' ``VolumeMount``."""
     resources: PodResources = PodResources()
     """Of the role's main container: the trainer, the coordinator, a generator's vLLM server."""

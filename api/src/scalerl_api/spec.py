@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.cluster import ImagesSpec, StorageSpec
 from scalerl_api.fields import (
     DecayDecimal,
-    GraderQuantity,
     Model,
     NonNegativeDecimal,
     PositiveDecimal,
@@ -24,6 +23,17 @@ from scalerl_api.fields import (
     UnitDecimal,
 )
 from scalerl_api.pods import PodTemplate
+from scalerl_api.source import (
+    HeldOutSpec,
+    HubModel,
+    JsonlSource,
+    ModelSpec,
+    PromptSpec,
+    ReasoningGymSource,
+    ScratchModel,
+    TaskSpec,
+    VerifierSpec,
+)
 
 GROUP: Final = "scalerl.dev"
 VERSION: Final = "v1alpha1"
@@ -31,144 +41,37 @@ API_VERSION: Final = "scalerl.dev/v1alpha1"
 KIND: Final = "ScaleRLRun"
 PLURAL = "scalerlruns"
 
-
-def _exactly_one(model: Model, *names: str) -> None:
-    given = [name for name in names if getattr(model, name) is not None]
-    if len(given) != 1:
-        options = ", ".join(type(model).model_fields[name].alias or name for name in names)
-        found = ", ".join(type(model).model_fields[name].alias or name for name in given) or "none"
-        raise ValueError(f"give exactly one of {options} (found {found})")
-
-
-# --- model -------------------------------------------------------------------------------------
-
-
-class HubModel(Model):
-    """A model on a hub, by name and revision; an offline cache is honoured (``HF_HUB_OFFLINE=1``)."""
-
-    name: Annotated[str, Field(min_length=1, pattern=r"^[\w.-]+(/[\w.-]+)?$")]
-    revision: str = "main"
-
-
-class ScratchModel(Model):
-    """A randomly initialised Llama with a tokenizer trained on the task's own text: for tests and teaching."""
-
-    layers: Annotated[int, Field(ge=1, le=64)] = 4
-    hidden_size: Annotated[int, Field(ge=16, le=8192)] = 128
-    attention_heads: Annotated[int, Field(ge=1, le=128)] = 4
-    intermediate_size: Annotated[int, Field(ge=16, le=65536)] = 384
-    vocabulary_size: Annotated[int, Field(ge=64, le=65536)] = 512
-    """Upper bound; the tokenizer may stop earlier when the text gives no more merges."""
-    tied_embeddings: bool = True
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
-        if self.hidden_size % self.attention_heads or (self.hidden_size // self.attention_heads) % 2:
-            raise ValueError("hiddenSize must be an even multiple of attentionHeads")
-        return self
-
-
-class ModelSpec(Model):
-    """Where the initial weights and the tokenizer come from, and how they are held."""
-
-    hub: HubModel | None = None
-    path: str | None = None
-    """A directory with ``config.json``, weights and tokenizer: local, or on a mounted volume."""
-    scratch: ScratchModel | None = None
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    context_tokens: Annotated[int, Field(ge=16, le=1_048_576)] = 16384
-    """Longest prompt + completion, in tokens."""
-    attention: Literal["sdpa", "flash_attention_2"] = "sdpa"
-    """The trainer's attention kernel; the generator uses vLLM's own."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        _exactly_one(self, "hub", "path", "scratch")
-        return self
-
-
-# --- task --------------------------------------------------------------------------------------
-
-
-def _parameter(value: Any) -> Any:
-    """One line for what a union of types would say in five."""
-    items = value if isinstance(value, list) else [value]
-    if any(isinstance(item, float) for item in items):
-        raise ValueError('floats are not allowed in a spec; write them as strings, like "0.5"')
-    if not all(isinstance(item, int | str) for item in items):
-        raise ValueError("must be an integer, a boolean, a string, or a list of these")
-    return value
-
-
-class ReasoningGymSource(Model):
-    """A procedurally generated reasoning-gym data set."""
-
-    name: Annotated[str, Field(min_length=1)]
-    parameters: dict[
-        str, Annotated[int | bool | str | list[int] | list[str], BeforeValidator(_parameter)]
-    ] = {}
-    """As the task names them; a fraction is a string (``"0.5"``) and becomes a number where one is wanted."""
-    seed: int = 0
-    size: Annotated[int, Field(ge=2, le=100_000_000)] = 50_000
-
-
-class JsonlSource(Model):
-    """A file of one JSON object a line: ``prompt``, ``answer``, optional ``id``, ``difficulty``, ``solution``."""
-
-    path: Annotated[str, Field(min_length=1)]
-
-
-class VerifierSpec(Model):
-    """How a completion is scored, and what one scoring may use. Model output is hostile input."""
-
-    name: Literal["reasoning-gym", "exact", "number", "math-verify"]
-    timeout_seconds: Annotated[int, Field(ge=1, le=600)] = 10
-    memory: GraderQuantity = "1Gi"
-    workers: Annotated[int, Field(ge=1, le=256)] = 1
-
-
-class PromptSpec(Model):
-    """How a task's text becomes the tokens the model reads."""
-
-    format: Literal["Raw", "Chat"] = "Raw"
-    """``Chat`` applies the tokenizer's chat template."""
-    template: str = "{prompt}"
-    system: str | None = None
-
-    @model_validator(mode="after")
-    def _template_has_prompt(self) -> Self:
-        if "{prompt}" not in self.template:
-            raise ValueError("template must contain {prompt}")
-        if self.system is not None and self.format == "Raw":
-            raise ValueError("system needs format: Chat")
-        return self
-
-
-class HeldOutSpec(Model):
-    """Prompts that are never trained on; their mean score is the curve. Fixed for the whole run."""
-
-    size: Annotated[int, Field(ge=1, le=100_000)] = 1000
-    """ScaleRL: 1,000 prompts [P]."""
-    seed: int = 0
-
-
-class TaskSpec(Model):
-    """What is trained on."""
-
-    reasoning_gym: ReasoningGymSource | None = None
-    jsonl: JsonlSource | None = None
-    verifier: VerifierSpec
-    prompt: PromptSpec = PromptSpec()
-    held_out: HeldOutSpec = HeldOutSpec()
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        _exactly_one(self, "reasoning_gym", "jsonl")
-        if self.verifier.name == "reasoning-gym" and self.reasoning_gym is None:
-            raise ValueError(
-                "verifier reasoning-gym scores reasoningGym data only; use exact, number or math-verify"
-            )
-        return self
+__all__ = [
+    "API_VERSION",
+    "DEFAULT_MICRO_BATCH_TOKENS",
+    "GROUP",
+    "KIND",
+    "PLURAL",
+    "VERSION",
+    "BudgetSpec",
+    "CheckpointSpec",
+    "CoordinatorSpec",
+    "EvaluationSpec",
+    "GeneratorSpec",
+    "HeldOutSpec",
+    "HubModel",
+    "JsonlSource",
+    "LossSpec",
+    "ModelSpec",
+    "ObjectMeta",
+    "OptimizerSpec",
+    "PromptSpec",
+    "ReasoningGymSource",
+    "RecipeSpec",
+    "RunSpec",
+    "ScaleRLRun",
+    "ScratchModel",
+    "TaskSpec",
+    "TrainerSpec",
+    "VerifierSpec",
+    "WarmStartSpec",
+    "WeightSyncSpec",
+]
 
 
 # --- recipe ------------------------------------------------------------------------------------
@@ -178,6 +81,7 @@ class LossSpec(Model):
     """The policy-gradient objective."""
 
     name: Literal["CISPO", "GRPO"] = "CISPO"
+    """CISPO truncates the importance ratio and keeps every token's gradient; GRPO clips it away."""
     ratio_cap: PositiveDecimal = "5"
     """CISPO: the importance ratio is truncated here, no lower clip (4, 5 and 8 made no difference [P])."""
     clip_low: UnitDecimal = "0.2"
@@ -190,39 +94,57 @@ class OptimizerSpec(Model):
     """AdamW with a linear warm-up, then constant (ScaleRL's values [P])."""
 
     learning_rate: PositiveDecimal = "5e-7"
+    """After the warm-up."""
     weight_decay: NonNegativeDecimal = "0.01"
+    """Decoupled from the gradient."""
     beta1: DecayDecimal = "0.9"
+    """Memory of the gradient's mean."""
     beta2: DecayDecimal = "0.999"
+    """Memory of the gradient's square."""
     epsilon: PositiveDecimal = "1e-15"
-    warmup_steps: Annotated[int, Field(ge=0)] = 100
+    """Added to the root of that; so small because gradients of a mean over a large batch are."""
+    warmup_steps: Annotated[int, Field(ge=0, le=100_000_000)] = 100
+    """Steps from 0 to the full learning rate."""
     max_gradient_norm: PositiveDecimal = "1"
+    """Longer gradients are scaled down to this norm."""
 
 
 class RecipeSpec(Model):
     """How rollouts become a gradient."""
 
     loss: LossSpec = LossSpec()
+    """The objective."""
     aggregation: Literal["PromptAverage", "SampleAverage", "TokenAverage"] = "PromptAverage"
+    """What counts the same in the loss: every prompt, every completion, or every token."""
     advantage_normalization: Literal["Batch", "Group", "None"] = "Batch"
+    """By whose standard deviation advantages are divided."""
     zero_variance_filter: bool = True
+    """Prompts whose completions all scored the same teach nothing and take no place in a batch."""
     prompts_per_step: Annotated[int, Field(ge=1, le=65536)] = 48
+    """Prompts of one update; times ``completionsPerPrompt`` is the batch."""
     completions_per_prompt: Annotated[int, Field(ge=2, le=1024)] = 16
     """At least 2: a completion is worth what it has over the mean of its prompt's, and one alone has nothing."""
     max_completion_tokens: Annotated[int, Field(ge=1, le=1_048_576)] = 14336
+    """Longest completion; less than ``model.contextTokens``, because the prompt needs room too."""
     temperature: PositiveDecimal = "1"
+    """Of sampling, in training."""
     max_staleness_steps: Annotated[int, Field(ge=0, le=64)] = 8
     """k of PipelineRL-k: no token is trained on more than k updates after it was sampled [P]; 0 is synchronous."""
     fp32_head: bool = True
     """Logits in float32 on both sides; in the paper it moves the asymptote from .52 to .61 [P]."""
     optimizer: OptimizerSpec = OptimizerSpec()
+    """AdamW and its schedule."""
 
 
 class WarmStartSpec(Model):
     """Supervised steps on the task's own worked solutions before RL begins."""
 
-    steps: Annotated[int, Field(ge=1)]
-    batch_size: Annotated[int, Field(ge=1)] = 64
+    steps: Annotated[int, Field(ge=1, le=100_000_000)]
+    """Most supervised steps."""
+    batch_size: Annotated[int, Field(ge=1, le=1_048_576)] = 64
+    """Examples a step, over all ranks; at least one for each."""
     learning_rate: PositiveDecimal = "3e-5"
+    """Highest of the warm start's own schedule."""
     stop_at_pass_rate: UnitDecimal | None = None
     """End early once this share of the last examples, each taken before it was trained on, would be solved by sampling."""
 
@@ -251,17 +173,20 @@ class GeneratorSpec(Model):
     """vLLM servers and the actors that feed them. Elastic: any of them may come, go or die."""
 
     replicas: Annotated[int, Field(ge=1, le=1024)] = 1
+    """How many; ``kubectl scale`` writes here, and the autoscaler leaves a number alone that someone set."""
     devices: Annotated[int, Field(ge=0, le=64)] = 0
     """Accelerators a replica (tensor parallel); 0 runs on CPU."""
     cpu_threads: Annotated[int, Field(ge=1, le=512)] | None = None
     """Compute threads on CPU; none leaves the choice to vLLM."""
     max_concurrent_sequences: Annotated[int, Field(ge=1, le=65536)] = 256
+    """Completions that one server samples at once."""
     kv_cache: PositiveQuantity | None = None
     """CPU only: memory for the KV cache (on a GPU, vLLM takes what memoryFraction leaves)."""
     memory_fraction: PositiveUnitDecimal = "0.9"
+    """GPU only: share of the device's memory that vLLM takes."""
     lease_seconds: Annotated[int, Field(ge=5, le=86400)] = 1800
     """A group not delivered by then is given to another generator."""
-    extra_args: list[str] = []
+    extra_args: Annotated[list[Annotated[str, Field(max_length=1024)]], Field(max_length=64)] = []
     """Appended to the vLLM command line as they are."""
     max_restarts: MaxRestarts = 20
     """On a cluster: restarts in a row of one pod after which the run counts as degraded; the others go on."""
@@ -280,10 +205,13 @@ class TrainerSpec(Model):
     devices: Annotated[int, Field(ge=0, le=1)] = 0
     """Accelerators a rank; 0 runs on CPU."""
     cpu_threads: Annotated[int, Field(ge=1, le=512)] | None = None
+    """Compute threads of a rank on CPU; none leaves the choice to the runtime."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
+    """What the ranks share instead of each holding all: 1 optimizer state, 2 also gradients, 3 also weights."""
     micro_batch_tokens: Annotated[int, Field(ge=64, le=1_048_576)] | None = None
     """Most tokens of one forward and backward pass of a rank; none: 4096, or the model's contextTokens if more."""
     activation_checkpointing: bool = False
+    """Computes activations twice instead of keeping them: less memory, about a third more time."""
     max_restarts: MaxRestarts = 20
     """On a cluster: restarts of all ranks in a row, without ten minutes of quiet, after which the run fails."""
     pod_template: PodTemplate | None = None
@@ -298,6 +226,7 @@ class WeightSyncSpec(Model):
     bucket: PositiveQuantity = "16Mi"
     """Bytes of one broadcast; larger ones cost the receiver page faults on fresh memory (measured on CPU)."""
     timeout_seconds: Annotated[int, Field(ge=5, le=3600)] = 120
+    """After so long a publish is given up, and repeated without the generators that were lost."""
     probe_sequences: Annotated[int, Field(ge=0, le=256)] = 8
     """Sequences both sides score after a publish: the measured trainer–generator mismatch."""
 
@@ -305,9 +234,12 @@ class WeightSyncSpec(Model):
 class EvaluationSpec(Model):
     """Points of the curve: mean score on the held-out prompts at one weight version."""
 
-    every_steps: Annotated[int, Field(ge=1)] = 100
+    every_steps: Annotated[int, Field(ge=1, le=100_000_000)] = 100
+    """Steps from one point to the next."""
     samples_per_prompt: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Completions of each held-out prompt; more make the error bars smaller."""
     temperature: NonNegativeDecimal = "1"
+    """Of sampling, in evaluations; 0 is greedy."""
     hold_seconds: Annotated[int, Field(ge=1, le=86400)] = 900
     """A publish waits so long for an evaluation of the version before it; after that the point is marked mixed."""
 
@@ -315,17 +247,21 @@ class EvaluationSpec(Model):
 class CheckpointSpec(Model):
     """Model, optimizer and coordinator state of one step, written whole or not at all."""
 
-    every_steps: Annotated[int, Field(ge=1)] = 50
+    every_steps: Annotated[int, Field(ge=1, le=100_000_000)] = 50
+    """Steps from one checkpoint to the next: what a failure costs at most."""
     keep: Annotated[int, Field(ge=1, le=1000)] = 2
+    """Newest checkpoints that are kept."""
 
 
 class BudgetSpec(Model):
     """What the run may use; the first limit reached ends it."""
 
     max_steps: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
+    """Updates."""
     max_device_hours: PositiveDecimal | None = None
     """Devices × hours; a CPU process counts as one device."""
-    max_seconds: Annotated[int, Field(ge=1)] | None = None
+    max_seconds: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = None
+    """Time since the first lease, suspensions not counted."""
 
     @model_validator(mode="after")
     def _some_limit(self) -> Self:
@@ -341,21 +277,37 @@ class RunSpec(Model):
     """All a run needs."""
 
     model: ModelSpec
+    """Where the initial weights and the tokenizer come from. On a cluster it cannot change."""
     task: TaskSpec
+    """What is trained on. On a cluster it cannot change."""
     recipe: RecipeSpec = RecipeSpec()
+    """How rollouts become a gradient."""
     warm_start: WarmStartSpec | None = None
+    """Supervised steps before RL; none: RL from the start. On a cluster it cannot change."""
     generator: GeneratorSpec = GeneratorSpec()
+    """vLLM servers and the actors that feed them."""
     trainer: TrainerSpec = TrainerSpec()
+    """The DeepSpeed ranks."""
     coordinator: CoordinatorSpec = CoordinatorSpec()
+    """The one process that hands out work."""
     weight_sync: WeightSyncSpec = WeightSyncSpec()
+    """How new weights reach the generators."""
     evaluation: EvaluationSpec = EvaluationSpec()
+    """Points of the curve."""
     checkpoint: CheckpointSpec = CheckpointSpec()
+    """When the run's state is written, and how much of it is kept."""
     budget: BudgetSpec
+    """What the run may use; the first limit reached ends it."""
     autoscaling: AutoscalingSpec = AutoscalingSpec()
+    """Who acts on the forecast of the curve, and by what rules."""
     suspend: bool = False
+    """True writes a checkpoint and lets all devices go; false goes on from there."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    """Of everything drawn by chance but the task's own data. On a cluster it cannot change."""
     storage: StorageSpec = StorageSpec()
+    """The volume that all pods of the run share."""
     images: ImagesSpec = ImagesSpec()
+    """Container images, where they differ from the operator's settings."""
     pod_template: PodTemplate | None = None
     """For the pods of all roles; a role's own podTemplate wins. Ignored by the local runtime."""
     device_resource: DeviceResource = "nvidia.com/gpu"

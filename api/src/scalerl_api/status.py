@@ -27,7 +27,7 @@ RECENT_DECISIONS = 5
 class StatusModel(Model):
     """Base: what a newer operator wrote is left out, not refused."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", strict=False)
 
 
 class Condition(StatusModel):
@@ -134,6 +134,8 @@ class RunStatus(StatusModel):
     """A suspension was taken back, and the coordinator is yet to hear of it."""
     step: Count | None = None
     """Steps trained."""
+    last_step_time: Time | None = None
+    """When the newest of them was first seen."""
     reward: Annotated[str, Field(max_length=32)] | None = None
     """Mean reward of the newest evaluation."""
     points: Count = 0

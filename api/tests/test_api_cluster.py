@@ -1,0 +1,212 @@
+"""What only a cluster uses of a run: the object's own door, pod templates, storage, status, conditions."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.load import SpecError, parse_run, run_from_object
+from scalerl_api.pods import PodTemplate, PullSecret
+from scalerl_api.process import ProcessEnvironment
+from scalerl_api.status import Condition, RunStatus
+
+OBJECT: dict[str, Any] = {
+    "apiVersion": "scalerl.dev/v1alpha1",
+    "kind": "ScaleRLRun",
+    "metadata": {
+        "name": "a-run",
+        "namespace": "team",
+        "labels": {"kueue.x-k8s.io/queue-name": "q"},
+        "annotations": {"note": "x"},
+        "uid": "0000",
+        "resourceVersion": "12",
+        "generation": 3,
+        "creationTimestamp": "2026-08-01T12:00:00Z",
+        "deletionTimestamp": "2026-08-01T13:00:00Z",
+        "finalizers": ["scalerl.dev/drain"],
+        "ownerReferences": [],
+        "managedFields": [{"manager": "kubectl"}],
+    },
+    "spec": {
+        "model": {"scratch": {}, "contextTokens": 64},
+        "task": {"reasoningGym": {"name": "chain_sum"}, "verifier": {"name": "reasoning-gym"}},
+        "recipe": {"maxCompletionTokens": 16},
+        "budget": {"maxSteps": 3},
+    },
+    "status": {"phase": "Running"},
+}
+
+
+def spec_with(**fields: Any) -> dict[str, Any]:
+    changed = copy.deepcopy(OBJECT)
+    changed["spec"] |= fields
+    return changed
+
+
+def test_an_object_of_a_cluster_becomes_a_run() -> None:
+    before = copy.deepcopy(OBJECT)
+    run = run_from_object(OBJECT)
+    assert before == OBJECT
+    metadata = run.metadata
+    assert (metadata.name, metadata.namespace, metadata.annotations) == ("a-run", "team", {"note": "x"})
+    assert metadata.labels == {"kueue.x-k8s.io/queue-name": "q"}
+    assert parse_run(yaml.safe_dump(run.to_manifest()), "run.yaml") == run
+
+
+def test_a_file_may_not_say_what_a_server_says() -> None:
+    with pytest.raises(SpecError, match=r"metadata\.uid: unknown field"):
+        parse_run(yaml.safe_dump(OBJECT), "run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"spec": {}}, r"team/a-run: spec\.budget: required"),
+        ({"spec": None}, r"team/a-run: spec: "),
+        ({"metadata": None}, "metadata: required"),
+        ({"metadata": {}}, r"metadata\.name: required"),
+        ({"extra": 1}, "extra: unknown field"),
+    ],
+)
+def test_an_object_that_does_not_fit_is_named(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        run_from_object(OBJECT | change)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"model": {"path": "models/a"}}, r"spec\.model\.path: must be absolute on a cluster"),
+        (
+            {"task": {"jsonl": {"path": "data.jsonl"}, "verifier": {"name": "exact"}}},
+            r"spec\.task\.jsonl\.path: must be absolute on a cluster",
+        ),
+    ],
+)
+def test_a_pod_has_no_folder_that_a_path_could_be_relative_to(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        run_from_object(spec_with(**fields))
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ({"env": [{"value": "x"}]}, "every variable needs a name"),
+        ({"env": [{"name": "SCALERL_DIR", "value": "x"}]}, "SCALERL_ are the operator's"),
+        ({"env": [{"name": "A", "value": 1}]}, "put it in quotes"),
+        ({"env": [{"name": "A"}, {"name": "A"}]}, "name A is given twice"),
+        ({"volumes": [{"name": "scalerl-run", "emptyDir": {}}]}, "scalerl- are the operator's"),
+        ({"volumeMounts": [{"name": "a", "mountPath": "data"}]}, "must be absolute"),
+        ({"volumeMounts": [{"name": "a", "mountPath": "/etc/scalerl/spec"}]}, "choose another path"),
+        ({"volumeMounts": [{"name": "a"}]}, "a mountPath"),
+        ({"labels": {"scalerl.dev/run": "x"}}, "scalerl.dev/ is the operator's own"),
+        ({"labels": {"a b": "x"}}, "pattern"),
+        ({"labels": {"a": True}}, "valid string"),
+        ({"resources": {"limits": {"cpu": "much"}}}, "pattern"),
+        ({"resources": {"limits": {"cpu": 0.5}}}, "valid string"),
+        ({"shmSize": "0"}, "at least 1"),
+        ({"imagePullSecrets": [{"name": "A"}]}, "pattern"),
+        ({"nodeSelectors": {}}, "did you mean nodeSelector?"),
+    ],
+)
+def test_a_pod_template_keeps_off_what_is_the_operators(template: dict[str, Any], says: str) -> None:
+    for fields in ({"podTemplate": template}, {"generator": {"podTemplate": template}}):
+        with pytest.raises(SpecError) as refused:
+            run_from_object(spec_with(**fields))
+        assert says in str(refused.value)
+
+
+def test_a_path_that_only_begins_like_a_reserved_one_is_free() -> None:
+    mount = {"name": "a", "mountPath": "/tmpfiles"}
+    assert run_from_object(spec_with(podTemplate={"volumeMounts": [mount]})).spec.pod_template is not None
+
+
+def test_a_roles_template_wins_over_the_one_for_all() -> None:
+    toleration = {"key": "gpu", "operator": "Exists"}
+    base = PodTemplate.model_validate(
+        {
+            "env": [{"name": "A", "value": "0"}, {"name": "B", "value": "$(A)"}],
+            "tolerations": [toleration],
+            "affinity": {"nodeAffinity": {}},
+            "resources": {"requests": {"cpu": 1, "memory": "1Gi"}},
+            "runtimeClassName": "plain",
+            "imagePullSecrets": [{"name": "one"}],
+            "shmSize": "1Gi",
+        }
+    )
+    role = PodTemplate.model_validate(
+        {
+            "env": [{"name": "C", "value": "2"}, {"name": "A", "value": "1"}],
+            "tolerations": [toleration, {"key": "more"}],
+            "resources": {"requests": {"cpu": "2"}},
+            "runtimeClassName": "nvidia",
+            "imagePullSecrets": [{"name": "two"}, {"name": "one"}],
+        }
+    )
+    both = role.over(base)
+    assert [(e["name"], e["value"]) for e in both.env] == [("A", "1"), ("B", "$(A)"), ("C", "2")]
+    assert both.tolerations == [toleration, {"key": "more"}]
+    assert both.affinity == {"nodeAffinity": {}}
+    assert both.resources.requests == {"cpu": "2", "memory": "1Gi"}
+    assert (both.runtime_class_name, both.shm_size) == ("nvidia", "1Gi")
+    assert both.image_pull_secrets == [PullSecret(name="one"), PullSecret(name="two")]
+    assert role.over(None) == role
+    assert PodTemplate().over(base) == base
+
+
+@pytest.mark.parametrize(
+    ("storage", "says"),
+    [
+        ({"claimName": "c", "storageClassName": "fast"}, "storageClassName says nothing"),
+        ({"claimName": "c", "onDelete": "Delete"}, "one given by claimName is kept"),
+        ({"accessMode": "ReadOnlyMany"}, "'ReadWriteMany' or 'ReadWriteOnce'"),
+        ({"size": "10GB"}, "pattern"),
+    ],
+)
+def test_a_claim_is_theirs_or_ours(storage: dict[str, Any], says: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        run_from_object(spec_with(storage=storage))
+    assert says in str(refused.value)
+
+
+def test_the_spec_may_lie_elsewhere_than_the_run(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    variables = {
+        "SCALERL_DIR": str(tmp_path),
+        "SCALERL_NAME": "trainer-0",
+        "SCALERL_COORDINATOR_URL": "http://127.0.0.1:80",
+        "SCALERL_TOKEN_FILE": str(tmp_path / "token"),
+    }
+    assert ProcessEnvironment.read(variables).paths.run_file == tmp_path / "run.yaml"
+    paths = ProcessEnvironment.read(variables | {"SCALERL_RUN_FILE": "/etc/scalerl/spec/run.yaml"}).paths
+    assert paths.run_file == Path("/etc/scalerl/spec/run.yaml")
+    assert paths.curve == tmp_path / "curve.csv"
+
+
+def test_a_status_survives_the_server_and_a_newer_operator() -> None:
+    condition = Condition(
+        type=ConditionType.ACCEPTED,
+        status="False",
+        observed_generation=3,
+        last_transition_time="2026-08-01T12:00:00Z",
+        reason=Reason.CLAIM_NOT_FOUND,
+        message="spec.storage.claimName: no claim c",
+    )
+    status = RunStatus(phase=Phase.PENDING, conditions=[condition])
+    written = status.to_object()
+    assert written["conditions"][0]["reason"] == "ClaimNotFound"
+    assert RunStatus.model_validate(written | {"ofTomorrow": 1}) == status
+    assert status.condition("Accepted") == condition
+    assert status.condition(ConditionType.FAILED) is None
+
+
+def test_every_constant_says_what_it_means() -> None:
+    for constant in (*ConditionType, *Reason, *Phase):
+        assert constant.text.endswith("."), constant
+        assert constant.isalpha(), constant
+        assert constant[0].isupper(), constant
