@@ -15,7 +15,7 @@ class _Explained(StrEnum):
 
     text: str
 
-    def __new__(cls, value: str, text: str) -> Self:
+    def __new__(cls, value: str, text: str = "") -> Self:
         member = str.__new__(cls, value)
         member._value_ = value
         member.text = text
