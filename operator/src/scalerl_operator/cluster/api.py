@@ -22,12 +22,13 @@ from kubernetes.aio.client.configuration import Configuration
 
 from scalerl_operator.cluster import errors
 from scalerl_operator.cluster.kinds import Kind, kind_of
+from scalerl_operator.cluster.names import FIELD_OWNER
+from scalerl_operator.cluster.types import Object
 
-Object = dict[str, Any]
+Objects = list[Object]
 Propagation = Literal["Foreground", "Background", "Orphan"]
 EventType = Literal["Normal", "Warning"]
 
-FIELD_OWNER: Final = "scalerl-operator"
 PATIENCE_TRIES: Final = 3
 """How often one call may follow a 429 before it is the caller's turn."""
 LONGEST_RETRY_AFTER_SECONDS: Final = 5.0
@@ -80,7 +81,7 @@ class KubeApi:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self._client.close()
+        await self._client.close()  # type: ignore[no-untyped-call]
 
     async def get(self, kind: str, namespace: str | None, name: str) -> Object | None:
         """The object, or None where there is none (nor its namespace, nor its kind)."""
@@ -95,18 +96,46 @@ class KubeApi:
         namespace: str | None = None,
         *,
         label_selector: str | None = None,
+        field_selector: str | None = None,
         metadata_only: bool = False,
         limit: int = 250,
-    ) -> tuple[list[Object], str]:
-        """All objects of a kind, in one namespace or (None) in all, and the version the list is of.
+    ) -> Objects:
+        """All objects of a kind, in one namespace or (None) in all, fetched in pages of ``limit``."""
+        found, _ = await self.list_at(
+            kind,
+            namespace,
+            label_selector=label_selector,
+            field_selector=field_selector,
+            metadata_only=metadata_only,
+            limit=limit,
+        )
+        return found
 
-        It is fetched in pages of ``limit``, and the event loop breathes between them. When the server has forgotten
-        the version of the first page before the last is read, the list starts over, once.
+    async def list_at(
+        self,
+        kind: str,
+        namespace: str | None = None,
+        *,
+        label_selector: str | None = None,
+        field_selector: str | None = None,
+        metadata_only: bool = False,
+        limit: int = 250,
+    ) -> tuple[Objects, str]:
+        """As :meth:`list`, with the version the list is of.
+
+        The event loop breathes between pages. When the server has forgotten the version of the first page before
+        the last is read, the list starts over, once.
         """
+        query = {"limit": str(limit)}
+        if label_selector:
+            query["labelSelector"] = label_selector
+        if field_selector:
+            query["fieldSelector"] = field_selector
+        accept = _METADATA_LIST if metadata_only else _JSON
         try:
-            return await self._list(kind_of(kind), namespace, label_selector, metadata_only, limit)
+            return await self._list(kind_of(kind), namespace, query, accept)
         except errors.Expired:
-            return await self._list(kind_of(kind), namespace, label_selector, metadata_only, limit)
+            return await self._list(kind_of(kind), namespace, query, accept)
 
     async def apply(self, obj: Object, *, force: bool = True, dry_run: bool = False) -> Object:
         """Server-side apply as ``scalerl-operator``; returns the object as it now is.
@@ -226,15 +255,12 @@ class KubeApi:
                 await self.patch("Event", namespace, name, again)
 
     async def _list(
-        self, kind: Kind, namespace: str | None, selector: str | None, metadata_only: bool, limit: int
-    ) -> tuple[list[Object], str]:
-        found: list[Object] = []
-        query: dict[str, str] = {"limit": str(limit)}
-        if selector:
-            query["labelSelector"] = selector
+        self, kind: Kind, namespace: str | None, query: Mapping[str, str], accept: str
+    ) -> tuple[Objects, str]:
+        found: Objects = []
+        token: dict[str, str] = {}
         while True:
-            accept = _METADATA_LIST if metadata_only else _JSON
-            page = await self._call("list", kind, namespace, None, query=query, accept=accept)
+            page = await self._call("list", kind, namespace, None, query={**query, **token}, accept=accept)
             for item in page.get("items") or ():
                 # A list says kind and version once; an object of ours always carries its own.
                 item["kind"], item["apiVersion"] = kind.name, kind.api_version
@@ -242,7 +268,7 @@ class KubeApi:
             more = page["metadata"].get("continue")
             if not more:
                 return found, page["metadata"].get("resourceVersion", "")
-            query["continue"] = more
+            token = {"continue": more}
             await asyncio.sleep(0)
 
     async def _call(
@@ -270,7 +296,10 @@ class KubeApi:
         if query:
             url += "?" + urlencode(query)
         deadline = time.monotonic() + self._timeout
+        fence = self._fence if verb not in ("get", "list") and kind.name != "Lease" else None
         for attempt in range(1, PATIENCE_TRIES + 1):
+            if fence is not None and not fence():
+                raise errors.Fenced("this process may not write now: it does not lead", what=what)
             try:
                 return await self._request(
                     verb, kind.name, url, body, accept, what, deadline - time.monotonic()
@@ -304,7 +333,7 @@ class KubeApi:
             response = await self._client.call_api(
                 method, url, headers, body=body, _request_timeout=aiohttp.ClientTimeout(total=seconds)
             )
-            data = await response.read()
+            data = await response.read()  # type: ignore[no-untyped-call]
             code = response.status
         except TimeoutError as error:
             raise errors.Unreachable(f"no answer within {seconds:.0f} s", what=what) from error

@@ -1,63 +1,197 @@
 """Live copies of runs and of what belongs to them, fed by watch events: what a reconcile looks at first.
 
-Objects are kept as JSON bytes without ``managedFields`` and decoded when read: a tenth of the memory of live dicts,
-and a reader may change what it got. A write's answer goes in too (:meth:`Cache.remember`), so that the next look
-already sees it and the watch event that follows wakes nobody.
+Objects are kept as JSON without ``managedFields`` and decoded when read: a tenth of the memory of live dicts, and a
+reader may change what it got. A write's answer goes in too (:meth:`Cache.remember`), so that the next look already
+sees it, and the watch event that follows it wakes nobody.
 
-Order: versions of one object only go up. An event older than what is kept is dropped, a deletion counts only for
-the object (uid) it names, and an answer that arrives after its object's deletion does not bring it back.
+Versions of one object only go up. An event older than what is kept is dropped, a deletion counts only for the object
+(uid) it names, and an answer that arrives after its object's deletion does not bring it back.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
-Object = dict[str, Any]
-Key = tuple[str, str]
-"""A run: (namespace, name)."""
+import msgspec
 
-RUN_LABEL: Final = "scalerl.dev/run"
+from scalerl_operator.cluster import names
+from scalerl_operator.cluster.kinds import RUN
+from scalerl_operator.cluster.types import Key, Object
+
+BURIED_SECONDS: Final = 120.0
+"""For how long a deletion is remembered: longer than any answer to a write can be late."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    uid: str
+    version: int
+    data: bytes
+    group: Key
+    """(namespace, value of the run's label): whose it is."""
 
 
 class Cache:
     """The objects of all runs, by kind, namespace and name.
 
-    ``wake`` is called with a run's key whenever something of that run changed. ``label_of`` gives the value of the
-    label ``scalerl.dev/run`` for a run's name (names longer than a label are shortened).
+    ``wake(key)`` is called whenever something of that run changed. All methods belong to the event loop's thread.
     """
 
-    def __init__(self, wake: Callable[[Key], None], label_of: Callable[[str], str]) -> None:
-        raise NotImplementedError
+    def __init__(
+        self,
+        wake: Callable[[Key], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._wake = wake
+        self._clock = clock
+        self._entries: dict[tuple[str, str, str], _Entry] = {}
+        self._groups: dict[Key, dict[tuple[str, str], _Entry]] = {}
+        self._run_of: dict[Key, str] = {}
+        self._buried: dict[tuple[str, str, str], tuple[int, float]] = {}
 
     def run(self, namespace: str, name: str) -> Object | None:
-        """The run, or None. The caller owns the copy."""
-        raise NotImplementedError
+        """The run, or None. The copy is the caller's."""
+        return self.get(RUN, namespace, name)
 
     def runs(self) -> list[Key]:
         """The keys of all runs known."""
-        raise NotImplementedError
+        return [(namespace, name) for kind, namespace, name in self._entries if kind == RUN]
 
     def owned(self, namespace: str, run: str) -> dict[tuple[str, str], Object]:
-        """Everything labelled as this run's (pods too), by (kind, name). Also what an earlier run of that name left."""
-        raise NotImplementedError
+        """Everything that carries this run's label (its pods too), by (kind, name); the copies are the caller's.
+
+        What an earlier run of the same name left is among it: ``scalerl.dev/run-uid`` tells them apart.
+        """
+        group = self._groups.get((namespace, names.label_value(run)), {})
+        return {at: msgspec.json.decode(entry.data) for at, entry in group.items()}
 
     def get(self, kind: str, namespace: str, name: str) -> Object | None:
-        """One object of a run, or None."""
-        raise NotImplementedError
+        """One object, or None. The copy is the caller's."""
+        entry = self._entries.get((kind, namespace, name))
+        return None if entry is None else msgspec.json.decode(entry.data)
 
     def observe(self, event: str | None, obj: Object) -> None:
-        """A watch event: ``ADDED``, ``MODIFIED``, ``DELETED`` or None (part of a list). ``obj`` has kind and apiVersion."""
-        raise NotImplementedError
+        """A watch event: ``ADDED``, ``MODIFIED``, ``DELETED``, or None for an object of a list.
+
+        An object of neither kind nor label that concerns us is passed over. ``obj`` has kind and apiVersion.
+        """
+        if event == "DELETED":
+            self._remove(obj)
+        elif self._store(obj):
+            self._wake_group(obj["metadata"].get("namespace", ""), self._label(obj))
 
     def remember(self, obj: Object) -> None:
-        """The answer to a write of ours: kept at once, wakes nobody."""
-        raise NotImplementedError
+        """The answer to a write of ours: kept at once, wakes nobody. A dry run's answer does not belong here."""
+        self._store(obj)
 
-    def forget_missing(self, kind: str, present: Iterable[tuple[str, str]], as_of: str) -> int:
-        """Drop what a complete list at version ``as_of`` did not hold; returns how many, and wakes their runs."""
-        raise NotImplementedError
+    def forget_missing(
+        self, kind: str, present: Iterable[Key], as_of: str, *, namespace: str | None = None
+    ) -> int:
+        """Drop what a complete list at version ``as_of`` did not hold; returns how many, and wakes their runs.
+
+        ``present``: (namespace, name) of all the list held, of one ``namespace`` or of all. A watch that was cut off for long starts over with a
+        list, and says nothing of what went in between; this finds it.
+        """
+        there = set(present)
+        version = _version(as_of)
+        gone = [
+            at
+            for at, entry in self._entries.items()
+            if at[0] == kind
+            and namespace in (None, at[1])
+            and at[1:] not in there
+            and entry.version <= version
+        ]
+        for at in gone:
+            self._drop(at, version)
+        return len(gone)
 
     def __iter__(self) -> Iterator[tuple[str, str, str]]:
         """(kind, namespace, name) of everything kept."""
-        raise NotImplementedError
+        return iter(tuple(self._entries))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def _label(self, obj: Object) -> str:
+        metadata = obj["metadata"]
+        if obj["kind"] == RUN:
+            return names.label_value(metadata["name"])
+        return str((metadata.get("labels") or {}).get(names.RUN, ""))
+
+    def _store(self, obj: Object) -> bool:
+        """Keep ``obj`` if it is newer than what is kept; True if that changed anything."""
+        metadata = obj["metadata"]
+        at = (obj["kind"], metadata.get("namespace", ""), metadata["name"])
+        version = _version(metadata["resourceVersion"])
+        label = self._label(obj)
+        known = self._entries.get(at)
+        if not label:
+            # Somebody took our label off: the run has to look, and the object is no longer its.
+            if known is not None and version > known.version:
+                self._drop(at, version)
+            return False
+        if known is not None and version <= known.version:
+            return False
+        if known is None and version <= self._buried_at(at):
+            return False
+        slim = {**obj, "metadata": {k: v for k, v in metadata.items() if k != "managedFields"}}
+        entry = _Entry(metadata["uid"], version, msgspec.json.encode(slim), (at[1], label))
+        if known is not None and known.group != entry.group:
+            self._leave(at, known)
+            self._wake_group(*known.group)
+        self._entries[at] = entry
+        self._groups.setdefault(entry.group, {})[at[0], at[2]] = entry
+        if at[0] == RUN:
+            self._run_of[entry.group] = at[2]
+        return True
+
+    def _remove(self, obj: Object) -> None:
+        metadata = obj["metadata"]
+        at = (obj["kind"], metadata.get("namespace", ""), metadata["name"])
+        known = self._entries.get(at)
+        if known is not None and known.uid == metadata["uid"]:
+            self._drop(at, _version(metadata["resourceVersion"]))
+        elif known is None:
+            self._bury(at, _version(metadata["resourceVersion"]))
+
+    def _drop(self, at: tuple[str, str, str], version: int) -> None:
+        entry = self._entries.pop(at)
+        self._leave(at, entry)
+        self._bury(at, max(version, entry.version))
+        if at[0] == RUN:
+            self._run_of.pop(entry.group, None)
+            self._wake((at[1], at[2]))
+        else:
+            self._wake_group(*entry.group)
+
+    def _leave(self, at: tuple[str, str, str], entry: _Entry) -> None:
+        group = self._groups[entry.group]
+        del group[at[0], at[2]]
+        if not group:
+            del self._groups[entry.group]
+
+    def _wake_group(self, namespace: str, label: str) -> None:
+        name = self._run_of.get((namespace, label))
+        if name is not None:
+            self._wake((namespace, name))
+
+    def _bury(self, at: tuple[str, str, str], version: int) -> None:
+        now = self._clock()
+        while self._buried and (oldest := next(iter(self._buried))) and self._buried[oldest][1] < now:
+            del self._buried[oldest]
+        self._buried.pop(at, None)
+        self._buried[at] = (version, now + BURIED_SECONDS)
+
+    def _buried_at(self, at: tuple[str, str, str]) -> int:
+        version, until = self._buried.get(at, (-1, 0.0))
+        return version if until >= self._clock() else -1
+
+
+def _version(resource_version: str) -> int:
+    """Resource versions as numbers: Kubernetes lets clients compare those of one kind."""
+    return int(resource_version or 0)

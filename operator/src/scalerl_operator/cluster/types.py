@@ -8,6 +8,9 @@ from typing import Any
 Object = dict[str, Any]
 """A Kubernetes object as JSON has it."""
 
+Key = tuple[str, str]
+"""A run: (namespace, name)."""
+
 
 @dataclass(frozen=True)
 class Images:
