@@ -99,6 +99,8 @@ async def test_a_read_only_volume_is_answered_with_507_and_shows_in_no_count(ser
         async with asyncio.timeout(2):
             await no_answer_but(507, "no-space", client.push(member, [make_group(leases[5])]))
         assert (await client.status()).counts == before
+        async with session.get(local.url + endpoints.METRICS) as response:
+            assert "scalerl_coordinator_journal_refusing 1.0" in await response.text()
         disk.read_only = False
         async with asyncio.timeout(5):
             while local.journal.refusing is not None:  # noqa: ASYNC110 -- nothing announces it

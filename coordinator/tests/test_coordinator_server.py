@@ -32,6 +32,18 @@ async def test_probes_and_metrics_need_no_token(local, visitor):
         text = await response.text()
     assert 'scalerl_coordinator_rollouts{fate="queued"} 0.0' in text
     assert 'scalerl_coordinator_phase{phase="waiting"} 1.0' in text
+    assert "scalerl_coordinator_journal_refusing 0.0" in text
+
+
+async def test_metrics_show_the_bound_and_the_answers(local, visitor):
+    await visitor.register("g", local.digest)
+    async with visitor.session.get(local.url + endpoints.METRICS) as response:
+        text = await response.text()
+    assert "scalerl_coordinator_staleness_bound_steps 2.0" in text
+    assert f'scalerl_coordinator_request_seconds_count{{path="{endpoints.MEMBERS}"}} 1.0' in text
+    # What goes back with a run to its checkpoint is no counter.
+    for name in ("acknowledged_rollouts", "trained_tokens"):
+        assert f"# TYPE scalerl_coordinator_{name} gauge" in text
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -66,6 +67,7 @@ class Gate:
         """``answer`` behind the token and the wire version, its errors as :class:`wire.Problem`."""
 
         async def guarded(request: web.Request) -> web.Response:
+            begin = time.perf_counter()
             try:
                 self._check_headers(request)
                 response = await answer(request)
@@ -83,6 +85,7 @@ class Gate:
             except JournalDied as problem:
                 response = _problem(500, "failed", f"{problem}; the coordinator ends")
             self._metrics.requests.labels(path, str(response.status)).inc()
+            self._metrics.request_seconds.labels(path).observe(time.perf_counter() - begin)
             return response
 
         return guarded

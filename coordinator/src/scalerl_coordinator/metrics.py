@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -12,18 +12,36 @@ from scalerl_api.wire import Phase, Status
 from scalerl_coordinator.journal import JournalFigures
 
 _PREFIX = "scalerl_coordinator_"
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class Metrics:
-    """The process's registry, and the counters that the server moves itself."""
+    """The process's registry, and the counters that the server moves itself.
 
-    def __init__(self, status: Callable[[], Status], journal: JournalFigures) -> None:
+    refusing: whether the journal takes nothing now. staleness_bound: steps that a trained token may be old.
+    """
+
+    def __init__(
+        self,
+        status: Callable[[], Status],
+        journal: JournalFigures,
+        *,
+        refusing: Callable[[], bool],
+        staleness_bound: int,
+    ) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_RunCollector(status, journal))
+        self._registry.register(_RunCollector(status, journal, refusing, staleness_bound))
         self.requests = Counter(
             _PREFIX + "requests",
             "Answered requests by endpoint and status code.",
             ("path", "code"),
+            registry=self._registry,
+        )
+        self.request_seconds = Histogram(
+            _PREFIX + "request_seconds",
+            "From a request to its answer, by endpoint; long polls wait for work.",
+            ("path",),
+            buckets=_SECONDS,
             registry=self._registry,
         )
         self.received_bytes = Counter(
@@ -36,9 +54,17 @@ class Metrics:
 
 
 class _RunCollector(Collector):
-    def __init__(self, status: Callable[[], Status], journal: JournalFigures) -> None:
+    def __init__(
+        self,
+        status: Callable[[], Status],
+        journal: JournalFigures,
+        refusing: Callable[[], bool],
+        staleness_bound: int,
+    ) -> None:
         self._status = status
         self._journal = journal
+        self._refusing = refusing
+        self._staleness_bound = staleness_bound
 
     def collect(self) -> Iterable[Metric]:
         status, journal = self._status(), self._journal
@@ -63,6 +89,15 @@ class _RunCollector(Collector):
             ("published_version", status.published_version, "Newest published weights."),
             ("staleness_steps_max", status.max_staleness_steps, "Of any trained token."),
             ("staleness_steps_mean", status.mean_staleness_steps, "Over trained tokens."),
+            ("staleness_bound_steps", self._staleness_bound, "Older tokens are not trained on."),
+            # These two go back with the run to a checkpoint, which no counter may.
+            ("acknowledged_rollouts", counts.acknowledged, "Accepted, less what a fresh start gave up."),
+            ("trained_tokens", status.tokens_trained, "On the present line of versions."),
+            (
+                "journal_refusing",
+                self._refusing(),
+                "1 while the disk takes no more, and nothing is accepted.",
+            ),
             ("generator_busy_fraction", status.generator_busy_fraction, "Over the run."),
             ("trainer_busy_fraction", status.trainer_busy_fraction, "Over the run."),
             (
@@ -75,12 +110,10 @@ class _RunCollector(Collector):
             if value is not None:
                 yield GaugeMetricFamily(_PREFIX + name, text, value=float(value))
         for name, total, text in (
-            ("acknowledged_rollouts", counts.acknowledged, "Accepted, less what a fresh start gave up."),
             ("expired_leases", counts.expired_leases, "Training leases given away."),
             ("grading_errors", status.grading_errors, "Accepted rollouts whose verifier failed."),
             ("checkpoint_failures", status.checkpoint_failures, "Checkpoints that could not be written."),
             ("generated_tokens", status.tokens_generated, "By all generators."),
-            ("trained_tokens", status.tokens_trained, "On the present line of versions."),
             ("wall_seconds", status.wall_seconds, "Since the first lease."),
             ("device_seconds", status.device_seconds, "Devices times seconds."),
             ("journal_syncs", journal.syncs, "Group commits."),

@@ -77,7 +77,12 @@ class Server:
         self._clock = LogicalClock(time.monotonic() - core.meter.last)
         self._rollouts = Rollouts(core)
         self._training = Training(core)
-        self._metrics = Metrics(lambda: view(core), journal.figures)
+        self._metrics = Metrics(
+            lambda: view(core),
+            journal.figures,
+            refusing=lambda: journal.refusing is not None,
+            staleness_bound=core.settings.identity.max_staleness_steps,
+        )
         self._gate = Gate(token, self._metrics)
         self._events = {WORK: asyncio.Event(), TRAINER: asyncio.Event()}
         self._step_groups: tuple[int, str, list[wire.Group]] | None = None

@@ -150,6 +150,7 @@ class Leader:
         self._coordinator.report(step, stats, busy_seconds, done.trainable_tokens)
         w.metrics.show(stats)
         w.metrics.tokens.inc(done.trainable_tokens)
+        w.metrics.step_seconds.observe(sum(seconds.values()))
         for name, value in phases.items():
             w.metrics.seconds.labels(name.removesuffix("_seconds")).inc(value)
         log.info(
@@ -180,6 +181,7 @@ class Leader:
         w.metrics.publishes.labels("failed" if outcome.failed else "ok").inc()
         w.metrics.publish_members_failed.inc(len(outcome.failed))
         w.metrics.seconds.labels("publish").inc(stats["publish_seconds"])
+        w.metrics.publish_seconds.observe(stats["publish_seconds"])
         log.info(
             "published version %d to %d of %d in %.3f s (pause %.3f transfer %.3f load %.3f resume %.3f) mismatch %s",
             *(w.version, len(outcome.updated), len(members), stats["publish_seconds"]),

@@ -7,12 +7,15 @@ import threading
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from scalerl_api import endpoints
 
 log = logging.getLogger(__name__)
+
+_STEP_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 3600)
+_PUBLISH_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Metrics:
@@ -32,6 +35,18 @@ class Metrics:
         )
         self.seconds = Counter(
             "scalerl_trainer_seconds", "Wall seconds by phase.", ["phase"], registry=self.registry
+        )
+        self.step_seconds = Histogram(
+            "scalerl_trainer_step_seconds",
+            "Fetching, computing and applying a step, without the wait for it; mean over ranks (rank 0).",
+            buckets=_STEP_SECONDS,
+            registry=self.registry,
+        )
+        self.publish_seconds = Histogram(
+            "scalerl_trainer_publish_seconds",
+            "A version into all generators (rank 0).",
+            buckets=_PUBLISH_SECONDS,
+            registry=self.registry,
         )
         self.tokens = Counter(
             "scalerl_trainer_tokens", "Completion tokens trained (rank 0).", registry=self.registry
