@@ -43,7 +43,8 @@ run-autostop: setup ## a run that its own forecast stops
 test: lint test-unit test-local ## everything CI runs
 
 test-unit: setup ## members' tests, a few with a real vLLM server
-	$(PYTEST) --doctest-modules $(MEMBERS:%=%/src)
+	@# Not by path, as tests are: the folder `operator` would become a module before the standard library's.
+	$(PYTEST) --import-mode=prepend --doctest-modules $(MEMBERS:%=%/src)
 	$(PYTEST) $(MEMBERS:%=%/tests) tests/house
 
 test-local: setup ## whole runs on this machine, with faults
