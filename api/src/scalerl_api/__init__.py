@@ -5,7 +5,7 @@ Lives here: the ``ScaleRLRun`` resource (:mod:`.spec`, with its model and task i
 file or a cluster's object becomes a run or a list of precise errors (:mod:`.load`), what processes of a run say
 to each other (:mod:`.wire`, :mod:`.endpoints`), the byte layout of weights on their way (:mod:`.weights`), what
 the forecasting sidecar is asked and answers (:mod:`.forecast`), how a process learns where it stands
-(:mod:`.process`), where a run keeps its files (:mod:`.paths`), and how many bytes its roles need
+(:mod:`.process`), where a run keeps its files (:mod:`.paths`), its curve as a table (:mod:`.curve`), and how many bytes its roles need
 (:mod:`.memory`).
 
 Never lives here: I/O beyond reading a spec file, torch, a call to Kubernetes, or a decision.

@@ -6,29 +6,15 @@ Both follow from the journal, which is ahead of them at most by what a crash or 
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from scalerl_api.curve import curve_csv
 from scalerl_api.paths import RunPaths
 from scalerl_api.wire import EvaluationPoint
 from scalerl_coordinator.accounting import Row
-
-CURVE_COLUMNS = (
-    "compute",
-    "reward",
-    "samples",
-    "standard_error",
-    "version",
-    "wall_seconds",
-    "device_seconds",
-    "mean_tokens",
-    "truncated_fraction",
-    "mixed_versions",
-)
 
 
 class RunFiles:
@@ -79,25 +65,7 @@ class RunFiles:
 
     def write_curve(self, points: Sequence[EvaluationPoint]) -> None:
         """All points, by version; the file is replaced as a whole."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(CURVE_COLUMNS)
-        for p in points:
-            writer.writerow(
-                (
-                    p.work_tokens,
-                    repr(p.reward),
-                    p.samples,
-                    repr(p.standard_error),
-                    p.version,
-                    f"{p.wall_seconds:.3f}",
-                    f"{p.device_seconds:.3f}",
-                    f"{p.mean_tokens:.3f}",
-                    f"{p.truncated_fraction:.6f}",
-                    str(p.mixed_versions).lower(),
-                )
-            )
-        _write_whole(self._curve, text.getvalue())
+        _write_whole(self._curve, curve_csv(points))
 
 
 def _line(row: Row) -> str:
