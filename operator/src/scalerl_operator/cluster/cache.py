@@ -145,9 +145,10 @@ class Cache:
             self._leave(at, known)
             self._wake_group(*known.group)
         self._entries[at] = entry
-        self._groups.setdefault(entry.group, {})[at[0], at[2]] = entry
         if at[0] == RUN:
             self._run_of[entry.group] = at[2]
+        else:
+            self._groups.setdefault(entry.group, {})[at[0], at[2]] = entry
         return True
 
     def _remove(self, obj: Object) -> None:
@@ -161,12 +162,12 @@ class Cache:
 
     def _drop(self, at: tuple[str, str, str], version: int) -> None:
         entry = self._entries.pop(at)
-        self._leave(at, entry)
         self._bury(at, max(version, entry.version))
         if at[0] == RUN:
-            self._run_of.pop(entry.group, None)
+            del self._run_of[entry.group]
             self._wake((at[1], at[2]))
         else:
+            self._leave(at, entry)
             self._wake_group(*entry.group)
 
     def _leave(self, at: tuple[str, str, str], entry: _Entry) -> None:

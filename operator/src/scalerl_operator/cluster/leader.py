@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Callable
@@ -78,7 +79,7 @@ class Leader:
         self._retry = retry
         self._clock = clock
         self._rng = rng or random.Random()
-        self._leads_until = 0.0
+        self._leads_until = -math.inf
         self._holder = ""
         self._seen: tuple[str, str] | None = None
         self._seen_at = 0.0
@@ -128,7 +129,7 @@ class Leader:
             log.warning("the lease could not be given up and runs out by itself: %s", error)
 
     def _step_down(self) -> None:
-        self._leads_until = 0.0
+        self._leads_until = -math.inf
         self.began.clear()
         self.lost.set()
 
