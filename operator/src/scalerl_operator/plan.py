@@ -134,6 +134,7 @@ def _generator(spec: RunSpec) -> Workload:
         ),
         env=_environment(spec),
         ports=("vllm",),
+        loopback=("vllm",),
         startup=startup,
         liveness=liveness,
         readiness=readiness,

@@ -84,12 +84,14 @@ class Container:
     startup: until it succeeds once, the others are not asked; past its threshold the process is restarted.
     liveness: past its threshold the process is restarted.
     readiness: says only whether the process takes work.
+    loopback: those of ``ports`` on which only the replica's own containers may ask; probed from inside.
     """
 
     name: str
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     ports: tuple[str, ...] = ()
+    loopback: tuple[str, ...] = ()
     startup: Probe | None = None
     liveness: Probe | None = None
     readiness: Probe | None = None

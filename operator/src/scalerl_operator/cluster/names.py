@@ -33,7 +33,8 @@ RENDERED_HASH: Final = f"{GROUP}/rendered"
 """Annotation on every object: the object as rendered, so that a field no longer wanted is noticed too."""
 FINALIZER: Final = f"{GROUP}/drain"
 QUEUE: Final = "kueue.x-k8s.io/queue-name"
-"""Kueue's label, passed on from the run to its workloads."""
+QUEUE_LABELS: Final = (QUEUE, "kueue.x-k8s.io/priority-class")
+"""Kueue's labels, passed on from the run to its workloads."""
 SCRAPE: Final = f"{GROUP}/scrape"
 """Label of a namespace whose pods may read the metrics of runs: ``scalerl.dev/scrape: "true"`` where Prometheus is."""
 
@@ -81,7 +82,7 @@ def labels(run: str, uid: str, component: str = "run") -> dict[str, str]:
     return {
         "app.kubernetes.io/name": "scalerl",
         "app.kubernetes.io/instance": label_value(run),
-        COMPONENT: component,
+        COMPONENT: str(component),
         "app.kubernetes.io/managed-by": FIELD_OWNER,
         RUN: label_value(run),
         RUN_UID: uid,
@@ -90,7 +91,7 @@ def labels(run: str, uid: str, component: str = "run") -> dict[str, str]:
 
 def selector(uid: str, component: str | None = None) -> dict[str, str]:
     """Labels that select a run's pods, all or of one role, and no pod of an earlier run of the same name."""
-    return {RUN_UID: uid} | ({} if component is None else {COMPONENT: component})
+    return {RUN_UID: uid} | ({} if component is None else {COMPONENT: str(component)})
 
 
 @dataclass(frozen=True)

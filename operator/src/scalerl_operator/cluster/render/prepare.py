@@ -1,0 +1,45 @@
+"""The preparation: a Job of one pod, with the trainer's image and the trainer's podTemplate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from scalerl_operator.cluster import names
+from scalerl_operator.cluster.names import RUN_DIR
+from scalerl_operator.cluster.render.pods import PodSettings, pod_template
+from scalerl_operator.cluster.render.shared import Scope, spec_hash
+from scalerl_operator.cluster.types import Object
+from scalerl_operator.workloads import Role
+
+GRACE_SECONDS: Final = 30
+HUB_CACHE: Final = (Path(RUN_DIR) / "hub").as_posix()
+"""On the run's volume: a node's own disk may be too small for a model, a download that was cut goes on, and what is
+downloaded is linked into place rather than copied. ``HF_HOME`` in ``podTemplate.env`` names another, a shared one."""
+
+
+def job(scope: Scope) -> Object:
+    """It fails with its first pod: whether another try could help is the operator's to decide."""
+    extra = {"HF_HOME": HUB_CACHE} if scope.spec.model.hub is not None else {}
+    settings = PodSettings(
+        role=Role.PREPARE,
+        image=scope.spec.images.trainer or scope.images.trainer,
+        grace_seconds=GRACE_SECONDS,
+        name=scope.workload(Role.PREPARE).replica_name(0),
+        extra={"prepare": extra},
+        pod={"restartPolicy": "Never"},
+    )
+    metadata = scope.metadata(scope.names.prepare, Role.PREPARE)
+    metadata["labels"] |= scope.queue_labels
+    metadata["annotations"][names.SPEC_HASH] = spec_hash(scope.run, Role.PREPARE)
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": metadata,
+        "spec": {
+            "backoffLimit": 0,
+            "completions": 1,
+            "parallelism": 1,
+            "template": pod_template(scope, settings),
+        },
+    }

@@ -1,0 +1,139 @@
+"""What all files of this package build on: one run's scope, metadata, and the two hashes that objects carry."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from scalerl_api.pods import PodTemplate
+from scalerl_api.spec import API_VERSION, KIND, RunSpec, ScaleRLRun
+from scalerl_operator.cluster import names
+from scalerl_operator.cluster.names import Names
+from scalerl_operator.cluster.types import Images, Object
+from scalerl_operator.plan import plan
+from scalerl_operator.workloads import Plan, Role, Workload
+
+_NOT_READ = {
+    # Acted on by the operator, or visible in the pods' own templates.
+    "suspend": True,
+    "autoscaling": True,
+    "ttl_seconds_after_finished": True,
+    "storage": True,
+    "images": True,
+    "pod_template": True,
+    "coordinator": True,
+    "device_resource": True,
+    "generator": {"replicas", "max_restarts", "pod_template"},
+    "trainer": {"max_restarts", "pod_template"},
+}
+
+
+@dataclass(frozen=True)
+class Scope:
+    """One run as it is rendered."""
+
+    run: ScaleRLRun
+    uid: str
+    images: Images
+    operator_namespace: str
+
+    @property
+    def spec(self) -> RunSpec:
+        return self.run.spec
+
+    @property
+    def namespace(self) -> str:
+        """Raises ValueError: a run that no API server has given a namespace."""
+        if self.run.metadata.namespace is None:
+            raise ValueError(
+                f"run {self.run.metadata.name} has no namespace; only what a cluster holds is rendered"
+            )
+        return self.run.metadata.namespace
+
+    @cached_property
+    def names(self) -> Names:
+        return Names(self.run.metadata.name)
+
+    @cached_property
+    def plan(self) -> Plan:
+        return plan(self.run)
+
+    def workload(self, role: Role) -> Workload:
+        return self.plan.workload(role)
+
+    def labels(self, component: str = "run") -> dict[str, str]:
+        return names.labels(self.run.metadata.name, self.uid, component)
+
+    @property
+    def queue_labels(self) -> dict[str, str]:
+        """Kueue's, for what it is to queue."""
+        return {name: text for name, text in self.run.metadata.labels.items() if name in names.QUEUE_LABELS}
+
+    def metadata(self, name: str, component: str = "run", *, owned: bool = True) -> Object:
+        """Of an object that goes with the run; not ``owned``: of one that stays."""
+        metadata: Object = {
+            "name": name,
+            "namespace": self.namespace,
+            "labels": self.labels(component),
+            "annotations": {},
+        }
+        if owned:
+            metadata["ownerReferences"] = [
+                {
+                    "apiVersion": API_VERSION,
+                    "kind": KIND,
+                    "name": self.run.metadata.name,
+                    "uid": self.uid,
+                    "controller": True,
+                    "blockOwnerDeletion": True,
+                }
+            ]
+        return metadata
+
+
+def pod_template_of(spec: RunSpec, role: Role) -> PodTemplate:
+    """What the user adds to the pods of a role; the preparation's are the trainer's."""
+    own = {
+        Role.COORDINATOR: spec.coordinator.pod_template,
+        Role.GENERATOR: spec.generator.pod_template,
+        Role.TRAINER: spec.trainer.pod_template,
+        Role.PREPARE: spec.trainer.pod_template,
+    }[role]
+    return (own or PodTemplate()).over(spec.pod_template)
+
+
+def spec_hash(run: ScaleRLRun, role: Role) -> str:
+    """Over what a role reads of the spec, and what the user says of its pods: another hash needs other pods.
+
+    The budget's limits are the coordinator's to keep: raising one restarts neither generators nor trainer. What the
+    operator brings along (its images, defaults of fields that an older release did not have) is not in it, so that
+    an upgrade stops no trainer.
+    """
+    spec = run.spec
+    read = spec.model_dump(mode="json", exclude=_NOT_READ, exclude_defaults=True)
+    if role is not Role.COORDINATOR:
+        del read["budget"]
+    image = {
+        Role.COORDINATOR: spec.images.coordinator,
+        Role.GENERATOR: spec.images.generator,
+    }.get(role, spec.images.trainer)
+    pods = pod_template_of(spec, role).model_dump(mode="json", exclude_defaults=True)
+    return _digest([run.metadata.name, read, pods, image, spec.device_resource, spec.storage.claim_name])
+
+
+def finished(rendered: Object) -> Object:
+    """A copy that shares nothing with the run, with the hash of itself: so a field no longer wanted is noticed too."""
+    whole: Object = json.loads(_canonical(rendered))
+    whole["metadata"]["annotations"][names.RENDERED_HASH] = _digest(rendered)
+    return whole
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(_canonical(value).encode()).hexdigest()[:16]
