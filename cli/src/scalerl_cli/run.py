@@ -18,7 +18,7 @@ from scalerl_cli.inputs import load, quick_problems
 from scalerl_cli.machine import cpus_problem
 from scalerl_cli.output import say
 from scalerl_cli.view import LateView
-from scalerl_operator.autoscaling.record import RecordError
+from scalerl_operator.autoscaling.storage import RecordError
 from scalerl_operator.control import LocalRun, Outcome
 from scalerl_operator.observe.errors import CoordinatorRefused
 from scalerl_operator.runtime.directory import (

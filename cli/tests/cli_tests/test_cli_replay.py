@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,8 @@ def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
         asked = question(rules, points, seen, record.known.history)
         assert not isinstance(asked, str)
         seen = replace(seen, forecast=answer_forecast(asked))
-        record.append("autoscale", rules, points, seen, decide(rules, seen, record.known.history))
+        decision = decide(rules, seen, record.known.history)
+        asyncio.run(record.append("autoscale", rules, points, seen, decision))
     record.close()
     return path.read_bytes()
 

@@ -25,8 +25,9 @@ from scalerl_curvefit import CurveError
 from scalerl_curvefit.sidecar.answers import answer_forecast
 from scalerl_operator.autoscaling.observation import observe, point
 from scalerl_operator.autoscaling.question import question
-from scalerl_operator.autoscaling.record import DecisionRecord, Line, RecordError, seal
+from scalerl_operator.autoscaling.record import DecisionRecord, Line, seal
 from scalerl_operator.autoscaling.replay import under, verify
+from scalerl_operator.autoscaling.storage import RecordError
 from scalerl_operator.policy.autoscale import decide
 from scalerl_operator.policy.facts import Generators, History, State
 
@@ -58,9 +59,8 @@ def record_run(
         request = question(rules, points, seen, record.known.history)
         forecast, trouble = (None, request) if isinstance(request, str) else asked(request)
         seen = replace(seen, forecast=forecast, trouble=trouble)
-        lines.append(
-            record.append("autoscale", rules, points, seen, decide(rules, seen, record.known.history))
-        )
+        decision = decide(rules, seen, record.known.history)
+        lines.append(asyncio.run(record.append("autoscale", rules, points, seen, decision)))
     record.close()
     return lines
 
@@ -136,7 +136,8 @@ def test_reopening_goes_on_where_it_ended_and_cuts_a_torn_tail(
     assert record.known.sequence == len(lines)
     seen = lines[-1].observation
     points = list(record.known.points)
-    record.append("autoscale", RULES, points[:20], seen, decide(RULES, seen, record.known.history))
+    decision = decide(RULES, seen, record.known.history)
+    asyncio.run(record.append("autoscale", RULES, points[:20], seen, decision))
     record.close()
     _, found = verify(path.read_bytes())
     assert [d.field for d in found] == [
@@ -187,7 +188,8 @@ def test_a_full_disk_leaves_the_record_whole(tmp_path: Path, little_space: None)
     seen = observe(run(), status(evaluated), points, Generators(wanted=1, ready=1), unix_seconds=1.7e9)
 
     def write() -> None:
-        record.append("autoscale", RULES, points, seen, decide(RULES, seen, record.known.history))
+        decision = decide(RULES, seen, record.known.history)
+        asyncio.run(record.append("autoscale", RULES, points, seen, decision))
 
     while path.stat().st_size < 3_000:
         write()
@@ -266,7 +268,8 @@ def test_any_recorded_history_is_reproduced(
             forecast=None if p_gain is None else answer(p_gain),
             trouble="down" if p_gain is None else "",
         )
-        record.append("autoscale", RULES, points, seen, decide(RULES, seen, record.known.history))
+        decision = decide(RULES, seen, record.known.history)
+        asyncio.run(record.append("autoscale", RULES, points, seen, decision))
     record.close()
     lines, found = verify(path.read_bytes())
     assert (len(lines), found) == (len(looks), [])
@@ -289,10 +292,10 @@ async def test_closing_waits_for_a_write_whose_caller_has_left(
 
     monkeypatch.setattr(os, "pwrite", slow)
     decision = decide(RULES, seen, History())
-    task = asyncio.create_task(asyncio.to_thread(record.append, "autoscale", RULES, points, seen, decision))
+    task = asyncio.create_task(record.append("autoscale", RULES, points, seen, decision))
     await asyncio.to_thread(writing.wait, 10)
     task.cancel()
     record.close()
     assert len(verify(path.read_bytes())[0]) == 1
     with pytest.raises(RecordError, match="closed"):
-        record.append("autoscale", RULES, points, seen, decision)
+        await record.append("autoscale", RULES, points, seen, decision)

@@ -2,7 +2,8 @@
 
 Lives here: the observation of a run (:mod:`.observation`) and of how busy it is (:mod:`.load`), the
 question to the forecast (:mod:`.question`) and the asking (:mod:`.sidecar`), the record
-(:mod:`.record`), its replay (:mod:`.replay`), and the step that joins them (:mod:`.controller`).
+(:mod:`.record`) and where it is kept (:mod:`.storage`), its replay (:mod:`.replay`), and the step that joins them
+(:mod:`.controller`).
 
 Never lives here: a rule of when to stop or to grow (:mod:`scalerl_operator.policy`), a curve, or
 anything that carries an action out: the wanted action is handed back as data.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +14,9 @@ from scalerl_api.wire import Status
 from scalerl_operator.autoscaling.load import LoadMeter
 from scalerl_operator.autoscaling.observation import Point, observe, point
 from scalerl_operator.autoscaling.question import question
-from scalerl_operator.autoscaling.record import DecisionRecord, Policy, RecordError
+from scalerl_operator.autoscaling.record import DecisionRecord, Policy
 from scalerl_operator.autoscaling.sidecar import Sidecar
+from scalerl_operator.autoscaling.storage import RecordError
 from scalerl_operator.policy.autoscale import decide
 from scalerl_operator.policy.balance import balance
 from scalerl_operator.policy.facts import Action, Decision, Generators, Observation
@@ -125,8 +125,7 @@ class Autoscaler:
         decision = (decide if policy == "autoscale" else balance)(spec, seen, before)
         changed = decision.state is not before.state
         try:
-            # In a thread: a disk may take its time over an fsync.
-            await asyncio.to_thread(self._record.append, policy, spec, points, seen, decision)
+            await self._record.append(policy, spec, points, seen, decision)
         except RecordError as error:
             trouble = f"the decision could not be recorded, so it is not acted upon: {error}"
             return Step(policy, decision, Action(), False, trouble)

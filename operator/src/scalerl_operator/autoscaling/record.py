@@ -1,16 +1,16 @@
 """``decisions.jsonl``: every decision with all it rests on, one JSON object a line, each sealed by a digest.
 
-A line is on disk before its action is carried out. Each line's digest covers the line and the digest
+A line is kept (:mod:`.storage`) before its action is carried out. Each line's digest covers the line and the digest
 before it, so that a changed, a missing and an added line are found. Points are recorded as what
 changed: ``kept`` of those known before, then ``added``.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
-import os
-import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -22,9 +22,12 @@ from msgspec.structs import replace
 
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_operator.autoscaling.observation import Point
-from scalerl_operator.policy.facts import Decision, Fact, History, Observation
+from scalerl_operator.autoscaling.storage import FileStorage, RecordError, RecordLost, Storage
+from scalerl_operator.policy.facts import Action, Decision, Fact, History, Observation, State
 
 FORMAT: Final = 1
+RECENT: Final = 5
+"""Decisions that are kept in mind to be shown."""
 
 Policy = Literal["autoscale", "balance"]
 
@@ -45,8 +48,14 @@ class Line(Fact, frozen=True, kw_only=True):
     digest: str = ""
 
 
-class RecordError(Exception):
-    """The record cannot be read or written; the message says why. Nothing may be acted on that is not in it."""
+class Brief(Fact, frozen=True, kw_only=True):
+    """One decision in short."""
+
+    sequence: int
+    time: str
+    state: State
+    action: Action
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -60,15 +69,34 @@ class Read:
 
 @dataclass
 class Known:
-    """What the lines so far come to: the next sequence number, the digest to go on from, points, history."""
+    """What the lines so far come to: the next sequence number, the digest to go on from, points, history.
+
+    last: the newest line. looked: the newest on an evaluation, not on the balance. recent: the newest few, oldest first.
+    """
 
     sequence: int = 0
     digest: str = ""
     points: list[Point] = field(default_factory=list)
     history: History = field(default_factory=History)
+    last: Line | None = None
+    looked: Line | None = None
+    recent: deque[Brief] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def add(self, line: Line) -> None:
         """Take one more line in."""
+        self.last = line
+        if line.policy == "autoscale":
+            self.looked = line
+        decision = line.decision
+        self.recent.append(
+            Brief(
+                sequence=line.sequence,
+                time=line.time,
+                state=decision.state,
+                action=decision.action,
+                reason=decision.reasons[0] if decision.reasons else "",
+            )
+        )
         self.sequence = line.sequence + 1
         self.digest = line.digest
         del self.points[line.kept :]
@@ -108,64 +136,51 @@ class _Format(msgspec.Struct):
 
 
 class DecisionRecord:
-    """The record of one run, open for appending by its one owner.
+    """The record of one run; one process and one caller at a time appends to it.
 
-    known: what the lines so far come to. notes: what was found and done at opening, in words.
+    notes: what had to be mended at an opening, for a person to know.
+    known: what its lines come to.
     """
 
-    def __init__(self, path: Path, fd: int, known: Known, size: int, notes: list[str]) -> None:
-        self.path = path
-        self.known = known
-        self.notes = notes
-        self._fd: int | None = fd
-        self._size = size
-        # An append whose caller was cancelled goes on in its thread; the file is not closed under it.
-        self._lock = threading.Lock()
+    def __init__(self, storage: Storage) -> None:
+        self.known = Known()
+        self.notes: list[str] = []
+        self._storage = storage
+        self._size = 0
+        self._lost = False
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open or begin the record. An unfinished last line is cut off; a record that cannot be trusted is set aside.
+        """Open or begin a record in a file, before there is a loop to wait in; else as :meth:`load`."""
+        storage = FileStorage(path)
+        record = cls(storage)
+        try:
+            content = storage.content()
+            problem = record._take(content, *_known(content))
+            if problem:
+                record._begin_anew(problem, storage.move_aside())
+            storage.write(b"", record._size)
+        except BaseException:
+            storage.close()
+            raise
+        return record
+
+    @classmethod
+    async def load(cls, storage: Storage) -> Self:
+        """Open or begin a record. An unfinished last line is cut off; one that cannot be trusted is set aside.
 
         Raises:
-            RecordError: it cannot be read, or a newer program wrote it.
+            RecordError: it cannot be read, a newer program wrote it, or its storage sets nothing aside.
         """
-        notes: list[str] = []
-        try:
-            content = path.read_bytes() if path.exists() else b""
-            whole = content[: content.rfind(b"\n") + 1]
-            known, problem = _known(whole)
-            if problem:
-                aside = _free_name(path)
-                os.replace(path, aside)
-                notes.append(
-                    f"{path.name}: {problem}; set aside as {aside.name}, and decisions begin anew: nothing that "
-                    "cannot be trusted is acted on"
-                )
-                whole, known = b"", Known()
-            elif len(content) > len(whole):
-                notes.append(
-                    f"{path.name}: cut off {len(content) - len(whole)} bytes of an unfinished last line"
-                )
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                os.ftruncate(fd, len(whole))
-                os.fsync(fd)
-                _sync_directory(path.parent)
-            except OSError:
-                os.close(fd)
-                raise
-        except OSError as error:
-            raise RecordError(f"{path}: {error.strerror or error}") from error
-        return cls(path, fd, known, len(whole), notes)
+        record = cls(storage)
+        await record._load()
+        return record
 
     def close(self) -> None:
-        """Give the file up, once a write under way has ended."""
-        with self._lock:
-            if self._fd is not None:
-                os.close(self._fd)
-            self._fd = None
+        """Give the record up, once a write under way has ended."""
+        self._storage.close()
 
-    def append(
+    async def append(
         self,
         policy: Policy,
         spec: AutoscalingSpec,
@@ -173,15 +188,59 @@ class DecisionRecord:
         observation: Observation,
         decision: Decision,
     ) -> Line:
-        """Write one decision, made from ``known.history``, and have it on disk.
+        """Write one decision, made from ``known.history``, and have it kept.
 
         Raises:
-            RecordError: it could not be written, or the record is closed; it is as it was, and so is ``known``.
+            RecordError: it is not in the record. Where somebody else has written meanwhile, the record was read again,
+                and with ``known`` as it is now the decision has to be made anew.
         """
-        with self._lock:
-            return self._append(policy, spec, points, observation, decision)
+        if self._lost:
+            await self._load()
+            raise RecordLost(f"{self._storage.name}: read again; the decision has to be made anew")
+        line = self._line(policy, spec, points, observation, decision)
+        content = msgspec.json.encode(line) + b"\n"
+        self._lost = True  # also for a caller that is cancelled meanwhile
+        try:
+            await self._storage.append(content, self._size)
+        except RecordLost:
+            with contextlib.suppress(RecordError):
+                await self._load()
+            raise
+        except RecordError:
+            self._lost = False
+            raise
+        self._lost = False
+        self._size += len(content)
+        self.known.add(line)
+        return line
 
-    def _append(
+    async def _load(self) -> None:
+        content = await self._storage.read()
+        # In a thread: a long record takes its time.
+        problem = self._take(content, *await asyncio.to_thread(_known, content))
+        if problem:
+            self._begin_anew(problem, await self._storage.set_aside(problem))
+        elif self._size < len(content):
+            await self._storage.append(b"", self._size)
+        self._lost = False
+
+    def _take(self, content: bytes, known: Known, problem: str) -> str:
+        """Go on from what was read, if there is no problem with it."""
+        self._size = content.rfind(b"\n") + 1
+        self.known = known
+        if not problem and self._size < len(content):
+            cut = len(content) - self._size
+            self.notes.append(f"{self._storage.name}: cut off {cut} bytes of an unfinished last line")
+        return problem
+
+    def _begin_anew(self, problem: str, aside: str) -> None:
+        self._size, self.known = 0, Known()
+        self.notes.append(
+            f"{self._storage.name}: {problem}; set aside as {aside}, and decisions begin anew: nothing that cannot be "
+            "trusted is acted on"
+        )
+
+    def _line(
         self,
         policy: Policy,
         spec: AutoscalingSpec,
@@ -191,48 +250,30 @@ class DecisionRecord:
     ) -> Line:
         known = self.known
         kept = _common(known.points, points)
-        line = seal(
-            Line(
-                format=FORMAT,
-                sequence=known.sequence,
-                time=datetime.fromtimestamp(observation.unix_seconds, UTC).isoformat(timespec="seconds"),
-                policy=policy,
-                spec=spec.model_dump(mode="json", by_alias=True, exclude_none=True),
-                kept=kept,
-                added=list(points[kept:]),
-                observation=observation,
-                before=known.history,
-                decision=decision,
-            ),
-            known.digest,
+        line = Line(
+            format=FORMAT,
+            sequence=known.sequence,
+            time=datetime.fromtimestamp(observation.unix_seconds, UTC).isoformat(timespec="seconds"),
+            policy=policy,
+            spec=as_recorded(spec),
+            kept=kept,
+            added=list(points[kept:]),
+            observation=observation,
+            before=known.history,
+            decision=decision,
         )
-        self._write(msgspec.json.encode(line) + b"\n")
-        known.add(line)
-        return line
+        return seal(line, known.digest)
 
-    def _write(self, content: bytes) -> None:
-        fd = self._fd
-        if fd is None:
-            raise RecordError(f"{self.path}: closed")
-        try:
-            # What an earlier failure may have left beyond the last whole line goes first.
-            os.ftruncate(fd, self._size)
-            done = 0
-            while done < len(content):
-                done += os.pwrite(fd, content[done:], self._size + done)
-            os.fsync(fd)
-        except OSError as error:
-            # If this fails too, the next append begins with it, and so does the next opening.
-            with contextlib.suppress(OSError):
-                os.ftruncate(fd, self._size)
-            raise RecordError(f"{self.path}: {error.strerror or error}") from error
-        self._size += len(content)
+
+def as_recorded(spec: AutoscalingSpec) -> dict[str, Any]:
+    """The spec as a line has it."""
+    return spec.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
 def _known(content: bytes) -> tuple[Known, str]:
-    """What the lines come to, and the first thing wrong with them."""
+    """What the whole lines come to, and the first thing wrong with them."""
     known = Known()
-    for one in read(content):
+    for one in read(content[: content.rfind(b"\n") + 1]):
         if one.line is None:
             if one.problem.startswith("format"):
                 raise RecordError(f"line {one.number}: {one.problem}")
@@ -250,18 +291,3 @@ def _common(before: Sequence[Point], now: Sequence[Point]) -> int:
             break
         count += 1
     return count
-
-
-def _free_name(path: Path) -> Path:
-    number = 1
-    while (aside := path.with_name(f"{path.stem}-untrusted-{number}{path.suffix}")).exists():
-        number += 1
-    return aside
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
