@@ -95,7 +95,9 @@ def test_the_budget_is_told_and_the_end_is_completed() -> None:
     assert outcome is not None
     assert (outcome.end, outcome.reason) == (End.COMPLETED, "BudgetReached")
     last = decide(SPEC, over, replace(FIRST, outcome=outcome))
-    assert (last.phase, exists(last)) == ("Completed", (False, False, 0, None))
+    assert (last.phase, exists(last)) == ("Completed", (True, False, 0, 1)), "what has ended keeps its logs"
+    gone = replace(over, trainer=Job(), prepare=Job())
+    assert exists(decide(SPEC, gone, last.memory)) == (False, False, 0, None), "and is not made again"
 
 
 def test_a_job_that_is_complete_means_nothing_until_the_coordinator_says_so() -> None:

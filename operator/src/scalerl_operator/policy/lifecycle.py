@@ -12,8 +12,8 @@ Running        coordinator, generators, the present trainer attempt   the coordi
 Finishing      the same                                               the coordinator says finished, the trainer left
 Suspending     the same                                               the trainer has left, or the drain is over
 Suspended      nothing but what is kept                               ``suspend`` is taken back
-Completed      nothing but what is kept                               never
-Failed         nothing but what is kept                               never
+Completed      what is kept, and Jobs that have ended                 never
+Failed         the same                                               never
 =============  =====================================================  ==============================================
 """
 
@@ -57,13 +57,16 @@ class Ended:
 
 @dataclass(frozen=True)
 class Job:
-    """ends: of containers that ended with something else than 0. ready: all its pods are. stale: of an earlier spec."""
+    """ends: of containers that ended with something else than 0. ready: all its pods are. stale: of an earlier spec.
+    held: a queue has not let it begin.
+    """
 
     state: JobState = JobState.ABSENT
     attempt: int = 0
     ends: tuple[Ended, ...] = ()
     ready: bool = False
     stale: bool = False
+    held: bool = False
 
 
 @dataclass(frozen=True)
@@ -175,11 +178,10 @@ class Course:
 def decide(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
     """The course of a run whose spec is accepted."""
     if memory.outcome is not None:
-        phase = Phase.COMPLETED if memory.outcome.end is End.COMPLETED else Phase.FAILED
-        return Course(phase, memory, release=seen.deleting)
+        return _over(seen, memory, memory.outcome)
     if seen.deleting or seen.suspend or memory.rest is not Rest.NO:
         return _at_rest(seen, memory)
-    if seen.prepare.state is not JobState.COMPLETE:
+    if seen.prepare.state is not JobState.COMPLETE or seen.prepare.stale:
         return _prepare(seen, memory)
     broken = _broken(spec, seen)
     if broken is not None:
@@ -222,7 +224,8 @@ def _at_rest(seen: Facts, memory: Memory) -> Course:
 
 
 def _prepare(seen: Facts, memory: Memory) -> Course:
-    if seen.prepare.state is JobState.FAILED:
+    stale = seen.prepare.stale or seen.prepare.state is JobState.LEAVING
+    if seen.prepare.state is JobState.FAILED and not stale:
         worst = _worst(seen.prepare.ends)
         reason = Reason.BAD_INPUT if worst.exit_code == BAD_INPUT_EXIT_CODE else Reason.PREPARE_FAILED
         return _end(
@@ -233,7 +236,7 @@ def _prepare(seen: Facts, memory: Memory) -> Course:
     return Course(
         Phase.PREPARING,
         memory,
-        prepare=True,
+        prepare=not stale,
         coordinator=running,
         generators=seen.generators_wanted if running else 0,
         trainer=memory.attempt if running else None,
@@ -369,6 +372,18 @@ def _attempt(seen: Facts, memory: Memory, *, finished: bool) -> tuple[Memory, in
 
 
 # --- ends ---------------------------------------------------------------------------------------
+
+
+def _over(seen: Facts, memory: Memory, outcome: Outcome) -> Course:
+    """Jobs that have ended hold nothing but their logs: they stay as long as the run can be looked at."""
+    ended = (JobState.COMPLETE, JobState.FAILED)
+    return Course(
+        Phase.COMPLETED if outcome.end is End.COMPLETED else Phase.FAILED,
+        memory,
+        prepare=seen.prepare.state in ended,
+        trainer=seen.trainer.attempt if seen.trainer.state in ended else None,
+        release=seen.deleting,
+    )
 
 
 def _end(memory: Memory, outcome: Outcome) -> Course:

@@ -1,0 +1,312 @@
+"""Apply: what is wanted of a run is brought about; what differs is repaired; the rest is removed.
+
+Only objects that carry the run's uid are ever changed or removed. What another owns is told of and left alone.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from scalerl_api.conditions import Reason
+from scalerl_api.spec import KIND, ScaleRLRun
+from scalerl_operator.cluster import errors
+from scalerl_operator.cluster.api import KubeApi
+from scalerl_operator.cluster.cache import Cache
+from scalerl_operator.cluster.drift import differs
+from scalerl_operator.cluster.names import COMPONENT, RENDERED_HASH, RUN_UID, TOKEN_KEY, Names
+from scalerl_operator.cluster.observed import (
+    Observed,
+    Problem,
+    creation_problem,
+    label,
+    mount_problem,
+    seconds,
+)
+from scalerl_operator.cluster.render import secret
+from scalerl_operator.cluster.types import Desired, Images, Object
+from scalerl_operator.policy.lifecycle import JobState
+from scalerl_operator.workloads import Role
+
+log = logging.getLogger(__name__)
+
+SILENT_SECONDS: Final = 10.0
+"""An object of ours that has come to nothing for so long has its events looked at for the reason."""
+REPAIR_SECONDS: Final = 2.0
+"""The first repair of an object comes at once, the next after so long, then twice that, up to five minutes."""
+LONGEST_REPAIR_SECONDS: Final = 300.0
+WORKLOADS: Final = frozenset({"Job", "Deployment", "StatefulSet"})
+_GATHERED: Final = WORKLOADS | {"Service", "PodDisruptionBudget", "NetworkPolicy"}
+"""Kinds of which a run's objects are removed when they are not wanted any more; what holds data stays."""
+_CLAIM: Final = "PersistentVolumeClaim"
+
+
+@dataclass(frozen=True)
+class Place:
+    """One run as it is found: the object, and what there is of it by (kind, name)."""
+
+    run: Object
+    objects: Mapping[tuple[str, str], Object]
+    unix_seconds: float
+
+    @property
+    def uid(self) -> str:
+        return str(self.run["metadata"]["uid"])
+
+    @property
+    def namespace(self) -> str:
+        return str(self.run["metadata"]["namespace"])
+
+    @property
+    def name(self) -> str:
+        return str(self.run["metadata"]["name"])
+
+    def mine(self, obj: Object) -> bool:
+        """Whether an object is this run's, not an earlier one's of the same name."""
+        return label(obj, RUN_UID) == self.uid
+
+
+def leaving(obj: Object) -> bool:
+    """Whether an object is being deleted."""
+    return "deletionTimestamp" in obj["metadata"]
+
+
+class Applier:
+    """Writes a run's objects. Remembers between looks only what makes it quicker, or quieter."""
+
+    def __init__(self, api: KubeApi, cache: Cache) -> None:
+        self._api = api
+        self._cache = cache
+        self._repairs: dict[str, dict[tuple[str, str], tuple[int, float]]] = {}
+        self._tokens: dict[str, str] = {}
+
+    def forget(self, uid: str) -> None:
+        """The run is gone."""
+        self._repairs.pop(uid, None)
+        self._tokens.pop(uid, None)
+
+    async def token(self, place: Place) -> str:
+        """The run's token; empty while it has none."""
+        if place.uid not in self._tokens:
+            held = await self._api.get("Secret", place.namespace, Names(place.name).token)
+            if held is None or not place.mine(held):
+                return ""
+            self._tokens[place.uid] = _token(held)
+        return self._tokens[place.uid]
+
+    # --- before the first object --------------------------------------------------------------------
+
+    async def missing(
+        self,
+        run: ScaleRLRun,
+        place: Place,
+        wanted: Sequence[Object],
+        everything: Callable[[], Sequence[Object]],
+    ) -> Problem | None:
+        """What keeps a run that has nothing yet from being started: found out before anything is made.
+
+        everything: all objects that the run will ever have, for one that brings raw Kubernetes of its own.
+        """
+        storage = run.spec.storage
+        if storage.claim_name is not None:
+            if await self._api.get(_CLAIM, place.namespace, storage.claim_name) is None:
+                return Problem(
+                    Reason.CLAIM_NOT_FOUND, f"spec.storage.claimName: {storage.claim_name} does not exist"
+                )
+        elif storage.storage_class_name is not None:
+            try:
+                found = await self._api.get("StorageClass", None, storage.storage_class_name)
+            except errors.Forbidden:
+                found = {}  # an operator of a few namespaces may not look
+            if found is None:
+                return Problem(
+                    Reason.STORAGE_CLASS_NOT_FOUND,
+                    f"spec.storage.storageClassName: {storage.storage_class_name} does not exist",
+                )
+        for obj in wanted:
+            problem = await self._taken(obj, place)
+            if problem is not None:
+                return problem
+        if _has_raw_parts(run):
+            for obj in everything():
+                problem = await self._write(obj, dry_run=True)
+                if problem is not None:
+                    return problem
+        return None
+
+    async def _taken(self, wanted: Object, place: Place) -> Problem | None:
+        """Whether an object of that name is somebody else's."""
+        kind, metadata = wanted["kind"], wanted["metadata"]
+        live = place.objects.get((kind, metadata["name"]))
+        if live is None:
+            live = await self._api.get(kind, place.namespace, metadata["name"])
+        if live is None or place.mine(live):
+            return None
+        what = f"{kind} {metadata['name']}"
+        if kind == _CLAIM:
+            return Problem(Reason.CLAIM_TAKEN, f"{what} holds another run's data")
+        owners = live["metadata"].get("ownerReferences") or ()
+        if leaving(live) or any(o.get("kind") == KIND and o.get("name") == place.name for o in owners):
+            return Problem(
+                Reason.NAME_TAKEN, f"{what} is of an earlier run of this name, and still being removed"
+            )
+        return Problem(Reason.NAME_TAKEN, f"{what} exists and is not this run's")
+
+    # --- every look -----------------------------------------------------------------------------------
+
+    async def apply(self, run: ScaleRLRun, place: Place, wanted: Sequence[Object]) -> Problem | None:
+        """Make what is wanted, repair what differs, remove the rest. Returns what the cluster did not let us make.
+
+        Raises:
+            ApiError: no answer, or one that another try may change.
+        """
+        names = {(obj["kind"], obj["metadata"]["name"]) for obj in wanted}
+        for (kind, name), live in place.objects.items():
+            if kind in _GATHERED and (kind, name) not in names and place.mine(live) and not leaving(live):
+                # Foreground: a Job is gone only when its pods are, so that the next attempt never runs beside it.
+                await self._api.delete(
+                    kind, place.namespace, name, uid=live["metadata"]["uid"], propagation="Foreground"
+                )
+        problem = await self._make_token(run, place)
+        for obj in wanted:
+            problem = problem or await self._bring(obj, place)
+        return problem
+
+    async def _make_token(self, run: ScaleRLRun, place: Place) -> Problem | None:
+        """The run's token: made once; whoever made it first is right."""
+        if await self.token(place):
+            return None
+        name = Names(place.name).token
+        try:
+            held: Object | None = await self._api.create(secret(run, place.uid, secrets.token_urlsafe(32)))
+        except errors.AlreadyExists:
+            held = await self._api.get("Secret", place.namespace, name)
+        except (errors.Invalid, errors.Forbidden) as error:
+            return refused(error, f"Secret {name}")
+        if held is None or not place.mine(held):
+            return Problem(Reason.NAME_TAKEN, f"Secret {name} exists and is not this run's")
+        self._tokens[place.uid] = _token(held)
+        return None
+
+    async def _bring(self, wanted: Object, place: Place) -> Problem | None:
+        """One object as it is wanted."""
+        kind, metadata = wanted["kind"], wanted["metadata"]
+        key = (kind, metadata["name"])
+        live = place.objects.get(key)
+        if live is None or not place.mine(live):
+            return await self._taken(wanted, place) or await self._write(wanted)
+        if leaving(live) or kind == "Job":
+            return None  # a Job cannot be changed: what is wanted of it anew is another attempt
+        difference = differs(wanted, live)
+        if difference is None:
+            return None
+        annotations = live["metadata"].get("annotations") or {}
+        if annotations.get(RENDERED_HASH) == metadata["annotations"].get(RENDERED_HASH):
+            # What we want has not changed, so somebody else has changed the object.
+            if not self._may_repair(place, key):
+                return None
+            log.warning("%s/%s: %s was changed: %s", place.namespace, place.name, key, difference)
+            text = f"{kind} {metadata['name']}: {difference}"
+            await self._api.event(place.run, "Warning", Reason.REPAIRED_DRIFT, text)
+        return await self._write(wanted)
+
+    def _may_repair(self, place: Place, key: tuple[str, str]) -> bool:
+        """Whoever else writes our fields is not fought at full speed."""
+        repairs = self._repairs.setdefault(place.uid, {})
+        count, last = repairs.get(key, (0, 0.0))
+        quiet = place.unix_seconds - last
+        if quiet > 2 * LONGEST_REPAIR_SECONDS:
+            count = 0
+        if count and 0 <= quiet < min(REPAIR_SECONDS * 2.0 ** min(count - 1, 16), LONGEST_REPAIR_SECONDS):
+            return False
+        repairs[key] = (count + 1, place.unix_seconds)
+        return True
+
+    async def _write(self, obj: Object, *, dry_run: bool = False) -> Problem | None:
+        try:
+            made = await self._api.apply(obj, dry_run=dry_run)
+        except (errors.Invalid, errors.Forbidden) as error:
+            return refused(error, f"{obj['kind']} {obj['metadata']['name']}")
+        if not dry_run:
+            self._cache.remember(made)
+        return None
+
+    # --- what came to nothing -------------------------------------------------------------------------
+
+    async def stuck(self, place: Place, observed: Observed, desired: Desired) -> Problem | None:
+        """Why a pod that should be there is not, or does not begin: only events tell."""
+        for (kind, name), obj in place.objects.items():
+            role = label(obj, COMPONENT)
+            old = place.unix_seconds - seconds(obj["metadata"].get("creationTimestamp")) > SILENT_SECONDS
+            if not old or leaving(obj) or any(p.role == role for p in observed.pods):
+                continue
+            job = observed.trainer if role == Role.TRAINER else observed.prepare
+            wanted = kind == "StatefulSet" and desired.coordinator
+            wanted = wanted or (kind == "Job" and job.state is JobState.ACTIVE and not job.held)
+            message = (
+                await self._last_event(place, obj["metadata"]["uid"], ("FailedCreate",)) if wanted else ""
+            )
+            if message:
+                return Problem(creation_problem(message), f"{kind} {name}: {message}")
+        for pod in observed.pods:
+            if pod.creating and not pod.leaving and place.unix_seconds - pod.created > SILENT_SECONDS:
+                reasons = ("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox")
+                message = await self._last_event(place, pod.uid, reasons)
+                if message:
+                    return Problem(mount_problem(message), f"{pod.name}: {message}")
+        return None
+
+    async def _last_event(self, place: Place, uid: str, reasons: Sequence[str]) -> str:
+        try:
+            events = await self._api.list(
+                "Event", place.namespace, field_selector=f"involvedObject.uid={uid}"
+            )
+        except errors.Forbidden:
+            return ""
+        told = [e for e in events if e.get("reason") in reasons]
+        told.sort(key=lambda e: seconds(e.get("lastTimestamp") or e.get("eventTime")))
+        return str(told[-1].get("message", "")) if told else ""
+
+
+def pinned(place: Place, images: Images) -> Images:
+    """``images``, but for roles that work already: an upgrade of the operator does not mix versions in a run that is
+    under way. One that was suspended takes the new ones."""
+    live: dict[str, str] = {}
+    for (kind, _), obj in place.objects.items():
+        if kind in WORKLOADS and place.mine(obj) and not leaving(obj):
+            live[label(obj, COMPONENT)] = obj["spec"]["template"]["spec"]["containers"][0]["image"]
+    return Images(
+        trainer=live.get(Role.TRAINER, live.get(Role.PREPARE, images.trainer)),
+        generator=live.get(Role.GENERATOR, images.generator),
+        coordinator=live.get(Role.COORDINATOR, images.coordinator),
+        pull_policy=images.pull_policy,
+    )
+
+
+def refused(error: errors.ApiError, what: str) -> Problem:
+    """What the API server's no comes to."""
+    if isinstance(error, errors.QuotaExceeded):
+        return Problem(Reason.QUOTA_EXCEEDED, f"{what}: {error.message}")
+    if isinstance(error, errors.Forbidden) and "cannot" in error.message and "User" in error.message:
+        return Problem(Reason.FORBIDDEN, f"{what}: {error.message}")
+    return Problem(creation_problem(error.message), f"{what}: {error.message}")
+
+
+def _token(held: Object) -> str:
+    data = held.get("data") or {}
+    return base64.b64decode(data.get(TOKEN_KEY, "")).decode()
+
+
+def _has_raw_parts(run: ScaleRLRun) -> bool:
+    spec = run.spec
+    templates = (
+        spec.pod_template,
+        spec.coordinator.pod_template,
+        spec.generator.pod_template,
+        spec.trainer.pod_template,
+    )
+    return any(t is not None and t.model_dump(exclude_defaults=True) for t in templates)

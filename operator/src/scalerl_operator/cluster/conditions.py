@@ -1,0 +1,330 @@
+"""Report: from what was seen and decided to the run's status. Pure.
+
+A condition's time is when its ``status`` last changed. What nobody looks at while a run is at rest (its pods) keeps
+its last word as ``False``, ``NotStarted``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.spec import ScaleRLRun
+from scalerl_api.status import Condition, GeneratorsStatus, RunStatus, TrainerStatus, UsageStatus
+from scalerl_api.wire import Status
+from scalerl_operator.cluster.names import QUEUE
+from scalerl_operator.cluster.observed import Observed, Problem, rfc3339, seconds
+from scalerl_operator.policy import failure
+from scalerl_operator.policy.lifecycle import Course, End, JobState, Memory, Outcome, Rest
+from scalerl_operator.workloads import Role
+
+STALLED_SECONDS: Final = 1800.0
+"""So long without a step, and Progressing is False."""
+_MESSAGE_CHARACTERS: Final = 2000
+AT_REST: Final = frozenset({Phase.PENDING, Phase.SUSPENDED, Phase.COMPLETED, Phase.FAILED})
+PROGRESS: Final = frozenset(
+    {"step", "lastStepTime", "reward", "points", "usage", "forecast", "checkpointStep", "decisions"}
+)
+"""Fields of the status that move while a run works: written now and then, not at every look."""
+
+
+@dataclass(frozen=True)
+class Steered:
+    """What autoscaling says of the run. forecast: reason and message of ForecastReady."""
+
+    replicas: int
+    base: int | None = None
+    chosen: int | None = None
+    pinned: bool = False
+    ready: bool = False
+    reason: Reason = Reason.AUTOSCALING_OFF
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Looked:
+    """All that a report rests on. accepted: what keeps the run from being started; None: nothing does.
+    blocked: what keeps the operator from making an object now.
+    """
+
+    unix_seconds: float
+    generation: int
+    accepted: Problem | None
+    blocked: Problem | None
+    observed: Observed | None
+    course: Course
+    heard: Status | None
+    steered: Steered
+
+
+def report(run: ScaleRLRun | None, before: RunStatus, seen: Looked) -> RunStatus:
+    """The status as it is to be now; ``run`` is None for a spec that cannot be read."""
+    now, course = rfc3339(seen.unix_seconds), seen.course
+    conditions = [
+        _condition(before, seen.generation, now, type_, value, problem)
+        for type_, value, problem in _said(run, before, seen)
+    ]
+    status = before.model_copy(
+        update={
+            "phase": course.phase,
+            "observed_generation": seen.generation,
+            "conditions": conditions,
+            "start_time": before.start_time or (now if course.prepare else None),
+            "completion_time": before.completion_time or (now if course.memory.outcome is not None else None),
+            "drain_start_time": _time(course.memory.drain_since),
+            "rest": course.memory.rest.value,
+            "resumed": course.memory.resumed,
+            "trainer": _trainer(course.memory),
+        }
+    )
+    if seen.observed is not None:
+        pods = seen.observed.of(Role.GENERATOR)
+        status = status.model_copy(
+            update={
+                "replicas": len(pods),
+                "generators": GeneratorsStatus(
+                    replicas=len(pods),
+                    ready=sum(p.ready for p in pods),
+                    chosen=seen.steered.chosen,
+                    base=seen.steered.base,
+                ),
+            }
+        )
+    return status if seen.heard is None else _progress(status, before, seen.heard, now)
+
+
+def remembered(status: RunStatus) -> Memory:
+    """What the last look left for this one."""
+    trainer = status.trainer
+    return Memory(
+        attempt=trainer.attempt,
+        judged=trainer.judged,
+        record=failure.Record(trainer.in_a_row, trainer.failed_starts, trainer.diverged),
+        restarts=trainer.restarts,
+        ready_since=seconds(trainer.ready_time) if trainer.ready_time else None,
+        next_at=seconds(trainer.next_attempt_time),
+        drain_since=seconds(status.drain_start_time) if status.drain_start_time else None,
+        rest=Rest(status.rest),
+        resumed=status.resumed,
+        outcome=_outcome(status),
+    )
+
+
+def waits_for_progress_only(before: RunStatus, now: RunStatus) -> bool:
+    """Whether only what moves all the time is different."""
+    return _without_progress(before) == _without_progress(now)
+
+
+def _without_progress(status: RunStatus) -> dict[str, object]:
+    return {k: v for k, v in status.to_object().items() if k not in PROGRESS}
+
+
+def _outcome(status: RunStatus) -> Outcome | None:
+    for type_, end in ((ConditionType.COMPLETED, End.COMPLETED), (ConditionType.FAILED, End.FAILED)):
+        condition = status.condition(type_)
+        if condition is not None and condition.status == "True":
+            return Outcome(end, Reason(condition.reason), condition.message)
+    return None
+
+
+def _time(unix_seconds: float | None) -> str | None:
+    return None if not unix_seconds else rfc3339(unix_seconds)
+
+
+def _trainer(memory: Memory) -> TrainerStatus:
+    # Times have whole seconds: rounded up, so that a wait is never cut short by the rounding.
+    return TrainerStatus(
+        attempt=memory.attempt,
+        judged=memory.judged,
+        restarts=memory.restarts,
+        in_a_row=memory.record.in_a_row,
+        failed_starts=memory.record.failed_starts,
+        diverged=memory.record.diverged,
+        ready_time=_time(memory.ready_since),
+        next_attempt_time=rfc3339(memory.next_at + 0.999)
+        if memory.judged == memory.attempt and memory.next_at
+        else None,
+    )
+
+
+def _progress(status: RunStatus, before: RunStatus, heard: Status, now: str) -> RunStatus:
+    newest = heard.points[-1] if heard.points else None
+    return status.model_copy(
+        update={
+            "step": heard.step,
+            "last_step_time": now if heard.step != before.step else before.last_step_time,
+            "reward": before.reward if newest is None else f"{newest.reward:.4f}",
+            "points": len(heard.points),
+            "stop_reason": heard.stop_reason or None,
+            "usage": UsageStatus(
+                seconds=f"{heard.wall_seconds:.0f}",
+                device_hours=f"{heard.device_seconds / 3600:.4f}",
+                tokens_generated=heard.tokens_generated,
+                tokens_trained=heard.tokens_trained,
+            ),
+        }
+    )
+
+
+# --- conditions ---------------------------------------------------------------------------------
+
+Said = tuple[ConditionType, bool, Problem]
+
+
+def _condition(
+    before: RunStatus, generation: int, now: str, type_: ConditionType, value: bool, why: Problem
+) -> Condition:
+    status = "True" if value else "False"
+    old = before.condition(type_)
+    return Condition(
+        type=type_.value,
+        status="True" if value else "False",
+        observed_generation=generation,
+        last_transition_time=old.last_transition_time if old is not None and old.status == status else now,
+        reason=why.reason.value,
+        message=why.message[:_MESSAGE_CHARACTERS],
+    )
+
+
+def _said(run: ScaleRLRun | None, before: RunStatus, seen: Looked) -> Sequence[Said]:
+    if run is None or seen.accepted is not None:
+        why = seen.accepted or Problem(Reason.SPEC_INVALID, "")
+        return [(ConditionType.ACCEPTED, False, why), *_ends(seen.course)]
+    return [
+        (ConditionType.ACCEPTED, True, Problem(Reason.ACCEPTED, "")),
+        _admitted(run, seen),
+        _prepared(before, seen),
+        _role(ConditionType.COORDINATOR_READY, Role.COORDINATOR, 1, seen),
+        _role(ConditionType.GENERATORS_READY, Role.GENERATOR, seen.steered.replicas, seen),
+        _role(ConditionType.TRAINER_READY, Role.TRAINER, run.spec.trainer.replicas, seen),
+        _progressing(before, seen),
+        (
+            ConditionType.FORECAST_READY,
+            seen.steered.ready,
+            Problem(seen.steered.reason, seen.steered.message),
+        ),
+        (
+            ConditionType.GENERATORS_PINNED,
+            seen.steered.pinned,
+            Problem(Reason.SCALED_BY_SPEC if seen.steered.pinned else Reason.NOT_PINNED, ""),
+        ),
+        _degraded(seen),
+        *_ends(seen.course),
+    ]
+
+
+def _admitted(run: ScaleRLRun, seen: Looked) -> Said:
+    if QUEUE not in run.metadata.labels:
+        return ConditionType.ADMITTED, True, Problem(Reason.NO_QUEUE, "")
+    gated = seen.observed is not None and any(
+        p.problem is not None and p.problem.reason is Reason.WAITING_FOR_QUOTA for p in seen.observed.pods
+    )
+    held = seen.observed is not None and (seen.observed.trainer.held or seen.observed.prepare.held)
+    if gated or held:
+        return ConditionType.ADMITTED, False, Problem(Reason.WAITING_FOR_QUOTA, "")
+    return ConditionType.ADMITTED, True, Problem(Reason.QUEUE_ADMITTED, "")
+
+
+def _prepared(before: RunStatus, seen: Looked) -> Said:
+    type_ = ConditionType.PREPARED
+    job = seen.observed.prepare if seen.observed is not None else None
+    outcome = seen.course.memory.outcome
+    if (
+        outcome is not None
+        and outcome.reason in (Reason.PREPARE_FAILED, Reason.BAD_INPUT)
+        and not _was(before, type_)
+    ):
+        return type_, False, Problem(Reason.PREPARE_FAILED, outcome.message)
+    if job is not None and job.state is JobState.COMPLETE:
+        return type_, True, Problem(Reason.PREPARED, "")
+    if seen.course.phase in AT_REST:
+        was = _was(before, type_)
+        return type_, was, Problem(Reason.PREPARED if was else Reason.NOT_STARTED, "")
+    problem = seen.observed.problem(Role.PREPARE) if seen.observed is not None else None
+    return type_, False, problem or seen.blocked or Problem(Reason.PREPARING, "")
+
+
+def _was(before: RunStatus, type_: ConditionType) -> bool:
+    old = before.condition(type_)
+    return old is not None and old.status == "True"
+
+
+def _role(type_: ConditionType, role: Role, wanted: int, seen: Looked) -> Said:
+    if seen.observed is None or seen.course.phase in AT_REST | {Phase.PREPARING}:
+        return type_, False, Problem(Reason.NOT_STARTED, "")
+    pods = seen.observed.of(role)
+    ready = sum(p.ready for p in pods)
+    if role is Role.COORDINATOR and ready and seen.heard is None:
+        return type_, False, Problem(Reason.COORDINATOR_UNREACHABLE, "")
+    if ready >= wanted:
+        return type_, True, Problem(Reason.READY, "")
+    problem = seen.observed.problem(role)
+    if problem is None and not pods:
+        problem = seen.blocked
+    if (
+        problem is None
+        and role is Role.TRAINER
+        and seen.course.memory.judged == seen.course.memory.attempt > 0
+    ):
+        problem = Problem(Reason.BACK_OFF, f"attempt {seen.course.memory.attempt + 1} follows shortly")
+    if problem is None:
+        problem = Problem(Reason.SOME_READY if ready else Reason.STARTING, f"{ready} of {wanted} are ready")
+    return type_, False, problem
+
+
+def _progressing(before: RunStatus, seen: Looked) -> Said:
+    type_ = ConditionType.PROGRESSING
+    if seen.course.phase not in (Phase.RUNNING, Phase.FINISHING):
+        return type_, False, Problem(Reason.NOT_RUNNING, "")
+    if seen.heard is None:
+        return type_, False, Problem(Reason.COORDINATOR_UNREACHABLE, seen.course.note)
+    if seen.heard.step == 0 and before.last_step_time is None:
+        return type_, False, Problem(Reason.NO_STEPS, seen.heard.waiting_for)
+    since = seconds(before.last_step_time)
+    stalled = seen.heard.step == before.step and seen.unix_seconds - since > STALLED_SECONDS
+    if stalled:
+        return (
+            type_,
+            False,
+            Problem(Reason.NO_STEPS, f"none since {rfc3339(since)}; {seen.heard.waiting_for}"),
+        )
+    return type_, True, Problem(Reason.STEPS_TRAINED, "")
+
+
+def _degraded(seen: Looked) -> Said:
+    type_ = ConditionType.DEGRADED
+    if seen.blocked is not None:
+        return type_, True, seen.blocked
+    heard = seen.heard
+    if heard is not None and heard.checkpoint_failures:
+        return type_, True, Problem(Reason.CHECKPOINT_FAILED, f"{heard.checkpoint_failures} so far")
+    if heard is not None and heard.grading_errors:
+        return type_, True, Problem(Reason.GRADING_FAILED, f"{heard.grading_errors} so far")
+    if seen.course.phase in (Phase.RUNNING, Phase.FINISHING) and seen.observed is not None:
+        for role in (Role.COORDINATOR, Role.TRAINER, Role.GENERATOR):
+            problem = seen.observed.problem(role)
+            if problem is not None:
+                return type_, True, replace(problem, message=f"{role}: {problem.message}")
+    return type_, False, Problem(Reason.AS_EXPECTED, "")
+
+
+def _ends(course: Course) -> Sequence[Said]:
+    outcome, rest = course.memory.outcome, course.memory.rest
+    suspended = course.phase is Phase.SUSPENDED
+    if course.phase is Phase.SUSPENDING:
+        why = Problem(Reason.SUSPENDING, course.note)
+    elif suspended:
+        why = Problem(Reason.SUSPENDED_BY_FORECAST if rest is Rest.ASKED else Reason.SUSPENDED_BY_SPEC, "")
+    else:
+        why = Problem(Reason.NOT_SUSPENDED, "")
+    completed = outcome is not None and outcome.end is End.COMPLETED
+    failed = outcome is not None and outcome.end is End.FAILED
+    none = Problem(Reason.NOT_FINISHED, "")
+    said = Problem(outcome.reason, outcome.message) if outcome is not None else none
+    return [
+        (ConditionType.SUSPENDED, suspended, why),
+        (ConditionType.COMPLETED, completed, said if completed else none),
+        (ConditionType.FAILED, failed, said if failed else none),
+    ]

@@ -1,0 +1,82 @@
+"""Hearing: the coordinators of all runs, asked and told by the operator."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from scalerl_api.wire import Status
+from scalerl_operator.cluster.names import PORTS
+from scalerl_operator.cluster.observed import PodView
+from scalerl_operator.observe.errors import CoordinatorRefused, CoordinatorUnreachable
+
+if TYPE_CHECKING:
+    from scalerl_operator.observe.client import CoordinatorClient
+
+log = logging.getLogger(__name__)
+
+ANSWER_SECONDS: Final = 3.0
+
+
+class Coordinators:
+    """One client a run, kept between looks."""
+
+    def __init__(self) -> None:
+        self._clients: dict[str, tuple[str, CoordinatorClient]] = {}
+
+    async def forget(self, uid: str) -> None:
+        """Close the connection to a run's coordinator."""
+        held = self._clients.pop(uid, None)
+        if held is not None:
+            await held[1].__aexit__(None, None, None)
+
+    async def close(self) -> None:
+        for uid in list(self._clients):
+            await self.forget(uid)
+
+    async def hear(
+        self, uid: str, pods: Sequence[PodView], token: Callable[[], Awaitable[str]]
+    ) -> Status | None:
+        """The coordinator's word; None while there is none that could give it."""
+        client = await self._client(uid, pods, token)
+        if client is None:
+            return None
+        try:
+            return await client.status()
+        except (CoordinatorUnreachable, CoordinatorRefused) as problem:
+            log.info("run %s: no word from the coordinator: %s", uid, problem)
+            return None
+
+    async def tell(
+        self, uid: str, pods: Sequence[PodView], token: Callable[[], Awaitable[str]], reason: str
+    ) -> bool:
+        """Ask it to stop for ``reason`` (empty: to go on); whether it heard. Who is not heard asks again."""
+        client = await self._client(uid, pods, token)
+        if client is None:
+            return False
+        try:
+            await client.stop(reason)
+        except (CoordinatorUnreachable, CoordinatorRefused) as problem:
+            log.info("run %s: the coordinator was not told: %s", uid, problem)
+            return False
+        return True
+
+    async def _client(
+        self, uid: str, pods: Sequence[PodView], token: Callable[[], Awaitable[str]]
+    ) -> CoordinatorClient | None:
+        # Imported only now, with aiohttp's client: the API server's schema needs neither.
+        from scalerl_operator.observe.client import CoordinatorClient
+
+        pod = next((p for p in pods if p.ready and p.ip), None)
+        if pod is None:
+            return None
+        # By address, not by name: a name that was looked up too early stays unknown for half a minute.
+        host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
+        url = f"http://{host}:{PORTS['http']}"
+        held = self._clients.get(uid)
+        if held is None or held[0] != url:
+            await self.forget(uid)
+            client = CoordinatorClient(url, await token(), timeout_seconds=ANSWER_SECONDS)
+            held = self._clients[uid] = (url, await client.__aenter__())
+        return held[1]

@@ -1,0 +1,378 @@
+"""Reconcile: one look at one run, in six steps.
+
+``observe (I/O) → validate (pure) → plan (pure) → render (pure) → apply (I/O) → report (pure, then one status patch)``
+
+Whatever woke us, the whole run is looked at. A look that finds everything as it should be writes nothing. A look may
+end at any line, with this process: the next one, here or elsewhere, sees what is there and goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol
+
+from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.load import SpecError, run_from_object
+from scalerl_api.spec import KIND, ScaleRLRun
+from scalerl_api.status import RunStatus
+from scalerl_api.wire import Status
+from scalerl_operator.cluster import errors
+from scalerl_operator.cluster.api import KubeApi
+from scalerl_operator.cluster.apply import WORKLOADS, Applier, Place, leaving, pinned
+from scalerl_operator.cluster.cache import Cache
+from scalerl_operator.cluster.conditions import (
+    Looked,
+    Steered,
+    remembered,
+    report,
+    waits_for_progress_only,
+)
+from scalerl_operator.cluster.hearing import Coordinators
+from scalerl_operator.cluster.names import FINALIZER, selector
+from scalerl_operator.cluster.observed import Observed, Problem, observe, seconds
+from scalerl_operator.cluster.render import render
+from scalerl_operator.cluster.render.shared import spec_hash
+from scalerl_operator.cluster.types import Desired, Images, Object
+from scalerl_operator.policy import lifecycle
+from scalerl_operator.policy.budget import Usage
+from scalerl_operator.policy.lifecycle import Course, Facts, Heard, Memory
+from scalerl_operator.workloads import Role
+
+Key = tuple[str, str]
+"""A run: (namespace, name)."""
+
+PROGRESS_SECONDS: Final = 15.0
+"""Between two writes of a status in which only what moves all the time is new."""
+BLOCKED_SECONDS: Final = 30.0
+"""When to try again what the cluster did not let us make."""
+
+
+class Scaling(Protocol):
+    """Autoscaling of one run. stop: its forecast wants it to end."""
+
+    stop: bool
+
+    def steer(
+        self, run: ScaleRLRun, before: RunStatus, heard: Status, ready: int, *, resumed: bool
+    ) -> Steered:
+        """What is thought of the run now; returns at once."""
+
+    def decorate(self, status: RunStatus) -> RunStatus:
+        """The status with forecast and decisions."""
+
+    def objects(self, run: ScaleRLRun, heard: Status) -> Sequence[Object]:
+        """ConfigMaps that are to exist beside the run's own."""
+
+    def close(self) -> None:
+        """Stop what is under way."""
+
+
+@dataclass(frozen=True)
+class _Seen(Place):
+    """A run as it is found, and what the last look left."""
+
+    before: RunStatus
+    memory: Memory
+
+    @property
+    def finalizers(self) -> list[str]:
+        return list(self.run["metadata"].get("finalizers") or ())
+
+    @property
+    def generation(self) -> int:
+        return int(self.run["metadata"].get("generation", 0))
+
+
+class Reconciler:
+    """Looks at runs: one look at a time a run, many runs at once.
+
+    images: where a run names none. scaling: makes the autoscaling of a run with that uid; None: there is none.
+    on_phase: told of each run's phase, None when it is gone. clock: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        api: KubeApi,
+        cache: Cache,
+        *,
+        images: Images,
+        operator_namespace: str,
+        scaling: Callable[[ScaleRLRun, str], Scaling] | None = None,
+        on_phase: Callable[[Key, Phase | None], None] = lambda key, phase: None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._api = api
+        self._cache = cache
+        self._applier = Applier(api, cache)
+        self._coordinators = Coordinators()
+        self._images = images
+        self._operator_namespace = operator_namespace
+        self._make_scaling = scaling
+        self._on_phase = on_phase
+        self._clock = clock
+        self._uids: dict[Key, str] = {}
+        self._scalings: dict[str, Scaling] = {}
+        self._written: dict[str, float] = {}
+
+    async def close(self) -> None:
+        """Let go of all connections and of what is under way."""
+        for uid in list(self._scalings):
+            self._scalings.pop(uid).close()
+        await self._coordinators.close()
+
+    async def reconcile(self, key: Key) -> float | None:
+        """One look. Returns the seconds after which to look again; None: when something changes.
+
+        Raises:
+            ApiError: the API server did not do as asked; whoever calls comes back, with back-off.
+        """
+        obj = self._cache.run(*key)
+        before = self._uids.get(key)
+        if before is not None and (obj is None or obj["metadata"]["uid"] != before):
+            del self._uids[key]
+            await self._forget(before)
+        if obj is None:
+            self._on_phase(key, None)
+            return None
+        seen = self._observe(key, obj)
+        if leaving(obj) and FINALIZER not in seen.finalizers:
+            return None  # the rest is the garbage collector's
+        try:
+            run = run_from_object(obj)
+        except SpecError as problem:
+            await self._refuse(seen, problem)
+            return None
+        if not leaving(obj) and FINALIZER not in seen.finalizers:
+            await self._set_finalizers(seen, [*seen.finalizers, FINALIZER])
+        return await self._look(run, seen)
+
+    # --- observe ----------------------------------------------------------------------------------
+
+    def _observe(self, key: Key, obj: Object) -> _Seen:
+        self._uids[key] = obj["metadata"]["uid"]
+        before = RunStatus.model_validate(obj.get("status") or {})
+        return _Seen(obj, self._cache.owned(*key), self._clock(), before, remembered(before))
+
+    async def _hear(self, seen: _Seen, observed: Observed) -> Status | None:
+        if seen.memory.outcome is not None:
+            return None
+        pods = observed.of(Role.COORDINATOR)
+        return await self._coordinators.hear(seen.uid, pods, lambda: self._applier.token(seen))
+
+    # --- validate ---------------------------------------------------------------------------------
+
+    async def _refuse(self, seen: _Seen, problem: SpecError) -> None:
+        """A spec that cannot be read: nothing is created, and what there is already stays as it is."""
+        if leaving(seen.run):
+            await self._set_finalizers(seen, [f for f in seen.finalizers if f != FINALIZER])
+            return
+        why = Problem(Reason.SPEC_INVALID, "; ".join(str(p) for p in problem.problems))
+        phase = seen.before.phase if seen.memory.attempt else Phase.PENDING
+        course = Course(phase, seen.memory)
+        await self._report(
+            None, seen, Looked(seen.unix_seconds, seen.generation, why, None, None, course, None, Steered(0))
+        )
+
+    # --- plan -------------------------------------------------------------------------------------
+
+    async def _look(self, run: ScaleRLRun, seen: _Seen) -> float | None:
+        hashes = {role: spec_hash(run, role) for role in (Role.PREPARE, Role.TRAINER)}
+        observed = observe(seen.objects, seen.uid, hashes)
+        heard = await self._hear(seen, observed)
+        steered = self._steer(run, seen, observed, heard)
+        course = lifecycle.decide(run.spec, self._facts(run, seen, observed, heard, steered), seen.memory)
+        if course.release:
+            await self._release(seen)
+            return None
+        desired = Desired(course.prepare, course.coordinator, course.generators, course.trainer)
+        accepted, blocked = await self._apply(run, seen, observed, desired, heard)
+        if accepted is not None:
+            course = Course(Phase.PENDING, seen.memory, again_seconds=BLOCKED_SECONDS)
+        elif course.ask_suspend:
+            await self._api.patch(KIND, seen.namespace, seen.name, {"spec": {"suspend": True}})
+        if course.tell is not None and accepted is None:
+            await self._tell(seen, observed, course.tell)
+        looked = Looked(
+            seen.unix_seconds, seen.generation, accepted, blocked, observed, course, heard, steered
+        )
+        put_off = await self._report(run, seen, looked)
+        if course.memory.outcome is not None:
+            return await self._expire(run, seen)
+        waits = (course.again_seconds, put_off, BLOCKED_SECONDS if blocked is not None else None)
+        return min((wait for wait in waits if wait is not None), default=None)
+
+    def _facts(
+        self, run: ScaleRLRun, seen: _Seen, observed: Observed, heard: Status | None, steered: Steered
+    ) -> Facts:
+        word = None
+        if heard is not None:
+            word = Heard(heard.phase, heard.stop_reason, Usage(heard.wall_seconds, heard.device_seconds))
+        scaling = self._scalings.get(seen.uid)
+        return Facts(
+            unix_seconds=seen.unix_seconds,
+            deleting=leaving(seen.run),
+            suspend=run.spec.suspend,
+            prepare=observed.prepare,
+            trainer=observed.trainer,
+            coordinator=observed.service(Role.COORDINATOR),
+            generators=observed.service(Role.GENERATOR),
+            heard=word,
+            forecast_stop=scaling is not None and scaling.stop,
+            generators_wanted=steered.replicas,
+        )
+
+    def _steer(self, run: ScaleRLRun, seen: _Seen, observed: Observed, heard: Status | None) -> Steered:
+        """What autoscaling says; what it said last while the coordinator is silent."""
+        replicas, before = run.spec.generator.replicas, seen.before.generators
+        if run.spec.autoscaling.mode == "Off" or self._make_scaling is None:
+            return Steered(replicas)
+        if heard is None or seen.memory.outcome is not None:
+            holds = before.chosen is not None and before.base == replicas
+            said = seen.before.condition(ConditionType.FORECAST_READY)
+            return Steered(
+                before.chosen if holds and before.chosen is not None else replicas,
+                before.base,
+                before.chosen,
+                pinned=before.chosen is not None and not holds,
+                ready=said is not None and said.status == "True",
+                reason=Reason(said.reason) if said is not None else Reason.TOO_FEW_POINTS,
+                message=said.message if said is not None else "",
+            )
+        scaling = self._scalings.get(seen.uid)
+        if scaling is None:
+            scaling = self._scalings[seen.uid] = self._make_scaling(run, seen.uid)
+        ready = observed.service(Role.GENERATOR).ready
+        return scaling.steer(run, seen.before, heard, ready, resumed=seen.memory.resumed)
+
+    # --- render, apply ----------------------------------------------------------------------------
+
+    async def _apply(
+        self, run: ScaleRLRun, seen: _Seen, observed: Observed, desired: Desired, heard: Status | None
+    ) -> tuple[Problem | None, Problem | None]:
+        """What keeps the run from being started at all, and what keeps an object of it from being made."""
+        images = pinned(seen, self._images)
+        wanted = self._render(run, seen, desired, images)
+        scaling = self._scalings.get(seen.uid)
+        if heard is not None and scaling is not None:
+            wanted = [*wanted, *scaling.objects(run, heard)]
+        if seen.before.start_time is None and not any(kind in WORKLOADS for kind, _ in seen.objects):
+            every = Desired(True, True, max(1, run.spec.generator.replicas), 1)
+            accepted = await self._applier.missing(
+                run, seen, wanted, lambda: self._render(run, seen, every, images)
+            )
+            if accepted is not None:
+                return accepted, None
+        blocked = await self._applier.apply(run, seen, wanted)
+        return None, blocked or await self._applier.stuck(seen, observed, desired)
+
+    def _render(self, run: ScaleRLRun, seen: _Seen, desired: Desired, images: Images) -> list[Object]:
+        return render(run, seen.uid, desired, images, operator_namespace=self._operator_namespace)
+
+    async def _tell(self, seen: _Seen, observed: Observed, reason: str) -> None:
+        pods = observed.of(Role.COORDINATOR)
+        if await self._coordinators.tell(seen.uid, pods, lambda: self._applier.token(seen), reason):
+            what = f"the run is told to stop: {reason}" if reason else "the run is told to go on"
+            await self._api.event(seen.run, "Normal", "Stopping" if reason else "GoingOn", what)
+
+    # --- report -----------------------------------------------------------------------------------
+
+    async def _report(self, run: ScaleRLRun | None, seen: _Seen, looked: Looked) -> float | None:
+        """Write the status if it says anything new. Returns when a write that was put off is due."""
+        status = report(run, seen.before, looked)
+        scaling = self._scalings.get(seen.uid)
+        if scaling is not None:
+            status = scaling.decorate(status)
+        if not status.selector:
+            labels = sorted(selector(seen.uid, Role.GENERATOR).items())
+            status = status.model_copy(update={"selector": ",".join(f"{k}={v}" for k, v in labels)})
+        self._on_phase((seen.namespace, seen.name), status.phase)
+        new, old = status.to_object(), seen.run.get("status") or {}
+        if new == old:
+            return None
+        if seen.before.conditions and waits_for_progress_only(seen.before, status):
+            due = self._written.get(seen.uid, 0.0) + PROGRESS_SECONDS - seen.unix_seconds
+            if 0 < due <= PROGRESS_SECONDS:
+                return due
+        self._written[seen.uid] = seen.unix_seconds
+        # Against the version that was looked at: what another process has written since is to be looked at first.
+        made = await self._api.patch(
+            KIND,
+            seen.namespace,
+            seen.name,
+            {"status": new | {name: None for name in old if name not in new}},
+            subresource="status",
+            resource_version=seen.run["metadata"]["resourceVersion"],
+        )
+        self._cache.remember(made)
+        await self._announce(seen, status)
+        return None
+
+    async def _announce(self, seen: _Seen, status: RunStatus) -> None:
+        """One event a transition."""
+        if status.phase is not seen.before.phase:
+            await self._api.event(seen.run, "Normal", status.phase, Phase(status.phase).text)
+        for condition in status.conditions:
+            before = seen.before.condition(condition.type)
+            loudness = _LOUD.get((condition.type, condition.status))
+            if loudness is None or (
+                before is not None and (before.status, before.reason) == (condition.status, condition.reason)
+            ):
+                continue
+            text = condition.message or Reason(condition.reason).text
+            await self._api.event(seen.run, loudness, condition.reason, f"{condition.type}: {text}")
+
+    # --- ends -------------------------------------------------------------------------------------
+
+    async def _release(self, seen: _Seen) -> None:
+        """The drain is over: the finalizer goes, and with the run all that it owns."""
+        await self._set_finalizers(seen, [f for f in seen.finalizers if f != FINALIZER])
+
+    async def _set_finalizers(self, seen: _Seen, finalizers: list[str]) -> None:
+        try:
+            made = await self._api.patch(
+                KIND,
+                seen.namespace,
+                seen.name,
+                {"metadata": {"finalizers": finalizers, "uid": seen.uid}},
+                resource_version=seen.run["metadata"]["resourceVersion"],
+            )
+        except errors.NotFound:
+            return
+        if finalizers:
+            seen.run["metadata"] = made["metadata"]
+            self._cache.remember(made)
+
+    async def _expire(self, run: ScaleRLRun, seen: _Seen) -> float | None:
+        """A run that has ended is deleted once its time to be looked at is over."""
+        ttl = run.spec.ttl_seconds_after_finished
+        if ttl is None or leaving(seen.run) or seen.before.completion_time is None:
+            return None
+        left = seconds(seen.before.completion_time) + ttl - seen.unix_seconds
+        if left > 0:
+            return left
+        await self._api.delete(KIND, seen.namespace, seen.name, uid=seen.uid)
+        return None
+
+    async def _forget(self, uid: str) -> None:
+        scaling = self._scalings.pop(uid, None)
+        if scaling is not None:
+            scaling.close()
+        self._written.pop(uid, None)
+        self._applier.forget(uid)
+        await self._coordinators.forget(uid)
+
+
+_LOUD: Final[dict[tuple[str, str], Literal["Normal", "Warning"]]] = {
+    (ConditionType.ACCEPTED, "False"): "Warning",
+    (ConditionType.FAILED, "True"): "Warning",
+    (ConditionType.DEGRADED, "True"): "Warning",
+    (ConditionType.ACCEPTED, "True"): "Normal",
+    (ConditionType.ADMITTED, "False"): "Normal",
+    (ConditionType.PREPARED, "True"): "Normal",
+    (ConditionType.GENERATORS_PINNED, "True"): "Normal",
+    (ConditionType.COMPLETED, "True"): "Normal",
+    (ConditionType.SUSPENDED, "True"): "Normal",
+}
+"""Transitions that are worth an event; the others show in the conditions."""
