@@ -67,10 +67,13 @@ bench-trl: setup ## the comparison with TRL, which it installs beside
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --require-hashes -r requirements/bench.txt
 	$(BIN)/python benchmarks/against_trl.py $(if $(QUICK),--quick)
 
+crds: setup ## write crds/ again from the models in api
+	$(BIN)/python -m scalerl_operator.crd crds
+
 lock: $(BIN)/uv ## write requirements/*.txt again from the members' pyproject files
 	UV=$(BIN)/uv requirements/compile.sh
 
 clean: ## remove the environment and all runs
 	rm -rf $(VENV) runs
 
-.PHONY: help setup run run-autostop test test-unit test-local lint format bench bench-trl lock clean
+.PHONY: help setup run run-autostop test test-unit test-local lint format bench bench-trl crds lock clean

@@ -14,12 +14,13 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from scalerl_api.fields import HorizonDecimal, Model, OpenUnitDecimal, PositiveDecimal
 
 
-def _timestamp_input(value: Any) -> Any:
+def timestamp_input(value: Any) -> Any:
     """YAML reads an unquoted time by itself; here it is text again."""
     return value.isoformat() if isinstance(value, date) else value
 
 
-def _timestamp(value: str) -> str:
+def timestamp(value: str) -> str:
+    """A time of day on a day, with its zone."""
     try:
         moment = datetime.fromisoformat(value)
     except ValueError:
@@ -33,9 +34,7 @@ def _timestamp(value: str) -> str:
     return value
 
 
-Timestamp = Annotated[
-    str, BeforeValidator(_timestamp_input), Field(max_length=40), AfterValidator(_timestamp)
-]
+Timestamp = Annotated[str, BeforeValidator(timestamp_input), Field(max_length=40), AfterValidator(timestamp)]
 """A moment with its time zone, as RFC 3339 writes it."""
 
 

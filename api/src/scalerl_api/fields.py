@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
-_DECIMAL = r"^[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?$"
+DECIMAL = r"^[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?$"
 _QUANTITY = r"^(\d+)(Ki|Mi|Gi|Ti|k|M|G|T)?$"
 _QUANTITY_FACTORS = {
     None: 1,
@@ -81,7 +81,7 @@ class InRange:
         return value
 
 
-DecimalString = Annotated[str, BeforeValidator(decimal_input), Field(pattern=_DECIMAL, max_length=32)]
+DecimalString = Annotated[str, BeforeValidator(decimal_input), Field(pattern=DECIMAL, max_length=32)]
 """A decimal number as a string (an integer is accepted); compute with ``float(value)``."""
 
 PositiveDecimal = Annotated[DecimalString, AfterValidator(InRange(above=0.0))]

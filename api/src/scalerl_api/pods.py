@@ -74,16 +74,17 @@ def own_path(mount: Raw) -> Raw:
 
 @dataclass(frozen=True)
 class Unique:
-    """No two entries of a list have the same ``key``."""
+    """No two entries of a list have the same ``key``, which all of them have."""
 
     key: str
 
-    def __call__(self, values: list[Raw]) -> list[Raw]:
+    def __call__(self, values: list[Any]) -> list[Any]:
         seen: set[str] = set()
         for value in values:
-            if value[self.key] in seen:
-                raise ValueError(f"{self.key} {value[self.key]} is given twice")
-            seen.add(value[self.key])
+            name = value[self.key] if isinstance(value, dict) else getattr(value, self.key)
+            if name in seen:
+                raise ValueError(f"{self.key} {name} is given twice")
+            seen.add(name)
         return values
 
 
@@ -154,7 +155,7 @@ class PodTemplate(Model):
     """Added to the pods' labels; ``scalerl.dev/`` and ``app.kubernetes.io/`` are the operator's."""
     annotations: Annotations = {}
     """Added to the pods' annotations; ``scalerl.dev/`` is the operator's."""
-    image_pull_secrets: Annotated[list[PullSecret], Field(max_length=16)] = []
+    image_pull_secrets: Annotated[list[PullSecret], Field(max_length=16), AfterValidator(Unique("name"))] = []
     """Secrets with which the images are pulled."""
     shm_size: PositiveQuantity | None = None
     """Most of ``/dev/shm``, taken from the container's memory; none: 1Gi, which NCCL between the devices of a pod outgrows."""

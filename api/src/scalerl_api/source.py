@@ -75,7 +75,7 @@ class ModelSpec(Model):
         return self
 
 
-def _parameter(value: Any) -> Any:
+def parameter_value(value: Any) -> Any:
     """One line for what a union of types would say in five."""
     items = value if isinstance(value, list) else [value]
     if any(isinstance(item, float) for item in items):
@@ -91,7 +91,7 @@ class ReasoningGymSource(Model):
     name: Annotated[str, Field(min_length=1, max_length=128)]
     """Name of the data set, like ``chain_sum``."""
     parameters: Annotated[
-        dict[str, Annotated[int | bool | str | list[int] | list[str], BeforeValidator(_parameter)]],
+        dict[str, Annotated[int | bool | str | list[int] | list[str], BeforeValidator(parameter_value)]],
         Field(max_length=64),
     ] = {}
     """As the task names them; a fraction is a string (``"0.5"``) and becomes a number where one is wanted."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
 from scalerl_api.conditions import Phase as Phase
 from scalerl_api.fields import Model
+from scalerl_api.pods import Unique
 
 Count = Annotated[int, Field(ge=0)]
 Time = Annotated[str, Field(max_length=40, json_schema_extra={"format": "date-time"})]
@@ -118,7 +119,7 @@ class RunStatus(StatusModel):
     """One word for where the run stands."""
     observed_generation: Count = 0
     """Generation of the spec that this status is about."""
-    conditions: Annotated[list[Condition], Field(max_length=32)] = []
+    conditions: Annotated[list[Condition], Field(max_length=32), AfterValidator(Unique("type"))] = []
     """What is said about the run, one entry a type."""
     start_time: Time | None = None
     """When the first pod of the run was asked for."""

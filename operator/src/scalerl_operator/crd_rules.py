@@ -1,0 +1,286 @@
+"""CEL rules of the custom resource definition: what crosses fields, what may not change, what a schema cannot say. Pure.
+
+Each stands for a check of the models in :mod:`scalerl_api`, and says it of the same field in the same words. A test
+holds that no model checks across its fields without an entry here. A rule may count on defaults: the API server
+applies them first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pydantic import BaseModel
+
+from scalerl_api.autoscaling import AutoscalingSpec, GeneratorRange, timestamp, timestamp_input
+from scalerl_api.cluster import StorageSpec
+from scalerl_api.fields import DECIMAL, AtLeast, InRange
+from scalerl_api.pods import RESERVED_LABELS, RESERVED_PATHS, Named
+from scalerl_api.source import (
+    JsonlSource,
+    ModelSpec,
+    PromptSpec,
+    ScratchModel,
+    TaskSpec,
+    parameter_value,
+)
+from scalerl_api.spec import BudgetSpec, RunSpec
+
+
+@dataclass(frozen=True)
+class Rule:
+    """rule: CEL; true where the object is as it should be. field: the one that is named in the refusal, relative to
+    where the rule stands. changes: the rule looks at the value before, so only a change can break it."""
+
+    rule: str
+    message: str
+    field: str = ""
+    changes: bool = False
+
+    def as_validation(self) -> dict[str, Any]:
+        """An entry of ``x-kubernetes-validations``."""
+        entry: dict[str, Any] = {"rule": self.rule, "message": self.message}
+        if self.field:
+            entry["fieldPath"] = f".{self.field}"
+        if self.changes:
+            entry["reason"] = "FieldValueForbidden"
+        return entry
+
+
+def _one_of(*names: str) -> Rule:
+    given = ", ".join(f"has(self.{name})" for name in names)
+    return Rule(f"[{given}].exists_one(given, given)", f"give exactly one of {', '.join(names)}")
+
+
+def _fixed(what: str) -> Rule:
+    return Rule("self == oldSelf", f"{what} cannot change; create another run for another one", changes=True)
+
+
+def _fixed_if_given(name: str, what: str) -> tuple[Rule, ...]:
+    """An optional field may neither come, go, nor change."""
+    return (
+        Rule(
+            f"has(self.{name}) == has(oldSelf.{name}) && (!has(self.{name}) || self.{name} == oldSelf.{name})",
+            f"{what} cannot change; create another run for another one",
+            field=name,
+            changes=True,
+        ),
+    )
+
+
+_ABSOLUTE: Final = Rule(
+    "self.startsWith('/')",
+    "must be absolute on a cluster: a pod has no folder that it could be relative to",
+)
+
+OF_MODELS: Final[Mapping[type[BaseModel], tuple[Rule, ...]]] = {
+    RunSpec: (
+        Rule(
+            "self.recipe.maxCompletionTokens < self.model.contextTokens",
+            "recipe.maxCompletionTokens must be less than model.contextTokens: the prompt needs room too",
+            field="recipe.maxCompletionTokens",
+        ),
+        Rule(
+            "!has(self.trainer.microBatchTokens) || self.trainer.microBatchTokens >= self.model.contextTokens",
+            "trainer.microBatchTokens must be at least model.contextTokens: the longest sequence has to fit in one pass",
+            field="trainer.microBatchTokens",
+        ),
+        Rule(
+            "self.weightSync.backend != 'NCCL' || (self.generator.devices > 0 && self.trainer.devices > 0)",
+            "weightSync.backend NCCL needs generator.devices and trainer.devices above 0",
+            field="weightSync.backend",
+        ),
+        Rule(
+            "self.trainer.zeroStage > 0 || self.model.dtype != 'bfloat16'",
+            "trainer.zeroStage 0 keeps no float32 copy of bfloat16 weights, and small updates would be lost: choose "
+            "stage 1 or more, or model.dtype: float32",
+            field="trainer.zeroStage",
+        ),
+        Rule(
+            "!has(self.warmStart) || self.warmStart.batchSize >= self.trainer.replicas",
+            "warmStart.batchSize must be at least trainer.replicas: each rank takes an example or more",
+            field="warmStart.batchSize",
+        ),
+        Rule(
+            "!has(self.autoscaling.generators) || (self.autoscaling.generators.min <= self.generator.replicas && "
+            "self.generator.replicas <= self.autoscaling.generators.max)",
+            "generator.replicas must lie within autoscaling.generators",
+            field="generator.replicas",
+        ),
+        *_fixed_if_given("warmStart", "warmStart"),
+    ),
+    ScratchModel: (
+        Rule(
+            "self.hiddenSize % (2 * self.attentionHeads) == 0",
+            "hiddenSize must be an even multiple of attentionHeads",
+            field="hiddenSize",
+        ),
+    ),
+    ModelSpec: (_one_of("hub", "path", "scratch"),),
+    TaskSpec: (
+        _one_of("reasoningGym", "jsonl"),
+        Rule(
+            "self.verifier.name != 'reasoning-gym' || has(self.reasoningGym)",
+            "verifier reasoning-gym scores reasoningGym data only; use exact, number or math-verify",
+            field="verifier.name",
+        ),
+    ),
+    PromptSpec: (
+        Rule("self.template.contains('{prompt}')", "template must contain {prompt}", field="template"),
+        Rule("!has(self.system) || self.format == 'Chat'", "system needs format: Chat", field="system"),
+    ),
+    BudgetSpec: (
+        Rule(
+            "has(self.maxSteps) || has(self.maxDeviceHours) || has(self.maxSeconds)",
+            "give at least one of maxSteps, maxDeviceHours, maxSeconds",
+        ),
+    ),
+    GeneratorRange: (Rule("self.max >= self.min", "max must be at least min", field="max"),),
+    AutoscalingSpec: (
+        Rule(
+            "!has(self.pricePerDeviceHour) || has(self.valuePerPoint)",
+            "pricePerDeviceHour says nothing without valuePerPoint; give both or none",
+            field="pricePerDeviceHour",
+        ),
+        Rule(
+            "!has(self.valuePerPoint) || has(self.pricePerDeviceHour)",
+            "valuePerPoint says nothing without pricePerDeviceHour; give both or none",
+            field="valuePerPoint",
+        ),
+    ),
+    StorageSpec: (
+        Rule(
+            "!has(self.claimName) || !has(self.storageClassName)",
+            "storageClassName says nothing about a claim that exists: leave out it or claimName",
+            field="storageClassName",
+        ),
+        Rule(
+            "!has(self.claimName) || self.onDelete == 'Retain'",
+            "onDelete: Delete is for the operator's own claim; one given by claimName is kept",
+            field="onDelete",
+        ),
+        *_fixed_if_given("claimName", "the claim"),
+        *_fixed_if_given("storageClassName", "the claim's storage class"),
+    ),
+}
+"""Rules that look at several fields, or at whether one is there."""
+
+OF_FIELDS: Final[Mapping[tuple[type[BaseModel], str], tuple[Rule, ...]]] = {
+    (RunSpec, "model"): (_fixed("the model"),),
+    (RunSpec, "task"): (_fixed("the task"),),
+    (RunSpec, "seed"): (_fixed("the seed"),),
+    (StorageSpec, "size"): (_fixed("the claim's size"),),
+    (StorageSpec, "access_mode"): (_fixed("the claim's access mode"),),
+    (ModelSpec, "path"): (_ABSOLUTE,),
+    (JsonlSource, "path"): (_ABSOLUTE,),
+}
+"""Rules on one field, by model and name in Python."""
+
+
+# --- field types ---------------------------------------------------------------------------------
+
+_SERVER_DECIMAL: Final = r"^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,2})?$"
+
+
+def server_pattern(pattern: str) -> str:
+    """A pattern of the models as the server is to have it: an exponent of two digits keeps every decimal finite."""
+    return _SERVER_DECIMAL if pattern == DECIMAL else pattern
+
+
+def in_range(bounds: InRange) -> tuple[Rule, ...]:
+    """Bounds of a decimal, which is a string or an integer."""
+    stated = [
+        (bounds.above, ">", "greater than"),
+        (bounds.least, ">=", "at least"),
+        (bounds.most, "<=", "at most"),
+        (bounds.below, "<", "less than"),
+    ]
+    given = [(limit, sign, words) for limit, sign, words in stated if math.isfinite(limit)]
+    holds = " && ".join(f"double(self) {sign} {float(limit)!r}" for limit, sign, _ in given)
+    message = " and ".join(f"{words} {limit:g}" for limit, _, words in given)
+    # What is no decimal is refused by the pattern; here it would only fail to be converted.
+    return (Rule(f"!string(self).matches({_quoted(_SERVER_DECIMAL)}) || ({holds})", f"must be {message}"),)
+
+
+def at_least(bound: AtLeast) -> tuple[Rule, ...]:
+    """The least that a quantity may be."""
+    amount = "quantity(string(self))"
+    least = f"{amount}.compareTo(quantity('{bound.least}')) >= 0"
+    return (Rule(f"!isQuantity(string(self)) || {least}", f"must be at least {bound.least}"),)
+
+
+def _quoted(pattern: str) -> str:
+    return "'" + pattern.replace("\\", "\\\\") + "'"
+
+
+# --- pod templates -------------------------------------------------------------------------------
+
+
+def named(check: Named) -> dict[str, Any]:
+    """The name of an entry of a raw list."""
+    rule = Rule(
+        f"!self.startsWith('{check.reserved}')",
+        f"names that start with {check.reserved} are the operator's; choose another",
+    )
+    return {
+        "type": "string",
+        "description": f"Name of the {check.what}.",
+        "minLength": 1,
+        "maxLength": 253,
+        "x-kubernetes-validations": [rule.as_validation()],
+    }
+
+
+VARIABLE_VALUE: Final = {
+    "type": "string",
+    "description": "Its value; a number or a boolean has to be quoted.",
+    "maxLength": 32_768,
+}
+
+MOUNT: Final[dict[str, Any]] = {
+    "name": {"type": "string", "description": "Name of a volume.", "minLength": 1, "maxLength": 253},
+    "mountPath": {
+        "type": "string",
+        "description": "Absolute path in the container.",
+        "minLength": 1,
+        "maxLength": 1024,
+        "x-kubernetes-validations": [
+            Rule("self.startsWith('/')", "must be absolute").as_validation(),
+            Rule(
+                f"!{list(RESERVED_PATHS)}.exists(taken, self == taken || self.startsWith(taken + '/'))",
+                "the operator mounts there itself; choose another path",
+            ).as_validation(),
+        ],
+    },
+}
+
+UNRESERVED: Final = (
+    Rule(
+        f"self.all(name, !{list(RESERVED_LABELS)}.exists(taken, name.startsWith(taken)))",
+        f"names that start with {', '.join(RESERVED_LABELS)} are the operator's; choose another prefix",
+    ),
+)
+
+# --- functions of the models ---------------------------------------------------------------------
+
+_MOMENT: Final = (
+    r"^[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])T([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]+)?"
+    r"(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])$"
+)
+
+OF_FUNCTIONS: Final[Mapping[Callable[..., Any], tuple[Rule, ...]]] = {
+    parameter_value: (),  # a value of any type: only the operator can look at it
+    timestamp_input: (),
+    timestamp: (
+        Rule(
+            f"self.matches({_quoted(_MOMENT)})",
+            "must be a time with its time zone; end it with Z (UTC) or an offset, like 2026-08-01T12:00:00Z",
+        ),
+        Rule(
+            f"!self.matches({_quoted(_MOMENT)}) || timestamp(self) > timestamp('1970-01-01T00:00:00Z')",
+            "must be a day that the calendar has",
+        ),
+    ),
+}

@@ -1,0 +1,218 @@
+"""The custom resource definition says what the models say: same fields, same defaults, a rule for each check."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, Field
+
+from scalerl_api.fields import Model
+from scalerl_api.load import load_run
+from scalerl_api.spec import RunSpec, ScaleRLRun
+from scalerl_operator import crd, crd_rules
+
+ROOT = Path(__file__).parents[3]
+VERSION = crd.definition()["spec"]["versions"][0]
+SCHEMA = VERSION["schema"]["openAPIV3Schema"]
+SMALL: dict[str, Any] = {
+    "model": {"scratch": {}},
+    "task": {"jsonl": {"path": "/data.jsonl"}, "verifier": {"name": "exact"}},
+    "budget": {"maxSteps": 3},
+    "warmStart": {"steps": 1},
+    "autoscaling": {"generators": {"max": 2}},
+    "podTemplate": {"shmSize": "2Gi"},
+}
+
+
+def schemas(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every schema in a schema."""
+    yield path, schema
+    for name, nested in schema.get("properties", {}).items():
+        yield from schemas(nested, f"{path}.{name}")
+    for key in ("items", "additionalProperties"):
+        if key in schema:
+            yield from schemas(schema[key], f"{path}[]")
+
+
+def defaulted(schema: dict[str, Any], value: Any) -> Any:
+    """What an API server makes of a value: absent fields get their default, from the outside in."""
+    if isinstance(value, dict):
+        value = dict(value)
+        for name, nested in schema.get("properties", {}).items():
+            if name not in value and "default" in nested:
+                value[name] = nested["default"]
+            if name in value:
+                value[name] = defaulted(nested, value[name])
+    return value
+
+
+def at(path: str) -> dict[str, Any]:
+    node = SCHEMA
+    for part in path.strip(".").split("."):
+        node = node["properties"][part]
+    return node
+
+
+def models(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """All models below a model."""
+    seen = {model}
+    waiting = [model]
+    while waiting:
+        for annotation in (field.annotation for field in waiting.pop().model_fields.values()):
+            for name in re.findall(r"scalerl_api\.\w+\.\w+", repr(annotation)):
+                module, _, cls = name.rpartition(".")
+                found = getattr(__import__(module, fromlist=[cls]), cls, None)
+                if isinstance(found, type) and issubclass(found, BaseModel) and found not in seen:
+                    seen.add(found)
+                    waiting.append(found)
+    yield from seen
+
+
+def test_the_file_is_what_the_models_say() -> None:
+    assert (ROOT / "crds" / crd.FILE_NAME).read_text() == crd.text(), "run `make crds` and commit the file"
+
+
+def test_the_command_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert crd.main([str(tmp_path), "--check"]) == 1
+    assert "run `make crds`" in capsys.readouterr().err
+    assert crd.main([str(tmp_path / "crds")]) == 0
+    assert crd.main([str(tmp_path / "crds"), "--check"]) == 0
+    (tmp_path / "crds" / crd.FILE_NAME).write_text("edited")
+    assert crd.main([str(tmp_path / "crds"), "--check"]) == 1
+
+
+def test_every_field_is_described_in_a_sentence() -> None:
+    for path, schema in schemas(SCHEMA):
+        for name, nested in schema.get("properties", {}).items():
+            description = nested.get("description", "")
+            assert description.endswith("."), f"{path}.{name}: {description!r}"
+            assert not re.search(r"``|:\w+:`|\[[PS?]\]", description), f"{path}.{name}: {description!r}"
+
+
+def test_it_is_structural() -> None:
+    either = [{"type": "integer"}, {"type": "string"}]
+    for path, schema in schemas(SCHEMA):
+        assert not schema.keys() & {"$ref", "allOf", "oneOf", "not", "title", "const"}, path
+        untyped = "x-kubernetes-preserve-unknown-fields" in schema or "x-kubernetes-int-or-string" in schema
+        assert ("type" in schema) != ("anyOf" in schema) or untyped, path
+        assert schema.get("anyOf", either) == either, path
+        assert not ("properties" in schema and "additionalProperties" in schema), path
+
+
+def test_what_has_a_length_or_a_count_has_a_limit() -> None:
+    # Without limits an API server cannot bound what a rule costs, and takes objects that no ConfigMap holds.
+    limit = {"string": "maxLength", "array": "maxItems"}
+    for path, schema in schemas(SCHEMA["properties"]["spec"]):
+        kind = schema.get("type")
+        if kind in limit and "enum" not in schema:
+            assert limit[kind] in schema, path
+        if "additionalProperties" in schema:
+            assert "maxProperties" in schema, path
+
+
+def test_the_servers_defaults_are_the_models() -> None:
+    spec = defaulted(at("spec"), SMALL)
+    run = RunSpec.model_validate(spec)
+    assert run == RunSpec.model_validate(SMALL)
+    written = run.model_dump(by_alias=True, exclude_none=True, mode="json")
+
+    def shown(value: Any) -> Any:
+        """Without what is empty, which needs no default."""
+        if not isinstance(value, dict):
+            return value
+        kept = {key: shown(item) for key, item in value.items()}
+        return {key: item for key, item in kept.items() if item not in ({}, [])}
+
+    assert shown(spec) == shown(written)
+
+
+def test_every_check_across_fields_has_a_rule() -> None:
+    checked = {m for m in models(RunSpec) if m.__pydantic_decorators__.model_validators}
+    assert checked == set(crd_rules.OF_MODELS)
+    assert len(checked) > 5
+
+
+def test_every_rule_stands_in_the_definition_and_names_a_field_that_is_there() -> None:
+    rules = [
+        (path, schema, rule)
+        for path, schema in schemas(SCHEMA)
+        for rule in schema.get("x-kubernetes-validations", [])
+    ]
+    written = {rule["rule"] for _, _, rule in rules}
+    for rule in (
+        rule for group in (*crd_rules.OF_MODELS.values(), *crd_rules.OF_FIELDS.values()) for rule in group
+    ):
+        assert rule.rule in written, rule
+    for path, schema, rule in rules:
+        assert rule["message"], path
+        node = schema
+        for part in filter(None, rule.get("fieldPath", "").split(".")):
+            assert part in node["properties"], f"{path}: {rule}"
+            node = node["properties"][part]
+        assert ("oldSelf" in rule["rule"]) == (rule.get("reason") == "FieldValueForbidden"), rule
+
+
+def test_what_a_checkpoint_was_made_with_cannot_change() -> None:
+    fixed = {
+        path + rule.get("fieldPath", "")
+        for path, schema in schemas(SCHEMA)
+        for rule in schema.get("x-kubernetes-validations", [])
+        if "oldSelf" in rule["rule"]
+    }
+    assert fixed == {
+        *(f".spec.{name}" for name in ("model", "task", "seed", "warmStart")),
+        *(f".spec.storage.{name}" for name in ("claimName", "size", "storageClassName", "accessMode")),
+    }
+
+
+def test_columns_and_scale_look_where_there_is_something() -> None:
+    for column in VERSION["additionalPrinterColumns"]:
+        if not column["jsonPath"].startswith(".metadata"):
+            assert at(column["jsonPath"])["type"] == column["type"], column
+    scale = VERSION["subresources"]["scale"]
+    assert at(scale["specReplicasPath"])["default"] == 1
+    assert at(scale["statusReplicasPath"])["type"] == "integer"
+    assert at(scale["labelSelectorPath"])["type"] == "string"
+
+
+def test_every_example_has_only_fields_that_the_definition_has() -> None:
+    def unknown(schema: dict[str, Any], value: Any, path: str) -> Iterator[str]:
+        if isinstance(value, dict) and "properties" in schema:
+            for name, item in value.items():
+                if name in schema["properties"]:
+                    yield from unknown(schema["properties"][name], item, f"{path}.{name}")
+                elif not schema.get("x-kubernetes-preserve-unknown-fields"):
+                    yield f"{path}.{name}"
+
+    examples = sorted((ROOT / "examples").glob("*/run*.yaml"))
+    assert examples
+    for example in examples:
+        manifest = load_run(example).to_manifest()
+        assert list(unknown(at("spec"), manifest["spec"], "spec")) == []
+
+
+def test_a_field_without_a_docstring_has_no_description() -> None:
+    class Undescribed(Model):
+        """A model."""
+
+        bare: int = 0
+
+    with pytest.raises(crd.NotExpressible, match=r"Undescribed\.bare: no docstring"):
+        crd._model(Undescribed, defaults=True)
+
+
+def test_a_check_without_words_is_not_left_out() -> None:
+    with pytest.raises(crd.NotExpressible, match=r"here: .*has no schema"):
+        crd._type(int, [Field(multiple_of=3)], "here", defaults=True)
+    with pytest.raises(crd.NotExpressible, match="has no schema"):
+        crd._type(complex, [], "here", defaults=True)
+
+
+def test_a_run_read_from_a_cluster_has_the_kind_of_the_definition() -> None:
+    names = crd.definition()["spec"]["names"]
+    assert names["kind"] == ScaleRLRun.model_fields["kind"].default
+    assert crd.definition()["metadata"]["name"] == f"{names['plural']}.{crd.definition()['spec']['group']}"

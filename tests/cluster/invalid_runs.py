@@ -1,0 +1,56 @@
+"""The table of runs that nobody should be able to start, ``invalid.yaml``, as values."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row; see the head of the file. ``run`` is applied, and ``changed``, if any, over it."""
+
+    name: str
+    by: Literal["schema", "cel", "operator"]
+    run: Object
+    changed: Object | None
+    field: str = ""
+    says: str = ""
+    file: str = ""
+    given: tuple[Object, ...] = ()
+    condition: str = ""
+    reason: str = ""
+
+
+def cases(*by: str) -> list[Case]:
+    """The rows that one of ``by`` refuses."""
+    table = yaml.safe_load((Path(__file__).parent / "invalid.yaml").read_text(encoding="utf-8"))
+    return [_case(table["base"], row) for row in table["cases"] if row["by"] in by]
+
+
+def _case(base: Object, row: Object) -> Case:
+    row = dict(row)
+    run = merged(base, {"spec": row.pop("with", {})})
+    run = merged(run, row.pop("manifest", {}))
+    then = row.pop("then", None)
+    return Case(run=run, changed=None if then is None else merged(run, {"spec": then}), **row)
+
+
+def merged(value: Object, patch: Object) -> Object:
+    """JSON merge patch (RFC 7386): objects are joined, null takes a field away, all else is replaced."""
+    result = copy.deepcopy(value)
+    for key, new in patch.items():
+        if new is None:
+            result.pop(key, None)
+        elif isinstance(new, dict):
+            old = result.get(key)
+            result[key] = merged(old if isinstance(old, dict) else {}, new)
+        else:
+            result[key] = copy.deepcopy(new)
+    return result
