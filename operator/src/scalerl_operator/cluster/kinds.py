@@ -61,7 +61,8 @@ KINDS: Final[dict[str, Kind]] = {
         Kind("Pod", "v1", "pods", watched=True),
         Kind("Service", "v1", "services", watched=True),
         Kind("ConfigMap", "v1", "configmaps", watched=True),
-        Kind("Secret", "v1", "secrets", watched=True),
+        # Not watched: a role that may list secrets sees all there are.
+        Kind("Secret", "v1", "secrets"),
         Kind("PersistentVolumeClaim", "v1", "persistentvolumeclaims", watched=True),
         Kind("Job", "batch/v1", "jobs", watched=True),
         Kind("Deployment", "apps/v1", "deployments", watched=True),
