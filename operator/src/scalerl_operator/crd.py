@@ -74,10 +74,8 @@ def definition() -> dict[str, Any]:
         "properties": {
             "apiVersion": {"type": "string", "description": f"{GROUP}/{VERSION}."},
             "kind": {"type": "string", "description": f"{KIND}."},
-            "metadata": {
-                "type": "object",
-                "description": "Name, labels, annotations and what the server adds.",
-            },
+            # The server's own: nothing may be said of it here, not even a description.
+            "metadata": {"type": "object"},
             "spec": spec,
             "status": status,
         },
@@ -125,10 +123,18 @@ def text() -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what stands twice out twice: some readers of a definition know no anchors."""
+    """Writes what stands twice out twice: some readers of a definition know no anchors. And quotes ``1e-15``, which
+    only PyYAML reads as text without."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        number = re.fullmatch(r"[-+.0-9eE]+", data)
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style="'" if number else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def _column(name: str, kind: str, path: str, priority: int) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """CEL rules of the custom resource definition: what crosses fields, what may not change, what a schema cannot say. Pure.
 
 Each stands for a check of the models in :mod:`scalerl_api`, and says it of the same field in the same words. A test
-holds that no model checks across its fields without an entry here. A rule may count on defaults: the API server
-applies them first.
+holds that no model checks across its fields without an entry here. A rule may count on the defaults of fields below
+others: the API server applies them first. Of its own model's it may not: ``{}``, which is a model's own default, is
+checked as it stands when the definition is installed.
 """
 
 from __future__ import annotations
@@ -128,7 +129,11 @@ OF_MODELS: Final[Mapping[type[BaseModel], tuple[Rule, ...]]] = {
         ),
     ),
     PromptSpec: (
-        Rule("self.template.contains('{prompt}')", "template must contain {prompt}", field="template"),
+        Rule(
+            "!has(self.template) || self.template.contains('{prompt}')",
+            "template must contain {prompt}",
+            field="template",
+        ),
         Rule("!has(self.system) || self.format == 'Chat'", "system needs format: Chat", field="system"),
     ),
     BudgetSpec: (
