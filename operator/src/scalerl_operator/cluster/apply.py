@@ -204,8 +204,11 @@ class Applier:
         difference = differs(wanted, live)
         if difference is None:
             return None
-        annotations = live["metadata"].get("annotations") or {}
-        if annotations.get(RENDERED_HASH) == metadata["annotations"].get(RENDERED_HASH):
+        annotations, rendered = (
+            live["metadata"].get("annotations") or {},
+            metadata["annotations"].get(RENDERED_HASH),
+        )
+        if rendered is not None and annotations.get(RENDERED_HASH) == rendered:
             # What we want has not changed, so somebody else has changed the object.
             if not self._may_repair(place, key):
                 return None
