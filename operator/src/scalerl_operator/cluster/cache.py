@@ -74,6 +74,12 @@ class Cache:
         entry = self._entries.get((kind, namespace, name))
         return None if entry is None else msgspec.json.decode(entry.data)
 
+    def version(self, kind: str, namespace: str, name: str) -> int:
+        """The version of what is kept (of a deletion that is remembered too), -1 when there is nothing."""
+        at = (kind, namespace, name)
+        entry = self._entries.get(at)
+        return self._buried_at(at) if entry is None else entry.version
+
     def observe(self, event: str | None, obj: Object) -> None:
         """A watch event: ``ADDED``, ``MODIFIED``, ``DELETED``, or None for an object of a list.
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from scalerl_api import metric_names as names
-from scalerl_api.conditions import Phase
+from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.status import RunStatus
 from scalerl_operator.cluster.cache import Cache
 from scalerl_operator.cluster.kinds import KINDS
 from scalerl_operator.cluster.leader import Leader
+from scalerl_operator.cluster.names import label_value
 from scalerl_operator.cluster.queue import WorkQueue
 from scalerl_operator.cluster.types import Key
 
@@ -29,7 +31,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self._phases: dict[Key, Phase] = {}
+        self._runs: dict[Key, _Stands] = {}
         self._reconciles = Histogram(
             names.RECONCILE_SECONDS,
             "One look at one run.",
@@ -79,7 +81,7 @@ class Metrics:
             (names.LEADER, "1 while this replica may write.", leader.is_leader),
         ):
             Gauge(name, text, registry=self.registry).set_function(_number(value))
-        self.registry.register(_Kept(cache, self._phases))
+        self.registry.register(_Kept(cache, self._runs))
 
     def called(self, verb: str, kind: str, code: int, seconds: float) -> None:
         """A call to the API server ended."""
@@ -96,12 +98,16 @@ class Metrics:
         """A watch brought something."""
         self._events.labels(kind).inc()
 
-    def phase(self, key: Key, phase: Phase | None) -> None:
+    def run(self, key: Key, status: RunStatus | None) -> None:
         """Where a run stands now; None: it is gone."""
-        if phase is None:
-            self._phases.pop(key, None)
+        if status is None:
+            self._runs.pop(key, None)
         else:
-            self._phases[key] = phase
+            self._runs[key] = _Stands(status.phase, problems(status), status.trainer.restarts)
+
+    def forget_phases(self) -> None:
+        """This replica leads no more; the next leader counts."""
+        self._phases.clear()
 
     def decision(self, state: str) -> None:
         """The autoscaler decided."""
@@ -112,19 +118,69 @@ class Metrics:
         return generate_latest(self.registry)
 
 
+def problems(status: RunStatus) -> tuple[tuple[str, str], ...]:
+    """Conditions of a run that are not as they should be, with their reasons.
+
+    What has not begun, is off, or ended as the spec says is no problem; what takes its time is one, and it is the
+    alert's part to say how long it may take.
+    """
+    return tuple(
+        (condition.type, condition.reason)
+        for condition in status.conditions
+        if (condition.status == "True") is (condition.type in _BAD_IF_TRUE)
+        and condition.type not in _NEVER_BAD
+        and condition.reason not in _FINE
+    )
+
+
+_BAD_IF_TRUE: Final = frozenset({ConditionType.DEGRADED, ConditionType.FAILED})
+_NEVER_BAD: Final = frozenset(
+    {ConditionType.COMPLETED, ConditionType.SUSPENDED, ConditionType.GENERATORS_PINNED}
+)
+_FINE: Final = frozenset(
+    {
+        Reason.NOT_STARTED, Reason.NOT_RUNNING, Reason.PREPARED, Reason.READY,
+        Reason.AUTOSCALING_OFF, Reason.TOO_FEW_POINTS, Reason.NO_FIT,
+    }
+)  # fmt: skip
+
+
+class _Stands(NamedTuple):
+    phase: Phase
+    problems: tuple[tuple[str, str], ...]
+    trainer_restarts: int
+
+
 class _Kept(Collector):
     """What is kept, counted at a scrape rather than at every change."""
 
-    def __init__(self, cache: Cache, phases: dict[Key, Phase]) -> None:
+    def __init__(self, cache: Cache, runs: dict[Key, _Stands]) -> None:
         self._cache = cache
-        self._phases = phases
+        self._runs = runs
 
     def collect(self) -> Iterable[Metric]:
         runs = GaugeMetricFamily(names.RUNS, "Runs, as this replica last looked at them.", labels=["phase"])
-        by_phase = Tally(self._phases.values())
+        by_phase = Tally(run.phase for run in self._runs.values())
         for phase in Phase:
             runs.add_metric([phase.value], by_phase[phase])
         yield runs
+        problem = GaugeMetricFamily(
+            names.RUN_PROBLEM,
+            "1 for a condition of a run that is not as it should be.",
+            labels=["namespace", "run", "condition", "reason"],
+        )
+        restarts = CounterMetricFamily(
+            names.TRAINER_RESTARTS,
+            "Attempts of the trainer that ended before the run did.",
+            labels=["namespace", "run"],
+        )
+        for (namespace, name), run in self._runs.items():
+            label = label_value(name)
+            restarts.add_metric([namespace, label], run.trainer_restarts)
+            for condition, reason in run.problems:
+                problem.add_metric([namespace, label, condition, reason], 1.0)
+        yield problem
+        yield restarts
         kept = GaugeMetricFamily(names.CACHED_OBJECTS, "Objects of runs kept in memory.", labels=["kind"])
         by_kind = Tally(kind for kind, _, _ in self._cache)
         for kind in KINDS.values():

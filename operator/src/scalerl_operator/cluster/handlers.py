@@ -1,0 +1,282 @@
+"""Watches: kopf's streams of runs and of what belongs to them, fed into the cache. They carry no logic.
+
+kopf is used for its streams alone (lists, watches, reconnects): it puts no annotation and no finalizer on anything,
+writes no events, and knows no peers; who leads is our Lease's business. A standby watches too, so that its cache is
+warm when it leads.
+
+kopf tells nobody when its first list is complete, nor what went while a stream was cut off for long. So the cache is
+filled by :func:`fill` before the streams start, and :class:`Resync` compares it with a list from time to time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from typing import Any, Final
+
+import kopf
+from kubernetes.aio.client.configuration import Configuration
+
+from scalerl_api.spec import GROUP
+from scalerl_operator.cluster import connection, names
+from scalerl_operator.cluster.api import KubeApi
+from scalerl_operator.cluster.cache import Cache
+from scalerl_operator.cluster.errors import ApiError
+from scalerl_operator.cluster.kinds import KINDS, RUN, Kind
+from scalerl_operator.cluster.types import Object
+
+WATCHED: Final = tuple(kind for kind in KINDS.values() if kind.watched)
+PAGE: Final = 200
+"""Objects a page of a list: what is parsed at once must not keep the event loop for long."""
+SETTLED_SECONDS: Final = 5.0
+"""After so long a watch has brought what a list already showed, or it will not bring it."""
+STOP_SECONDS: Final = 10.0
+
+log = logging.getLogger(__name__)
+
+
+def selector(kind: Kind) -> str | None:
+    """What the API server is asked for: all runs, and of other kinds what carries the label of a run."""
+    return None if kind.name == RUN else names.RUN
+
+
+def scopes(namespaces: Sequence[str]) -> Sequence[str | None]:
+    """The namespaces to ask for, (None,) for all of the cluster."""
+    return namespaces or (None,)
+
+
+async def fill(api: KubeApi, cache: Cache, namespaces: Sequence[str] = ()) -> int:
+    """List all that is watched into ``cache``; returns how many objects. Raises what the API server says."""
+    for kind in WATCHED:
+        for namespace in scopes(namespaces):
+            found, _ = await api.list_at(kind.name, namespace, label_selector=selector(kind), limit=PAGE)
+            async for obj in _in_slices(found):
+                cache.observe(None, obj)
+    return len(cache)
+
+
+class Resync:
+    """Compares the cache with what the API server lists (names and versions only), and mends it.
+
+    A deletion that no watch told, or a stream that has fallen silent, must not leave a run on old news for ever.
+    ``on_repair(number)`` hears of what was mended.
+    """
+
+    def __init__(
+        self,
+        api: KubeApi,
+        cache: Cache,
+        namespaces: Sequence[str],
+        *,
+        every: float,
+        on_repair: Callable[[int], None] = lambda number: None,
+    ) -> None:
+        self._api = api
+        self._cache = cache
+        self._namespaces = namespaces
+        self._every = every
+        self._on_repair = on_repair
+
+    async def run(self) -> None:
+        """Compare soon after the start (what went between the first list and the streams), then every so often."""
+        await asyncio.sleep(min(20.0, self._every))
+        while True:
+            for kind in WATCHED:
+                for namespace in scopes(self._namespaces):
+                    try:
+                        await self.compare(kind, namespace)
+                    except ApiError as error:
+                        log.warning("comparing the cache with a list: %s", error)
+            await asyncio.sleep(self._every)
+
+    async def compare(self, kind: Kind, namespace: str | None) -> int:
+        """One kind; returns how many objects had to be mended."""
+        found, version = await self._api.list_at(
+            kind.name, namespace, label_selector=selector(kind), metadata_only=True, limit=PAGE
+        )
+        listed = {
+            (m["namespace"], m["name"]): int(m["resourceVersion"]) for m in (o["metadata"] for o in found)
+        }
+        del found
+        mended = self._cache.forget_missing(kind.name, listed, version, namespace=namespace)
+        if self._behind(kind, listed):
+            await asyncio.sleep(SETTLED_SECONDS)
+            for at in self._behind(kind, listed):
+                fresh = await self._api.get(kind.name, *at)
+                if fresh is not None:
+                    self._cache.observe("MODIFIED", fresh)
+                    mended += 1
+        if mended:
+            log.warning("%d of %s were not as the API server has them, and are mended", mended, kind.plural)
+            self._on_repair(mended)
+        return mended
+
+    def _behind(self, kind: Kind, listed: dict[tuple[str, str], int]) -> list[tuple[str, str]]:
+        return [at for at, version in listed.items() if self._cache.version(kind.name, *at) < version]
+
+
+class Watches:
+    """kopf's streams as one task: :meth:`run`. When kopf ends by itself it is started again, with a pause.
+
+    ``on_event(kind)`` hears of everything that comes, ``on_start()`` of each start of kopf (which takes the process's
+    signals for itself).
+    """
+
+    def __init__(
+        self,
+        configuration: Configuration,
+        cache: Cache,
+        namespaces: Sequence[str] = (),
+        *,
+        on_event: Callable[[str], None] = lambda kind: None,
+        on_start: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._on_start = on_start
+        self._namespaces = namespaces
+        self._registry = _registry(configuration, cache, on_event)
+        self._down_since: float | None = None
+        self.started = asyncio.Event()
+
+    def down_seconds(self) -> float:
+        """For how long there have been no streams; 0 while there are (also those that wait for the API server)."""
+        return 0.0 if self._down_since is None else asyncio.get_running_loop().time() - self._down_since
+
+    async def run(self) -> None:
+        """Keep the streams up until cancelled."""
+        pause = 1.0
+        while True:
+            began = asyncio.get_running_loop().time()
+            try:
+                await self._streams()
+                reason: object = "it ended by itself"
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+            now = asyncio.get_running_loop().time()
+            self._down_since = self._down_since if self._down_since is not None else now
+            pause = 1.0 if now - began > 60 else min(30.0, pause * 2)
+            log.error("kopf stopped (%s); started again in %.0f s", reason, pause)
+            await asyncio.sleep(pause)
+
+    async def _streams(self) -> None:
+        """kopf, until it ends or fails. Not by ``kopf.operator``: that cancels every task of the loop at its end."""
+        tasks = await kopf.spawn_tasks(
+            registry=self._registry,
+            settings=_settings(),
+            standalone=True,
+            clusterwide=not self._namespaces,
+            namespaces=tuple(self._namespaces),
+        )
+        self._on_start()
+        self._down_since = None
+        self.started.set()
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            await _stop(tasks)
+
+
+def _registry(
+    configuration: Configuration, cache: Cache, on_event: Callable[[str], None]
+) -> kopf.OperatorRegistry:
+    registry = kopf.OperatorRegistry()
+
+    async def login(**_: Any) -> kopf.ConnectionInfo:
+        return await connection.for_kopf(configuration)
+
+    kopf.on.login(registry=registry)(login)
+    for kind in WATCHED:
+
+        async def feed(event: Any, kind: str = kind.name, **_: Any) -> None:
+            on_event(kind)
+            cache.observe(event["type"], event["object"])
+
+        kopf.on.event(kind.group, kind.version, kind.plural, id=kind.plural, registry=registry)(feed)
+    return registry
+
+
+def _settings() -> kopf.OperatorSettings:
+    settings = kopf.OperatorSettings()
+    settings.posting.enabled = False
+    settings.process.ultimate_exiting_timeout = None
+    # No right to look at CRDs and namespaces is needed: what is served is known.
+    settings.scanning.disabled = True
+    settings.persistence.finalizer = f"{GROUP}/kopf"
+    settings.persistence.progress_storage = _NoProgress()
+    settings.persistence.diffbase_storage = _NoDiffBase()
+    settings.watching.chunk_size = PAGE
+    settings.watching.connect_timeout = 10.0
+    settings.networking.connect_timeout = 10.0
+    settings.networking.request_timeout = 30.0
+    # An API server that is away for long is not a reason to end.
+    settings.networking.error_backoffs = _Patience()
+    # A task for an object lives as long as its news come; thousands of idle ones are memory for nothing.
+    settings.queueing.idle_timeout = 0.2
+    for kind in WATCHED:
+        if (labels := selector(kind)) is not None:
+            settings.watching.label_selectors[kind.group, kind.version, kind.plural] = labels
+    return settings
+
+
+class _Patience:
+    """Seconds between tries of one request, without an end."""
+
+    def __iter__(self) -> Iterator[float]:
+        yield from (1.0, 1.0, 2.0, 3.0)
+        while True:
+            yield 5.0
+
+
+class _NoProgress(kopf.ProgressStorage):
+    """Handlers that only look have no progress; nothing is written on any object."""
+
+    def fetch(self, **_: Any) -> None:
+        return None
+
+    def store(self, **_: Any) -> None:
+        return None
+
+    def purge(self, **_: Any) -> None:
+        return None
+
+    def touch(self, **_: Any) -> None:
+        return None
+
+    def clear(self, *, essence: Any) -> Any:
+        return essence
+
+
+class _NoDiffBase(kopf.DiffBaseStorage):
+    """Nobody asks what changed; kopf would copy every object of every event to be able to say."""
+
+    def build(self, **_: Any) -> Any:
+        return {}
+
+    def fetch(self, **_: Any) -> None:
+        return None
+
+    def store(self, **_: Any) -> None:
+        return None
+
+
+async def _in_slices(objects: list[Object], size: int = PAGE) -> AsyncIterator[Object]:
+    """``objects``, with a breath for the event loop after every ``size``; each is let go of as it is handed on."""
+    objects.reverse()
+    while objects:
+        for _ in range(min(size, len(objects))):
+            yield objects.pop()
+        await asyncio.sleep(0)
+
+
+async def _stop(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel kopf's root tasks, as kopf does at its end, and wait for them; a bounded time."""
+    for task in tasks:
+        task.cancel()
+    _, late = await asyncio.wait(tasks, timeout=STOP_SECONDS)
+    for task in late:
+        log.warning("kopf's task %r did not end within %.0f s", task.get_name(), STOP_SECONDS)
+    for task in tasks:
+        if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("kopf's task %r: %s: %s", task.get_name(), type(error).__name__, error)

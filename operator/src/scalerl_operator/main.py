@@ -1,0 +1,296 @@
+"""The operator's process: ``python -m scalerl_operator.main``.
+
+What runs in its one event loop, and who owns it::
+
+    Operator ─┬─ watches   kopf's streams → cache → wake        always, also as a standby
+              ├─ resync    cache against lists → wake           always
+              ├─ leader    the Lease                            always
+              ├─ queue     wake → reconcile(key)                only while leading
+              ├─ pulse     how late the event loop is           always
+              └─ server    /healthz /readyz /metrics            always
+
+SIGTERM: no more looks are begun, those in work may end, the Lease is given up, and the exit code is 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Final
+
+from aiohttp import web
+from kubernetes.aio.client.configuration import Configuration
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from scalerl_operator.cluster import connection
+from scalerl_operator.cluster.api import KubeApi
+from scalerl_operator.cluster.cache import Cache
+from scalerl_operator.cluster.errors import ApiError
+from scalerl_operator.cluster.handlers import Resync, Watches, fill
+from scalerl_operator.cluster.leader import Leader
+from scalerl_operator.cluster.metrics import Metrics
+from scalerl_operator.cluster.queue import WorkQueue
+from scalerl_operator.cluster.settings import Settings, SettingsError
+from scalerl_operator.cluster.types import Key
+
+PULSE_SECONDS: Final = 0.5
+LONGEST_WITHOUT_WATCHES_SECONDS: Final = 120.0
+"""After so long without kopf's streams (not: without the API server) another process may do better."""
+
+Reconcile = Callable[[Key], Awaitable[float | None]]
+MakeReconcile = Callable[["Parts"], contextlib.AbstractAsyncContextManager[Reconcile]]
+
+log = logging.getLogger("scalerl_operator")
+
+
+class Parts:
+    """What a reconciler is made of: given to :data:`MakeReconcile` once they are all there."""
+
+    def __init__(
+        self, settings: Settings, api: KubeApi, cache: Cache, metrics: Metrics, wake: Callable[[Key], None]
+    ) -> None:
+        self.settings = settings
+        self.api = api
+        self.cache = cache
+        self.metrics = metrics
+        self.wake = wake
+
+
+class Operator:
+    """One replica. :meth:`run` until :meth:`stop`, or until something that must not end has ended."""
+
+    def __init__(
+        self, settings: Settings, configuration: Configuration, make_reconcile: MakeReconcile
+    ) -> None:
+        self._settings = settings
+        self._make_reconcile = make_reconcile
+        self.metrics = Metrics()
+        self.api = KubeApi(
+            configuration,
+            fence=lambda: self.leader.is_leader(),
+            observer=self.metrics,
+            instance=settings.identity,
+        )
+        self.leader = Leader(
+            self.api,
+            namespace=settings.operator_namespace,
+            identity=settings.identity,
+            name=settings.lease,
+        )
+        self.cache = Cache(lambda key: self.queue.wake(key))
+        self.queue = WorkQueue(
+            lambda key: self._reconcile(key), workers=settings.workers, observer=self.metrics
+        )
+        self.watches = Watches(
+            configuration,
+            self.cache,
+            settings.namespaces,
+            on_event=self.metrics.event,
+            on_start=self._take_signals,
+        )
+        self._resync = Resync(
+            self.api,
+            self.cache,
+            settings.namespaces,
+            every=settings.resync_seconds,
+            on_repair=self.metrics.repairs.inc,
+        )
+        self.metrics.watch(self.queue, self.cache, self.leader)
+        self._stopping = asyncio.Event()
+        self._filled = False
+        self._reconcile: Reconcile
+        self.address: tuple[str, int] | None = None
+        """Where health and metrics are served, once they are."""
+
+    def stop(self) -> None:
+        """End in good order."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Serve until told to stop. Raises what a part raised that must not end."""
+        self._take_signals()
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(self.api)
+            await stack.enter_async_context(self._server())
+            parts = Parts(self._settings, self.api, self.cache, self.metrics, self.queue.wake)
+            self._reconcile = await stack.enter_async_context(self._make_reconcile(parts))
+            if await self._until_stop(self._fill()):
+                return
+            self._filled = True
+            tasks = {
+                name: asyncio.create_task(part, name=name)
+                for name, part in (
+                    ("watches", self.watches.run()),
+                    ("resync", self._resync.run()),
+                    ("leader", self.leader.run()),
+                    ("queue", self._lead()),
+                    ("pulse", self._pulse()),
+                )
+            }
+            stop = asyncio.create_task(self._stopping.wait(), name="stop")
+            try:
+                done, _ = await asyncio.wait([stop, *tasks.values()], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                await self._end(tasks, stop)
+            for task in done - {stop}:
+                task.result()
+                raise RuntimeError(f"{task.get_name()} ended by itself")
+
+    def _take_signals(self) -> None:
+        """SIGTERM and SIGINT are ours. Again after each start of kopf, which takes them for itself."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
+
+    async def _end(self, tasks: Mapping[str, asyncio.Task[None]], stop: asyncio.Task[bool]) -> None:
+        """First the work, while the Lease is still held; then the Lease; then what only listens."""
+        self._stopping.set()
+        await _cancelled(stop, tasks["queue"])
+        if late := await self.queue.drain(self._settings.drain_seconds):
+            log.warning("%d looks did not end in time and were stopped: %s", len(late), late)
+        await _cancelled(tasks["leader"])
+        await self.leader.release()
+        await _cancelled(*tasks.values())
+        log.info("stopped")
+
+    async def _until_stop(self, part: Awaitable[None]) -> bool:
+        """Wait for ``part`` or for the order to stop; True if that came first."""
+        task, stop = asyncio.ensure_future(part), asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+            return self._stopping.is_set()
+        finally:
+            await _cancelled(task, stop)
+
+    async def _fill(self) -> None:
+        """The first lists. Until the API server gives them (its CRD may come after us), try again."""
+        pause = 1.0
+        while True:
+            try:
+                number = await fill(self.api, self.cache, self._settings.namespaces)
+            except ApiError as error:
+                log.warning("%s; tried again in %.0f s", error, pause)
+                await asyncio.sleep(pause)
+                pause = min(15.0, pause * 2)
+            else:
+                log.info("%d objects of %d runs", number, len(self.cache.runs()))
+                return
+
+    async def _lead(self) -> None:
+        """Work while this replica leads, from the first moment to the last."""
+        while True:
+            await self.leader.wait_until_leader()
+            for key in self.cache.runs():
+                self.queue.wake(key)
+            self.queue.release()
+            await self.leader.lost.wait()
+            await self.queue.halt()
+            self.metrics.forget_phases()
+
+    async def _pulse(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + PULSE_SECONDS
+            await asyncio.sleep(PULSE_SECONDS)
+            self.metrics.loop_lag.observe(max(0.0, loop.time() - due))
+
+    @contextlib.asynccontextmanager
+    async def _server(self) -> AsyncIterator[None]:
+        app = web.Application()
+        app.router.add_get("/healthz", self._health)
+        app.router.add_get("/readyz", self._ready)
+        app.router.add_get("/metrics", self._metrics)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self._settings.host, self._settings.port, shutdown_timeout=1.0).start()
+            self.address = runner.addresses[0][:2]
+            yield
+        finally:
+            await runner.cleanup()
+
+    async def _health(self, _: web.Request) -> web.Response:
+        """Alive: the event loop answers (this does), and the streams are up or being started."""
+        down = self.watches.down_seconds()
+        if down > LONGEST_WITHOUT_WATCHES_SECONDS:
+            return web.Response(status=503, text=f"no watches since {down:.0f} s\n")
+        return web.Response(text="ok\n")
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        """Ready to lead: the cache is warm. A standby is ready too."""
+        if self._stopping.is_set():
+            return web.Response(status=503, text="stopping\n")
+        if not (self._filled and self.watches.started.is_set()):
+            return web.Response(status=503, text="the first lists are not there yet\n")
+        return web.Response(text="leads\n" if self.leader.is_leader() else f"{self.leader.holder} leads\n")
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=self.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+async def _cancelled(*tasks: asyncio.Task[object] | asyncio.Future[object]) -> None:
+    """Cancel, and wait until they are over; what they raise at their end is logged."""
+    for task in tasks:
+        task.cancel()
+    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(outcome, Exception):
+            log.error("at the end: %s: %s", type(outcome).__name__, outcome)
+
+
+@contextlib.asynccontextmanager
+async def reconciler(parts: Parts) -> AsyncIterator[Reconcile]:
+    """The operator's own reconcile, made of ``parts``."""
+    from scalerl_operator.cluster.reconcile import Reconciler
+
+    made = Reconciler(
+        parts.api,
+        parts.cache,
+        images=parts.settings.images,
+        operator_namespace=parts.settings.operator_namespace,
+        on_phase=parts.metrics.phase,
+    )
+    try:
+        yield made.reconcile
+    finally:
+        await made.close()
+
+
+async def serve(settings: Settings, make_reconcile: MakeReconcile = reconciler) -> None:
+    """One replica until SIGTERM or SIGINT."""
+    await Operator(settings, await connection.load(settings.kubeconfig), make_reconcile).run()
+
+
+def main() -> int:
+    """Exit code 0 after SIGTERM, 2 for settings that cannot be, 1 when a part ended that must not."""
+    try:
+        settings = Settings.read(os.environ)
+    except SettingsError as error:
+        print(error, file=sys.stderr)
+        return 2
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=settings.log_level,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+    )
+    # Every event of every object is news to kopf; what matters of it is ours to say.
+    logging.getLogger("kopf").setLevel(logging.WARNING)
+    try:
+        asyncio.run(serve(settings))
+    except connection.NoCluster as error:
+        log.error("%s", error)
+        return 2
+    except Exception:
+        log.exception("the operator ends: a part that must not end did")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
