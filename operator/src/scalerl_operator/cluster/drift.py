@@ -54,7 +54,8 @@ def differs(desired: Object, live: Object) -> str | None:
     path, is_now, wanted = found
     if desired.get("kind") == "Secret":
         return f"{path} is different"
-    return f"{path} is {_shown(is_now)}, not {_shown(wanted)}"
+    said = "and is not wanted" if wanted is _MISSING else f"not {_shown(wanted)}"
+    return f"{path} is {_shown(is_now)}, {said}"
 
 
 def _differences(desired: Any, live: Any, name: str, path: str) -> Iterator[_Difference]:

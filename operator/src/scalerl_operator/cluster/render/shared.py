@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 from scalerl_api.pods import PodTemplate
 from scalerl_api.spec import API_VERSION, KIND, RunSpec, ScaleRLRun
@@ -16,7 +16,7 @@ from scalerl_operator.cluster.types import Images, Object
 from scalerl_operator.plan import plan
 from scalerl_operator.workloads import Plan, Role, Workload
 
-_NOT_READ = {
+_NOT_READ: Final[dict[str, bool | set[str]]] = {
     # Acted on by the operator, or visible in the pods' own templates.
     "suspend": True,
     "autoscaling": True,
@@ -113,7 +113,9 @@ def spec_hash(run: ScaleRLRun, role: Role) -> str:
     an upgrade stops no trainer.
     """
     spec = run.spec
-    read = spec.model_dump(mode="json", exclude=_NOT_READ, exclude_defaults=True)
+    fields = spec.model_dump(mode="json", exclude=_NOT_READ, exclude_defaults=True)
+    # An object of defaults, written out or not, is no difference.
+    read = {name: field for name, field in fields.items() if field != {}}
     if role is not Role.COORDINATOR:
         del read["budget"]
     image = {

@@ -1,0 +1,51 @@
+"""Runs as a cluster holds them, and their objects by kind and name, for the tests of render and drift."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from operator_tests.children import run_spec
+from scalerl_api.load import load_run
+from scalerl_api.spec import ScaleRLRun
+from scalerl_operator.cluster.render import render
+from scalerl_operator.cluster.types import Desired, Images, Object
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+UID = "0b6f0c52-7d4e-4a53-9a68-0a3c5c1f3f10"
+IMAGES = Images("registry/trainer:1", "registry/generator:1", "registry/operator:1")
+RUNNING = Desired(coordinator=True, generators=1, trainer_attempt=1)
+EVERYTHING = Desired(prepare=True, coordinator=True, generators=1, trainer_attempt=1)
+
+
+def cluster_run(name: str = "math", labels: dict[str, str] | None = None, **spec: Any) -> ScaleRLRun:
+    run = run_spec(**spec)
+    metadata = {"name": name, "namespace": "ml", "labels": labels or {}}
+    return ScaleRLRun.model_validate(run.to_manifest() | {"metadata": metadata})
+
+
+def example(path: str) -> ScaleRLRun:
+    run = load_run(EXAMPLES / path)
+    return run.model_copy(update={"metadata": run.metadata.model_copy(update={"namespace": "ml"})})
+
+
+def rendered(run: ScaleRLRun, desired: Desired = EVERYTHING, uid: str = UID) -> dict[str, Object]:
+    """By kind and, of what there are two of, component: ``Service/trainer``."""
+    objects = render(run, uid, desired, IMAGES, operator_namespace="scalerl-system")
+    found = {f"{o['kind']}/{o['metadata']['labels']['app.kubernetes.io/component']}": o for o in objects}
+    assert len(found) == len(objects)
+    return found
+
+
+def pod_spec(obj: Object) -> Object:
+    spec: Object = obj["spec"]["template"]["spec"]
+    return spec
+
+
+def container(obj: Object, name: str) -> Object:
+    return next(c for c in pod_spec(obj)["containers"] if c["name"] == name)
+
+
+def environment(container: Object) -> dict[str, Any]:
+    """A variable's text, or the field it comes from."""
+    return {e["name"]: e.get("value") or e["valueFrom"]["fieldRef"]["fieldPath"] for e in container["env"]}

@@ -1,0 +1,56 @@
+"""All objects of two runs, word for word. After a change that is meant: ``UPDATE_GOLDEN=1 pytest <this file>``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from operator_tests.manifests import EVERYTHING, IMAGES, UID, cluster_run, example
+from scalerl_api.spec import ScaleRLRun
+from scalerl_operator.cluster.render import render
+
+GOLDEN = Path(__file__).parent / "golden"
+
+RUNS = {
+    "tiny": example("tiny/run-kubernetes.yaml"),
+    "gpu": cluster_run(
+        "math-7b",
+        labels={"kueue.x-k8s.io/queue-name": "research"},
+        model={"hub": {"name": "example/math-7b"}},
+        storage={"claimName": "team-volume"},
+        generator={"replicas": 4, "devices": 2, "podTemplate": {"shmSize": "16Gi"}},
+        trainer={
+            "replicas": 8,
+            "devices": 1,
+            "zeroStage": 3,
+            "podTemplate": {
+                "env": [
+                    {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}},
+                    {"name": "NCCL_IB_HCA", "value": "mlx5"},
+                ],
+                "resources": {"requests": {"cpu": "12", "memory": "256Gi"}, "limits": {"rdma/ib": "1"}},
+                "shmSize": "64Gi",
+            },
+        },
+        podTemplate={
+            "nodeSelector": {"cloud.example/accelerator": "h200"},
+            "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+            "imagePullSecrets": [{"name": "registry"}],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_objects_are_as_they_were(name: str) -> None:
+    run: ScaleRLRun = RUNS[name]
+    objects = render(run, UID, EVERYTHING, IMAGES, operator_namespace="scalerl-system")
+    text = yaml.safe_dump_all(objects, sort_keys=True, width=110, allow_unicode=True)
+    file = GOLDEN / f"render-{name}.yaml"
+    if os.environ.get("UPDATE_GOLDEN") == "1":
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    assert text == file.read_text()
