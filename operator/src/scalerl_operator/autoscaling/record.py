@@ -156,9 +156,11 @@ class DecisionRecord:
         record = cls(storage)
         try:
             content = storage.content()
-            problem = record._take(content, *_known(content))
+            known, problem = _known(content)
             if problem:
                 record._begin_anew(problem, storage.move_aside())
+            else:
+                record._go_on(content, known)
             storage.write(b"", record._size)
         except BaseException:
             storage.close()
@@ -217,21 +219,20 @@ class DecisionRecord:
     async def _load(self) -> None:
         content = await self._storage.read()
         # In a thread: a long record takes its time.
-        problem = self._take(content, *await asyncio.to_thread(_known, content))
+        known, problem = await asyncio.to_thread(_known, content)
         if problem:
             self._begin_anew(problem, await self._storage.set_aside(problem))
-        elif self._size < len(content):
-            await self._storage.append(b"", self._size)
+        else:
+            if (whole := _whole(content)) < len(content):
+                await self._storage.append(b"", whole)
+            self._go_on(content, known)
         self._lost = False
 
-    def _take(self, content: bytes, known: Known, problem: str) -> str:
-        """Go on from what was read, if there is no problem with it."""
-        self._size = content.rfind(b"\n") + 1
-        self.known = known
-        if not problem and self._size < len(content):
+    def _go_on(self, content: bytes, known: Known) -> None:
+        self._size, self.known = _whole(content), known
+        if self._size < len(content):
             cut = len(content) - self._size
             self.notes.append(f"{self._storage.name}: cut off {cut} bytes of an unfinished last line")
-        return problem
 
     def _begin_anew(self, problem: str, aside: str) -> None:
         self._size, self.known = 0, Known()
@@ -270,10 +271,15 @@ def as_recorded(spec: AutoscalingSpec) -> dict[str, Any]:
     return spec.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
+def _whole(content: bytes) -> int:
+    """The bytes of its whole lines."""
+    return content.rfind(b"\n") + 1
+
+
 def _known(content: bytes) -> tuple[Known, str]:
     """What the whole lines come to, and the first thing wrong with them."""
     known = Known()
-    for one in read(content[: content.rfind(b"\n") + 1]):
+    for one in read(content[: _whole(content)]):
         if one.line is None:
             if one.problem.startswith("format"):
                 raise RecordError(f"line {one.number}: {one.problem}")

@@ -1,0 +1,48 @@
+"""The curve's ConfigMap: the table of the run's directory, whole where it fits."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from operator_tests.config_maps import UID, cluster_run
+from operator_tests.scaling import evaluations
+from scalerl_api.curve import CURVE_COLUMNS, curve_csv
+from scalerl_operator.cluster import curve
+from scalerl_operator.cluster.curve import DIGEST, LEFT_OUT, curve_config_map, digest_of
+
+RUN = cluster_run()
+POINTS = evaluations([0.2, 0.31, 0.4])
+
+
+def test_it_holds_the_table_and_is_the_runs_own() -> None:
+    made = curve_config_map(RUN, UID, POINTS)
+    assert made["data"] == {"curve.csv": curve_csv(POINTS)}
+    header, *rows = made["data"]["curve.csv"].splitlines()
+    assert header.split(",") == list(CURVE_COLUMNS)
+    assert rows[1] == "100000,0.31,4000,0.01,10,100.000,400.000,50.000,0.020000,false"
+    metadata = made["metadata"]
+    assert (metadata["name"], metadata["namespace"]) == ("test-curve", "team")
+    assert metadata["labels"]["scalerl.dev/run-uid"] == metadata["ownerReferences"][0]["uid"] == UID
+    assert LEFT_OUT not in metadata["annotations"]
+
+
+def test_its_digest_tells_whether_to_write() -> None:
+    made = curve_config_map(RUN, UID, POINTS)
+    assert digest_of(made) == digest_of(curve_config_map(RUN, UID, list(POINTS))) != ""
+    changed = [*POINTS[:2], replace(POINTS[2], reward=0.41)]
+    assert digest_of(curve_config_map(RUN, UID, changed)) != digest_of(made)
+    del made["metadata"]["annotations"][DIGEST]
+    assert digest_of(made) == digest_of(None) == ""
+
+
+def test_a_curve_too_long_for_an_object_is_thinned_out_and_says_so() -> None:
+    points = evaluations([0.5] * 30_000)
+    made = curve_config_map(RUN, UID, points)
+    table = made["data"]["curve.csv"]
+    assert len(table) <= curve.MAX_BYTES
+    _, *rows = table.splitlines()
+    assert len(rows) > 10_000
+    assert made["metadata"]["annotations"][LEFT_OUT] == str(30_000 - len(rows))
+    versions = [int(row.split(",")[4]) for row in rows]
+    assert (versions[0], versions[-1]) == (0, points[-1].version)
+    assert versions == sorted(set(versions))
