@@ -254,7 +254,7 @@ async def reconciler(parts: Parts) -> AsyncIterator[Reconcile]:
         parts.cache,
         images=parts.settings.images,
         operator_namespace=parts.settings.operator_namespace,
-        on_phase=parts.metrics.phase,
+        on_status=parts.metrics.run,
     )
     try:
         yield made.reconcile

@@ -89,7 +89,7 @@ class Reconciler:
     """Looks at runs: one look at a time a run, many runs at once.
 
     images: where a run names none. scaling: makes the autoscaling of a run with that uid; None: there is none.
-    on_phase: told of each run's phase, None when it is gone. clock: Unix seconds.
+    on_status: told of each run's status at each look, None when it is gone. clock: Unix seconds.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Reconciler:
         images: Images,
         operator_namespace: str,
         scaling: Callable[[ScaleRLRun, str], Scaling] | None = None,
-        on_phase: Callable[[Key, Phase | None], None] = lambda key, phase: None,
+        on_status: Callable[[Key, RunStatus | None], None] = lambda key, status: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._api = api
@@ -110,7 +110,7 @@ class Reconciler:
         self._images = images
         self._operator_namespace = operator_namespace
         self._make_scaling = scaling
-        self._on_phase = on_phase
+        self._on_status = on_status
         self._clock = clock
         self._uids: dict[Key, str] = {}
         self._scalings: dict[str, Scaling] = {}
@@ -134,7 +134,7 @@ class Reconciler:
             del self._uids[key]
             await self._forget(before)
         if obj is None:
-            self._on_phase(key, None)
+            self._on_status(key, None)
             return None
         seen = self._observe(key, obj)
         if leaving(obj) and FINALIZER not in seen.finalizers:
@@ -287,7 +287,7 @@ class Reconciler:
         if not status.selector:
             labels = sorted(selector(seen.uid, Role.GENERATOR).items())
             status = status.model_copy(update={"selector": ",".join(f"{k}={v}" for k, v in labels)})
-        self._on_phase((seen.namespace, seen.name), status.phase)
+        self._on_status((seen.namespace, seen.name), status)
         new, old = status.to_object(), seen.run.get("status") or {}
         if new == old:
             return None
