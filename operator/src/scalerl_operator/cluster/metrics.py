@@ -105,9 +105,9 @@ class Metrics:
         else:
             self._runs[key] = _Stands(status.phase, problems(status), status.trainer.restarts)
 
-    def forget_phases(self) -> None:
+    def forget_runs(self) -> None:
         """This replica leads no more; the next leader counts."""
-        self._phases.clear()
+        self._runs.clear()
 
     def decision(self, state: str) -> None:
         """The autoscaler decided."""
