@@ -192,7 +192,7 @@ class Operator:
             self.queue.release()
             await self.leader.lost.wait()
             await self.queue.halt()
-            self.metrics.forget_phases()
+            self.metrics.forget_runs()
 
     async def _pulse(self) -> None:
         loop = asyncio.get_running_loop()

@@ -1,0 +1,103 @@
+"""What the operator's metrics say of its runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.status import Condition, RunStatus, TrainerStatus
+from scalerl_operator.cluster.cache import Cache
+from scalerl_operator.cluster.metrics import Metrics, problems
+from scalerl_operator.cluster.names import label_value
+
+LONG = "a-very-long-name-of-a-run-that-no-label-can-hold-as-it-is-and-so-it-is-shortened"
+
+
+def said(type_: ConditionType, value: bool, reason: Reason) -> Condition:
+    return Condition(
+        type=type_,
+        status="True" if value else "False",
+        reason=reason,
+        last_transition_time="2026-01-01T00:00:00Z",
+    )
+
+
+@pytest.mark.parametrize(
+    ("type_", "value", "reason", "problem"),
+    [
+        (ConditionType.ACCEPTED, True, Reason.ACCEPTED, False),
+        (ConditionType.ACCEPTED, False, Reason.SPEC_INVALID, True),
+        (ConditionType.GENERATORS_READY, True, Reason.READY, False),
+        (ConditionType.GENERATORS_READY, False, Reason.NOT_STARTED, False),
+        (ConditionType.GENERATORS_READY, False, Reason.STARTING, True),
+        (ConditionType.GENERATORS_READY, False, Reason.UNSCHEDULABLE, True),
+        (ConditionType.PREPARED, False, Reason.PREPARE_FAILED, True),
+        (ConditionType.PROGRESSING, False, Reason.NOT_RUNNING, False),
+        (ConditionType.PROGRESSING, False, Reason.NO_STEPS, True),
+        (ConditionType.FORECAST_READY, False, Reason.AUTOSCALING_OFF, False),
+        (ConditionType.FORECAST_READY, False, Reason.TOO_FEW_POINTS, False),
+        (ConditionType.FORECAST_READY, False, Reason.SIDECAR_UNREACHABLE, True),
+        (ConditionType.FORECAST_READY, False, Reason.BROKEN, True),
+        (ConditionType.GENERATORS_PINNED, True, Reason.SCALED_BY_SPEC, False),
+        (ConditionType.GENERATORS_PINNED, False, Reason.NOT_PINNED, False),
+        (ConditionType.DEGRADED, False, Reason.AS_EXPECTED, False),
+        (ConditionType.DEGRADED, True, Reason.CHECKPOINT_FAILED, True),
+        (ConditionType.SUSPENDED, True, Reason.SUSPENDED_BY_SPEC, False),
+        (ConditionType.SUSPENDED, False, Reason.NOT_SUSPENDED, False),
+        (ConditionType.COMPLETED, False, Reason.NOT_FINISHED, False),
+        (ConditionType.FAILED, False, Reason.NOT_FINISHED, False),
+        (ConditionType.FAILED, True, Reason.RESTARTS_EXHAUSTED, True),
+    ],
+)
+def test_a_problem_is_what_somebody_should_look_at(type_, value, reason, problem):
+    status = RunStatus(conditions=[said(type_, value, reason)])
+    assert problems(status) == (((type_, reason),) if problem else ())
+
+
+def metrics() -> Metrics:
+    class Idle:
+        depth = in_work = failing = staticmethod(lambda: 0)
+        is_leader = staticmethod(lambda: True)
+
+    made = Metrics()
+    made.watch(Idle(), Cache(lambda key: None), Idle())
+    return made
+
+
+def test_runs_show_by_phase_problem_and_restarts_under_the_name_that_their_pods_carry():
+    shown = metrics()
+    shown.run(
+        ("team", LONG),
+        RunStatus(
+            phase=Phase.RUNNING,
+            conditions=[said(ConditionType.TRAINER_READY, False, Reason.BACK_OFF)],
+            trainer=TrainerStatus(attempt=3, restarts=2),
+        ),
+    )
+    text = shown.text().decode()
+    run = f'namespace="team",run="{label_value(LONG)}"'
+    assert 'scalerl_operator_runs{phase="Running"} 1.0' in text
+    assert 'scalerl_operator_runs{phase="Pending"} 0.0' in text
+    assert (
+        f'scalerl_operator_run_problem{{condition="TrainerReady",{run.split(",")[0]},reason="BackOff",{run.split(",")[1]}}} 1.0'
+        in text
+    )
+    assert f"scalerl_operator_run_trainer_restarts_total{{{run}}} 2.0" in text
+
+
+def test_a_run_that_is_gone_is_in_no_metric():
+    shown = metrics()
+    shown.run(("team", "a"), RunStatus(phase=Phase.RUNNING))
+    shown.run(("team", "a"), None)
+    text = shown.text().decode()
+    assert 'scalerl_operator_runs{phase="Running"} 0.0' in text
+    assert "run_trainer_restarts_total{" not in text
+
+
+def test_who_leads_no_more_says_nothing_of_runs():
+    shown = metrics()
+    shown.run(("team", "a"), RunStatus(phase=Phase.RUNNING, trainer=TrainerStatus(restarts=1)))
+    shown.forget_runs()
+    text = shown.text().decode()
+    assert 'scalerl_operator_runs{phase="Running"} 0.0' in text
+    assert "run_trainer_restarts_total{" not in text
