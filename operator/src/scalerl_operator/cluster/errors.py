@@ -18,9 +18,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
+
+_UNTYPED: Final = ("failed to create typed patch object", "failed to convert new object")
+"""How the API server begins when an applied object does not fit its schema. It calls that a 500, and is wrong."""
+_UNTYPED_FIELD: Final = re.compile(r"(?:\): |^\s*)(\.[^\s:]+): ([^\n]+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +127,8 @@ def from_status(code: int, status: Mapping[str, Any], *, what: str, retry_after:
         Cause(str(c.get("field") or ""), str(c.get("message") or ""), str(c.get("reason") or ""))
         for c in details.get("causes") or ()
     )
+    if not causes and message.startswith(_UNTYPED):
+        causes = tuple(Cause(at.lstrip("."), text) for at, text in _UNTYPED_FIELD.findall(message))
     if retry_after is None and details.get("retryAfterSeconds"):
         retry_after = float(details["retryAfterSeconds"])
     kind = _kind_of_error(code, reason, message, causes)
@@ -138,6 +145,8 @@ def _kind_of_error(code: int, reason: str, message: str, causes: tuple[Cause, ..
         return Forbidden
     if code == 409:
         return AlreadyExists if reason == "AlreadyExists" else Conflict
+    if message.startswith(_UNTYPED):
+        return Invalid
     by_code: dict[int, type[ApiError]] = {
         400: Invalid, 401: Unauthorized, 404: NotFound, 408: Unreachable, 410: Expired, 413: Invalid,
         415: Invalid, 422: Invalid, 429: Unreachable,
