@@ -1,0 +1,105 @@
+"""A real Kubernetes on this machine: ``cluster.py up``, ``status``, ``down``; ``--control-plane-only`` needs no root.
+
+``tool NAME`` builds a program that tests need (helm, kubeconform, kubectl) and prints where it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from testcluster import start, tools
+from testcluster.errors import ClusterError
+from testcluster.handle import Cluster
+from testcluster.images import Images
+
+
+def up(arguments: argparse.Namespace) -> None:
+    began = time.monotonic()
+    cluster = start.found(arguments.name)
+    if cluster is None:
+        root = start.default_root(arguments.name)
+        if root.exists():  # of a cluster that did not go down: the machine went, or it was killed
+            start.end(start.Layout(root))
+        if arguments.control_plane_only:
+            cluster = start.start_control_plane(
+                root, unreal_nodes=arguments.unreal_nodes, die_with_caller=False
+            )
+        else:
+            cluster = start.start_cluster(root, die_with_caller=False)
+    if arguments.images:
+        for role, name in Images(cluster).load().items():
+            print(f"{role}: {name}", file=sys.stderr)
+    print(f"up after {time.monotonic() - began:.1f} s; in your shell:", file=sys.stderr)
+    print(f"export KUBECONFIG={cluster.kubeconfig}")
+
+
+def down(arguments: argparse.Namespace) -> None:
+    root = start.default_root(arguments.name)
+    if root.exists():
+        start.end(start.Layout(root))
+
+
+def status(arguments: argparse.Namespace) -> None:
+    cluster = start.found(arguments.name)
+    if cluster is None:
+        print("down")
+        sys.exit(1)
+    _show(cluster)
+
+
+def _show(cluster: Cluster) -> None:
+    print(f"export KUBECONFIG={cluster.kubeconfig}")
+    print("programs:", ", ".join(cluster.programs()))
+    print(cluster.kubectl("get", "nodes", "-o", "wide"), end="")
+
+
+def tool(arguments: argparse.Namespace) -> None:
+    print(tools.kubectl() if arguments.program == "kubectl" else tools.tool(arguments.program))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for function, what in (
+        (up, "start it, print the KUBECONFIG line"),
+        (down, "end it, with everything it made"),
+        (status, "whether it is up"),
+    ):
+        command = commands.add_parser(function.__name__, help=what)
+        command.set_defaults(function=function)
+        command.add_argument("--name", default="default", help="to have several (with a node: one at a time)")
+        if function is up:
+            command.add_argument(
+                "--control-plane-only", action="store_true", help="no node, no root, seconds"
+            )
+            command.add_argument(
+                "--unreal-nodes",
+                type=int,
+                default=0,
+                metavar="N",
+                help="N nodes without machines (control plane only)",
+            )
+            command.add_argument(
+                "--images", action="store_true", help="build the project's images and load them"
+            )
+    command = commands.add_parser("tool", help="build a program and print its path")
+    command.set_defaults(function=tool)
+    command.add_argument("program", choices=[*tools.NAMES, "kubectl"])
+    arguments = parser.parse_args()
+    try:
+        arguments.function(arguments)
+    except ClusterError as error:
+        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+        print(f"{error}{notes}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Clusters for tests: `control_plane` is fast and runs no pods, `cluster` runs them; both last for the session."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from testcluster import Cluster, MissingError, start_cluster, start_control_plane
+from testcluster.kind import start_kind, usable
+from testcluster.tools import kubectl
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/cluster" in str(item.path):
+            item.add_marker(pytest.mark.cluster)
+
+
+@pytest.fixture(scope="session")
+def control_plane() -> Iterator[Cluster]:
+    """etcd, API server and controller-manager of this session's own."""
+    try:
+        cluster = start_control_plane()
+    except MissingError as error:
+        pytest.skip(f"no control plane can be run here: {error}")
+    with cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """A cluster that runs pods: that of KUBECONFIG, else kind where Docker runs, else one of our own."""
+    named = os.environ.get("KUBECONFIG")
+    if named:
+        found = shutil.which("kubectl")
+        yield Cluster(Path(named), Path(found) if found else kubectl())
+        return
+    try:
+        cluster = start_kind(kubectl()) if usable() else start_cluster()
+    except MissingError as error:
+        pytest.skip(f"no cluster can be run here: {error}")
+    with cluster:
+        yield cluster

@@ -1,0 +1,117 @@
+"""The control plane that operators are tested against: that it is whole, faulty on demand, and leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from testcluster import Cluster, ClusterError, KubectlError, start_control_plane
+from testcluster.layout import Layout
+from testcluster.start import end
+
+CONFIG_MAP = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "owner"}}
+
+
+def _until_gone(cluster: Cluster, *words: str) -> None:
+    for _ in range(100):
+        try:
+            cluster.kubectl("get", *words)
+        except KubectlError as error:
+            assert "NotFound" in str(error)  # noqa: PT017
+            return
+        time.sleep(0.1)
+    pytest.fail(f"{words} is still there")
+
+
+def _running(pids: Iterable[int]) -> list[int]:
+    """Those that still run after a moment in which a killed process may end."""
+    for _ in range(50):
+        pids = [pid for pid in pids if Path(f"/proc/{pid}/exe").exists()]
+        if not pids:
+            break
+        time.sleep(0.1)
+    return list(pids)
+
+
+def test_controllers_work_and_what_an_owner_leaves_is_collected(control_plane: Cluster) -> None:
+    control_plane.kubectl("create", "namespace", "collected")
+    control_plane.apply(CONFIG_MAP, namespace="collected")
+    owner = control_plane.get("configmap", "owner", "-n", "collected")["metadata"]
+    control_plane.apply(
+        {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": {
+                "name": "owned",
+                "ownerReferences": [
+                    {"apiVersion": "v1", "kind": "ConfigMap", "name": "owner", "uid": owner["uid"]}
+                ],
+            },
+            "spec": {
+                "selector": {"matchLabels": {"app": "owned"}},
+                "template": {
+                    "metadata": {"labels": {"app": "owned"}},
+                    "spec": {"containers": [{"name": "a", "image": "a"}]},
+                },
+            },
+        },
+        namespace="collected",
+    )
+    control_plane.kubectl(
+        "wait", "pod", "-l", "app=owned", "-n", "collected", "--for=create", "--timeout=20s"
+    )
+    control_plane.kubectl("delete", "configmap", "owner", "-n", "collected")
+    _until_gone(control_plane, "deployment/owned", "-n", "collected")
+
+
+def test_the_api_server_can_be_taken_away_and_comes_back_with_what_it_knew(control_plane: Cluster) -> None:
+    control_plane.kubectl("create", "namespace", "kept")
+    with control_plane.without("kube-apiserver"):
+        assert "kube-apiserver" not in control_plane.programs()
+        with pytest.raises(KubectlError, match="refused"):
+            control_plane.kubectl("get", "namespaces")
+    for _ in range(100):
+        try:
+            assert control_plane.get("namespace", "kept")["status"]["phase"] == "Active"
+            return
+        except KubectlError:
+            time.sleep(0.2)
+    pytest.fail("the API server did not come back")
+
+
+def test_two_at_once_know_nothing_of_each_other_and_leave_nothing(
+    control_plane: Cluster, tmp_path: Path
+) -> None:
+    root = tmp_path / "second"
+    with start_control_plane(root, unreal_nodes=2) as second:
+        second.kubectl("create", "namespace", "alone")
+        second.kubectl("run", "pod", "--image=none", "-n", "alone")
+        second.kubectl("wait", "pod/pod", "-n", "alone", "--for=condition=Ready", "--timeout=20s")
+        with pytest.raises(KubectlError, match="NotFound"):
+            control_plane.kubectl("get", "namespace", "alone")
+        pids = second.programs()
+        assert pids.keys() == {
+            "etcd",
+            "kube-apiserver",
+            "kube-controller-manager",
+            "kube-scheduler",
+            "unreal",
+        }
+        with pytest.raises(ClusterError, match="exists"):
+            start_control_plane(root)
+    assert not root.exists()
+    assert not _running(pids.values())
+
+
+def test_ends_also_when_its_supervisor_was_killed(tmp_path: Path) -> None:
+    root = tmp_path / "killed"
+    cluster = start_control_plane(root)
+    pids = cluster.programs()
+    os.kill(int((root / "pid").read_text()), signal.SIGKILL)
+    end(Layout(root))
+    assert not root.exists()
+    assert not _running(pids.values())

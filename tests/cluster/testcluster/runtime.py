@@ -1,0 +1,132 @@
+"""The node's image store: what gets into it, and how. It outlives clusters."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import subprocess
+import tarfile
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from testcluster import cache, debian
+from testcluster.errors import ClusterError
+from testcluster.handle import Cluster
+from testcluster.layout import Layout
+from testcluster.node import PAUSE_IMAGE
+
+BUSYBOX_IMAGE = "localhost/busybox:1"
+NOT_ROOT = 10001
+_CONTENT = "io.containerd.content.v1.content/blobs/sha256"
+_IMPORT_SECONDS = 900
+
+
+def store() -> Path:
+    """containerd's root folder."""
+    path = cache.folder() / "containerd" / "root"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def has_blob(digest: str) -> bool:
+    """Whether the store holds the blob ``sha256:...``."""
+    return (store() / _CONTENT / digest.removeprefix("sha256:")).exists()
+
+
+def blob(digest: str) -> Path:
+    """The file of a blob in the store."""
+    return store() / _CONTENT / digest.removeprefix("sha256:")
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Gives images to the containerd of a cluster."""
+
+    layout: Layout
+
+    def __call__(self, archive: Path) -> None:
+        self._ctr("images", "import", str(archive))
+
+    def names(self) -> list[str]:
+        """The names of all images it has."""
+        return self._ctr("images", "list", "--quiet").split()
+
+    def remove(self, *names: str) -> None:
+        """Forget names; layers that none needs any more go with them."""
+        if names:
+            self._ctr("images", "remove", "--sync", *names)
+
+    def _ctr(self, *words: str) -> str:
+        argv = [
+            debian.program("ctr"),
+            "--address",
+            str(self.layout.containerd_socket),
+            "--namespace",
+            "k8s.io",
+            *words,
+        ]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=_IMPORT_SECONDS)
+        if done.returncode != 0:
+            raise ClusterError(
+                f"`ctr {' '.join(words)}` exited {done.returncode}: {done.stderr.strip()[-2000:]}"
+            )
+        return done.stdout
+
+
+def load_basic_images(cluster: Cluster) -> None:
+    """pause, which every pod has, and busybox for tests; both are Debian's static busybox."""
+    assert cluster.layout is not None
+    loader = Loader(cluster.layout)
+    there = loader.names()
+    for name, command in ((PAUSE_IMAGE, ["sleep", "2000000000"]), (BUSYBOX_IMAGE, ["sh"])):
+        if name not in there:
+            with tempfile.NamedTemporaryFile(suffix=".tar") as file:
+                Path(file.name).write_bytes(_busybox_archive(name, command))
+                loader(Path(file.name))
+
+
+def _busybox_archive(name: str, command: list[str]) -> bytes:
+    """A docker archive of one layer."""
+    busybox = Path("/bin/busybox")
+    applets = subprocess.run([busybox, "--list"], capture_output=True, text=True, check=True, timeout=10)
+    users = f"root:x:0:0::/:/bin/sh\nuser:x:{NOT_ROOT}:{NOT_ROOT}::/tmp:/bin/sh\n"
+    files = io.BytesIO()
+    with tarfile.open(fileobj=files, mode="w") as tar:
+        for folder, mode in (("bin", 0o755), ("etc", 0o755), ("tmp", 0o1777)):
+            entry = tarfile.TarInfo(folder)
+            entry.type, entry.mode = tarfile.DIRTYPE, mode
+            tar.addfile(entry)
+        for path, content, mode in (
+            ("bin/busybox", busybox.read_bytes(), 0o755),
+            ("etc/passwd", users.encode(), 0o644),
+        ):
+            _add(tar, path, content, mode)
+        for applet in applets.stdout.split():
+            if applet != "busybox":
+                entry = tarfile.TarInfo(f"bin/{applet}")
+                entry.type, entry.linkname = tarfile.SYMTYPE, "busybox"
+                tar.addfile(entry)
+    layer = files.getvalue()
+    config = json.dumps(
+        {
+            "architecture": {"x86_64": "amd64", "aarch64": "arm64"}[os.uname().machine],
+            "os": "linux",
+            "config": {"Cmd": command, "Env": ["PATH=/bin"], "User": str(NOT_ROOT)},
+            "rootfs": {"type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(layer).hexdigest()}"]},
+        }
+    ).encode()
+    manifest = json.dumps([{"Config": "config.json", "RepoTags": [name], "Layers": ["layer.tar"]}]).encode()
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        for path, content in (("layer.tar", layer), ("config.json", config), ("manifest.json", manifest)):
+            _add(tar, path, content, 0o644)
+    return archive.getvalue()
+
+
+def _add(tar: tarfile.TarFile, path: str, content: bytes, mode: int) -> None:
+    entry = tarfile.TarInfo(path)
+    entry.size, entry.mode = len(content), mode
+    tar.addfile(entry, io.BytesIO(content))

@@ -1,0 +1,107 @@
+"""The programs that a cluster is made of, each built once from its Go module and kept."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from testcluster import cache
+from testcluster.errors import ClusterError, MissingError
+
+SOURCE = Path(__file__).resolve().parent.parent / "go"
+_PACKAGES = {
+    "kube": "./kube",
+    "coredns": "./coredns",
+    "helm": "helm.sh/helm/v3/cmd/helm",
+    "kubeconform": "github.com/yannh/kubeconform/cmd/kubeconform",
+}
+NAMES = tuple(_PACKAGES)
+_BUILD_SECONDS = 1800
+_OLDEST_GO = (1, 24)
+
+
+def kubernetes_version() -> str:
+    """The version of Kubernetes that is built, like ``v1.34.4``."""
+    return _version_of("k8s.io/kubernetes")
+
+
+def tool(name: str) -> Path:
+    """The program ``name`` (one of NAMES), built if it is not kept yet: minutes the first time."""
+    if name not in _PACKAGES:
+        raise ClusterError(f"no program {name!r}; there are {', '.join(NAMES)}")
+    # Of the module's own sources only the program's count: a change to one does not build all again.
+    own = [SOURCE / "go.mod", SOURCE / "go.sum", *([SOURCE / name] if (SOURCE / name).is_dir() else [])]
+    return cache.made(name, cache.digest(own), lambda folder: _build(name, folder)) / name
+
+
+def kubectl() -> Path:
+    """kubectl of the cluster's own version."""
+    return tool("kube").with_name("kubectl")
+
+
+def _build(name: str, into: Path) -> None:
+    go = _go()
+    print(f"building {name}: minutes once, then kept in {into.parent}", file=sys.stderr, flush=True)
+    command = [go, "build", "-trimpath", "-ldflags", " ".join(["-s", "-w", *_stamps(name)])]
+    done = subprocess.run(
+        [*command, "-o", str(into / name), _PACKAGES[name]],
+        cwd=SOURCE,
+        env={**os.environ, "CGO_ENABLED": "0"},
+        capture_output=True,
+        text=True,
+        timeout=_BUILD_SECONDS,
+    )
+    if done.returncode != 0:
+        raise ClusterError(f"go build of {name} in {SOURCE} exited {done.returncode}:\n{done.stderr[-4000:]}")
+    if name == "kube":
+        (into / "kubectl").symlink_to(name)
+
+
+def _go() -> str:
+    go = shutil.which("go")
+    if go is None:
+        raise MissingError(
+            f"Go {'.'.join(map(str, _OLDEST_GO))} or newer is needed to build the test cluster, and there is no `go` in"
+            " PATH; install it, or set KUBECONFIG to use a cluster that is there"
+        )
+    said = subprocess.run(
+        [go, "env", "GOVERSION"], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    found = re.match(r"go(\d+)\.(\d+)", said)
+    if found is None or (int(found[1]), int(found[2])) < _OLDEST_GO:
+        raise MissingError(
+            f"{go} is {said.strip()}; the test cluster needs {'.'.join(map(str, _OLDEST_GO))} or newer"
+        )
+    return go
+
+
+def _stamps(name: str) -> list[str]:
+    """What a release of the program has written into it: a kubelet of no version is refused by its API server's users."""
+    version = kubernetes_version()
+    major, minor = version.removeprefix("v").split(".")[:2]
+    stamps = {
+        "kube": {
+            "k8s.io/component-base/version.gitVersion": version,
+            "k8s.io/component-base/version.gitMajor": major,
+            "k8s.io/component-base/version.gitMinor": minor,
+            "k8s.io/client-go/pkg/version.gitVersion": version,
+        },
+        "helm": {
+            "helm.sh/helm/v3/internal/version.version": _version_of("helm.sh/helm/v3"),
+            "helm.sh/helm/v3/pkg/chartutil.k8sVersionMajor": major,
+            "helm.sh/helm/v3/pkg/chartutil.k8sVersionMinor": minor,
+            "helm.sh/helm/v3/pkg/lint/rules.k8sVersionMajor": major,
+            "helm.sh/helm/v3/pkg/lint/rules.k8sVersionMinor": minor,
+        },
+    }
+    return [f"-X={variable}={value}" for variable, value in stamps.get(name, {}).items()]
+
+
+def _version_of(module: str) -> str:
+    found = re.search(rf"^\t{re.escape(module)} (v\S+)", (SOURCE / "go.mod").read_text(), re.MULTILINE)
+    assert found, f"{module} is not in {SOURCE / 'go.mod'}"
+    return found[1]
