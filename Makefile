@@ -45,7 +45,7 @@ test: lint test-unit test-local ## everything CI runs
 test-unit: setup ## members' tests, a few with a real vLLM server
 	@# Not by path, as tests are: the folder `operator` would become a module before the standard library's.
 	$(PYTEST) --import-mode=prepend --doctest-modules $(MEMBERS:%=%/src)
-	$(PYTEST) $(MEMBERS:%=%/tests) tests/house
+	$(PYTEST) -m 'not cluster' $(MEMBERS:%=%/tests) tests/house tests/chart
 
 test-local: setup ## whole runs on this machine, with faults
 	$(PYTEST) tests/local
@@ -67,8 +67,15 @@ bench-trl: setup ## the comparison with TRL, which it installs beside
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --require-hashes -r requirements/bench.txt
 	$(BIN)/python benchmarks/against_trl.py $(if $(QUICK),--quick)
 
-crds: setup ## write crds/ again from the models in api
+crds: setup ## write crds/ again from the models in api, and the chart's copy
 	$(BIN)/python -m scalerl_operator.crd crds
+	cp crds/*.yaml charts/scalerl/files/crds/
+
+dashboards: setup ## write the chart's Grafana dashboards again
+	$(BIN)/python charts/dashboards
+
+docs: setup ## write the tables of docs/operations.md again
+	$(BIN)/python docs/tables.py
 
 lock: $(BIN)/uv ## write requirements/*.txt again from the members' pyproject files
 	UV=$(BIN)/uv requirements/compile.sh
@@ -76,4 +83,4 @@ lock: $(BIN)/uv ## write requirements/*.txt again from the members' pyproject fi
 clean: ## remove the environment and all runs
 	rm -rf $(VENV) runs
 
-.PHONY: help setup run run-autostop test test-unit test-local lint format bench bench-trl crds lock clean
+.PHONY: help setup run run-autostop test test-unit test-local lint format bench bench-trl crds dashboards docs lock clean

@@ -1,0 +1,126 @@
+{{/* Names are cut to 53 characters, so that 10 are left for suffixes. */}}
+{{- define "scalerl.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 53 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "scalerl.fullname" -}}
+{{- $name := include "scalerl.name" . }}
+{{- if .Values.fullnameOverride }}
+{{- .Values.fullnameOverride | trunc 53 | trimSuffix "-" }}
+{{- else if contains $name .Release.Name }}
+{{- .Release.Name | trunc 53 | trimSuffix "-" }}
+{{- else }}
+{{- printf "%s-%s" .Release.Name $name | trunc 53 | trimSuffix "-" }}
+{{- end }}
+{{- end }}
+
+{{- define "scalerl.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create }}
+{{- default (include "scalerl.fullname" .) .Values.serviceAccount.name }}
+{{- else }}
+{{- required "serviceAccount.create is false: name the account in serviceAccount.name" .Values.serviceAccount.name }}
+{{- end }}
+{{- end }}
+
+{{/* Of the operator's pods. The first and the last are what NetworkPolicies of runs let in by, whatever the release is called. */}}
+{{- define "scalerl.selectorLabels" -}}
+app.kubernetes.io/name: scalerl
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: operator
+{{- end }}
+
+{{- define "scalerl.commonLabels" -}}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "scalerl.labels" -}}
+{{ include "scalerl.selectorLabels" . }}
+{{ include "scalerl.commonLabels" . }}
+{{- end }}
+
+{{/* (dict "root" $ "image" .Values.images.operator) → registry/repository:tag or @digest */}}
+{{- define "scalerl.image" -}}
+{{- $registry := .root.Values.images.registry | trimSuffix "/" }}
+{{- $name := .image.repository }}
+{{- if $registry }}{{ $name = printf "%s/%s" $registry $name }}{{ end }}
+{{- if .image.digest }}
+{{- printf "%s@%s" $name .image.digest }}
+{{- else }}
+{{- printf "%s:%s" $name (default .root.Chart.AppVersion .image.tag) }}
+{{- end }}
+{{- end }}
+
+{{/* The Lease that the leader holds; in the release's namespace. */}}
+{{- define "scalerl.lease" -}}
+{{ include "scalerl.fullname" . }}-leader
+{{- end }}
+
+{{/* Both are what the `restricted` level of pod security asks for, and a read-only root beside. */}}
+{{- define "scalerl.podSecurityContext" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "scalerl.securityContext" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end }}
+
+{{- define "scalerl.curvefitProbe" -}}
+exec:
+  command:
+    - python
+    - -IS
+    - -c
+    - import urllib.request; urllib.request.urlopen("http://127.0.0.1:{{ .Values.curvefit.port }}/healthz", timeout=4)
+{{- end }}
+
+{{/* What the operator does to runs and their objects, kind by kind, in each namespace that it watches. */}}
+{{- define "scalerl.rules" -}}
+- apiGroups: [scalerl.dev]
+  resources: [scalerlruns]
+  # patch: the finalizer, and suspend when a forecast stops a run; delete: ttlSecondsAfterFinished.
+  verbs: [get, list, watch, patch, delete]
+- apiGroups: [scalerl.dev]
+  resources: [scalerlruns/status]
+  verbs: [patch]
+- apiGroups: [scalerl.dev]
+  resources: [scalerlruns/finalizers]
+  # Owner references that block a deletion.
+  verbs: [update]
+- apiGroups: [""]
+  resources: [configmaps, services]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [persistentvolumeclaims]
+  verbs: [get, list, watch, create, patch]
+- apiGroups: [""]
+  # A run's token is made once. No list and no watch: those would show every secret there is.
+  resources: [secrets]
+  verbs: [get, create]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get, list, watch]
+- apiGroups: [apps]
+  resources: [deployments, statefulsets]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [batch]
+  resources: [jobs]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]
+  # list: why a pod of a run cannot start, in the kubelet's words.
+  resources: [events]
+  verbs: [list, create, patch]
+{{- end }}

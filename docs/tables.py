@@ -1,0 +1,67 @@
+"""`python docs/tables.py [--check]`: write the tables of docs/operations.md again, from the constants that the code uses."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+import yaml
+
+from scalerl_api.conditions import ConditionType, Phase, Reason
+
+DOCS = Path(__file__).parent
+PAGE = DOCS / "operations.md"
+ALERTS = DOCS.parent / "charts" / "scalerl" / "files" / "alerts.yaml"
+
+
+def table(*columns: str, rows: list[tuple[str, ...]]) -> str:
+    """A Markdown table."""
+    lines = [columns, ("---",) * len(columns), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def tables() -> dict[str, str]:
+    """All tables by the name of their place in the page."""
+    rules = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
+    return {
+        "phases": table("phase", "what it says", rows=[(f"`{p}`", p.text) for p in Phase]),
+        "conditions": table("condition", "what `True` says", rows=[(f"`{c}`", c.text) for c in ConditionType]),
+        "reasons": table("reason", "what to do", rows=[(f"`{r}`", r.text) for r in Reason]),
+        "alerts": table(
+            "alert", "severity", "fires after",
+            rows=[(f"[{r['alert']}](#{r['alert'].lower()})", r["labels"]["severity"], r["for"]) for r in rules],
+        ),
+    }  # fmt: skip
+
+
+def renewed(page: str) -> str:
+    """The page with its tables as they should be."""
+    for name, text in tables().items():
+        place = re.compile(rf"(<!-- {name}: [^\n]* -->\n).*?(<!-- end -->)", re.S)
+        if not place.search(page):
+            raise SystemExit(f"{PAGE}: no place for the table of {name}")
+        page = place.sub(lambda match, text=text: f"{match[1]}\n{text}\n{match[2]}", page)
+    return page
+
+
+def main() -> int:
+    """Write the page, or with ``--check`` say whether it is as it should be."""
+    parser = argparse.ArgumentParser(prog="python docs/tables.py", description=__doc__)
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit 1 if the page is not up to date"
+    )
+    check: bool = parser.parse_args().check
+    before = PAGE.read_text(encoding="utf-8")
+    after = renewed(before)
+    if check and before != after:
+        print(f"{PAGE}: tables are not what the code says; run `make docs`", file=sys.stderr)
+        return 1
+    if not check:
+        PAGE.write_text(after, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

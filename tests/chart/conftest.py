@@ -1,0 +1,58 @@
+"""Makes the helper modules beside it importable, and finds the programs that some tests need.
+
+Tests that need none (`make test-unit`) look at snapshots; those marked `cluster` see to it that helm renders them still.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "cluster")]
+
+
+def _program(name: str) -> str:
+    """From ``SCALERL_TEST_<NAME>``, from the path, or as the test cluster builds it. A test without it fails."""
+    given = os.environ.get(f"SCALERL_TEST_{name.upper()}") or shutil.which(name)
+    if given:
+        return given
+    from testcluster.tools import tool
+
+    return str(tool(name))
+
+
+@pytest.fixture(scope="session")
+def helm() -> str:
+    return _program("helm")
+
+
+@pytest.fixture(scope="session")
+def kubeconform() -> str:
+    return _program("kubeconform")
+
+
+def _debian(name: str) -> str:
+    given = os.environ.get(f"SCALERL_TEST_{name.upper()}") or shutil.which(name)
+    if given:
+        return given
+    from testcluster.debian import PROMETHEUS, installed
+
+    installed(PROMETHEUS)
+    found = shutil.which(name)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="session")
+def promtool() -> str:
+    return _debian("promtool")
+
+
+@pytest.fixture(scope="session")
+def prometheus() -> str:
+    return _debian("prometheus")

@@ -1,0 +1,248 @@
+"""What the rendered chart promises: the smallest role that works, restricted pods, names that the operator's own code uses.
+
+Reads the snapshots, so that it needs no helm.
+"""
+
+from __future__ import annotations
+
+import pytest
+from charts import VALUES, Object, snapshots
+
+from scalerl_operator.cluster import names
+from scalerl_operator.cluster.kinds import KINDS, RUN
+from scalerl_operator.workloads import Role
+
+CHARTS = snapshots()
+READ = {"get", "list", "watch"}
+APPLY = {"create", "patch"}  # server-side apply is a PATCH, which creates only for those who may create
+# What the operator does to each kind; anything more would be somebody else's to do.
+NEEDED: dict[str, set[str]] = {
+    RUN: READ | {"patch", "delete"},
+    "Pod": READ,
+    "Service": READ | APPLY | {"delete"},
+    "ConfigMap": READ | APPLY | {"delete"},
+    # No list and no watch: those show every secret of a namespace.
+    "Secret": {"get", "create"},
+    # No delete: what has been trained goes by its owner reference, or not at all.
+    "PersistentVolumeClaim": READ | APPLY,
+    "Job": READ | APPLY | {"delete"},
+    "Deployment": READ | APPLY | {"delete"},
+    "StatefulSet": READ | APPLY | {"delete"},
+    "NetworkPolicy": READ | APPLY | {"delete"},
+    "PodDisruptionBudget": READ | APPLY | {"delete"},
+    "Event": {"list", "create", "patch"},
+    "Lease": {"get", "create", "update"},
+    "StorageClass": {"get"},
+    "PriorityClass": {"get"},
+}
+
+
+def of_kind(name: str, *kinds: str) -> list[Object]:
+    return [obj for obj in CHARTS[name] if obj["kind"] in kinds]
+
+
+def operators_roles(name: str) -> list[Object]:
+    return [
+        role
+        for role in of_kind(name, "Role", "ClusterRole")
+        if not any("aggregate-to" in label for label in role["metadata"]["labels"])
+    ]
+
+
+def granted(roles: list[Object]) -> dict[tuple[str, str], set[str]]:
+    """Verbs by API group and resource."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for role in roles:
+        for rule in role["rules"]:
+            for group in rule["apiGroups"]:
+                for resource in rule["resources"]:
+                    found.setdefault((group, resource), set()).update(rule["verbs"])
+    return found
+
+
+def test_the_table_above_has_every_kind_that_the_operator_knows():
+    assert set(NEEDED) == set(KINDS)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_the_operator_may_do_what_it_does_and_nothing_else(name):
+    wanted = {(KINDS[kind].group, KINDS[kind].plural): verbs for kind, verbs in NEEDED.items()}
+    wanted[KINDS[RUN].group, "scalerlruns/status"] = {"patch"}
+    wanted[KINDS[RUN].group, "scalerlruns/finalizers"] = {"update"}
+    if name == "namespaced":
+        wanted = {
+            key: verbs
+            for key, verbs in wanted.items()
+            if key[0] not in ("storage.k8s.io", "scheduling.k8s.io")
+        }
+    assert granted(operators_roles(name)) == wanted
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_nothing_is_granted_by_a_wildcard_and_every_role_is_bound_to_the_operator(name):
+    account = of_kind(name, "Deployment")[0]["spec"]["template"]["spec"]["serviceAccountName"]
+    bound = {
+        (binding["roleRef"]["kind"], binding["metadata"].get("namespace"), binding["roleRef"]["name"])
+        for binding in of_kind(name, "RoleBinding", "ClusterRoleBinding")
+    }
+    for binding in of_kind(name, "RoleBinding", "ClusterRoleBinding"):
+        (subject,) = binding["subjects"]
+        assert subject == {"kind": "ServiceAccount", "name": account, "namespace": "scalerl-system"}
+    roles = operators_roles(name)
+    assert bound == {(r["kind"], r["metadata"].get("namespace"), r["metadata"]["name"]) for r in roles}
+    for role in of_kind(name, "Role", "ClusterRole"):
+        for rule in role["rules"]:
+            assert "*" not in (*rule["verbs"], *rule["resources"], *rule["apiGroups"])
+
+
+def test_a_namespaced_operator_has_no_role_of_the_cluster():
+    assert not of_kind(
+        "namespaced", "ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition", "ServiceAccount"
+    )
+    runs = [role for role in of_kind("namespaced", "Role") if role["metadata"]["name"].endswith("-runs")]
+    assert {role["metadata"]["namespace"] for role in runs} == {"research", "evaluation"}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_the_lease_is_one_and_its_name_the_one_that_the_role_allows(name):
+    (role,) = (r for r in of_kind(name, "Role") if r["metadata"]["name"].endswith("-leader"))
+    assert role["metadata"]["namespace"] == "scalerl-system"
+    (lease,) = (rule["resourceNames"] for rule in role["rules"] if "resourceNames" in rule)
+    assert lease == [environment(name)["SCALERL_LEASE"]]
+
+
+def pods(name: str) -> list[tuple[str, Object]]:
+    """Pod specs, with whose they are."""
+    found = [
+        (obj["metadata"]["name"], obj["spec"]["template"]["spec"]) for obj in of_kind(name, "Deployment")
+    ]
+    return found + [(obj["metadata"]["name"], obj["spec"]) for obj in of_kind(name, "Pod")]
+
+
+def containers(name: str) -> dict[str, Object]:
+    (deployment,) = of_kind(name, "Deployment")
+    return {c["name"]: c for c in deployment["spec"]["template"]["spec"]["containers"]}
+
+
+def environment(name: str) -> dict[str, str]:
+    """Of the operator, what is plain text."""
+    return {e["name"]: e["value"] for e in containers(name)["operator"]["env"] if "value" in e}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_pods_are_restricted(name):
+    assert len(pods(name)) == 2
+    for _, pod in pods(name):
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+        for volume in pod.get("volumes", []):
+            assert set(volume) - {"name"} <= {"emptyDir", "projected"}
+        for container in pod["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert container["resources"]["requests"]
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_only_the_operators_container_has_a_token(name):
+    for container in containers(name).values():
+        mounted = {mount["name"] for mount in container["volumeMounts"]}
+        assert ("token" in mounted) == (container["name"] == "operator")
+
+
+@pytest.mark.parametrize("name", ["default", "everything"])
+def test_the_curve_fit_service_is_for_the_operator_alone(name):
+    service, port = containers(name)["curvefit"], {"default": "8090", "everything": "9000"}[name]
+    assert service["command"][-4:] == ["--host", "127.0.0.1", "--port", port]
+    assert "ports" not in service
+    assert environment(name)["SCALERL_SIDECAR_URL"] == f"http://127.0.0.1:{port}"
+    for probe in ("startupProbe", "livenessProbe"):
+        assert f"http://127.0.0.1:{port}/healthz" in service[probe]["exec"]["command"][-1]
+
+
+def test_without_the_curve_fit_service_nobody_is_told_of_one():
+    assert set(containers("namespaced")) == {"operator"}
+    assert "SCALERL_SIDECAR_URL" not in environment("namespaced")
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_replica_can_be_replaced_without_a_gap(name):
+    (deployment,) = of_kind(name, "Deployment")
+    assert deployment["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+    operator = containers(name)["operator"]
+    assert {operator[p]["httpGet"]["path"] for p in ("startupProbe", "livenessProbe")} == {"/healthz"}
+    assert operator["readinessProbe"]["httpGet"]["path"] == "/readyz"
+
+
+def test_replicas_prefer_different_nodes():
+    (deployment,) = of_kind("default", "Deployment")
+    affinity = deployment["spec"]["template"]["spec"]["affinity"]["podAntiAffinity"]
+    (term,) = affinity["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert term["podAffinityTerm"]["topologyKey"] == "kubernetes.io/hostname"
+    assert term["podAffinityTerm"]["labelSelector"] == deployment["spec"]["selector"]
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_everything_that_selects_the_operator_selects_it(name):
+    (deployment,) = of_kind(name, "Deployment")
+    labels = deployment["spec"]["template"]["metadata"]["labels"].items()
+    selecting = [deployment["spec"]["selector"]["matchLabels"]]
+    selecting += [obj["spec"]["selector"] for obj in of_kind(name, "Service")]
+    selecting += [obj["spec"]["selector"]["matchLabels"] for obj in of_kind(name, "PodDisruptionBudget")]
+    selecting += [obj["spec"]["podSelector"]["matchLabels"] for obj in of_kind(name, "NetworkPolicy")]
+    for selector in selecting:
+        assert selector.items() <= labels
+    services = [obj["metadata"]["labels"].items() for obj in of_kind(name, "Service")]
+    for monitor in of_kind(name, "ServiceMonitor"):
+        assert all(monitor["spec"]["selector"]["matchLabels"].items() <= labels for labels in services)
+
+
+@pytest.mark.parametrize("name", ["default", "everything"])
+def test_the_operator_reaches_the_coordinators_of_runs(name):
+    coordinator = names.labels("a-run", "uid", Role.COORDINATOR).items()
+    (policy,) = of_kind(name, "NetworkPolicy")
+    (to_runs,) = (rule for rule in policy["spec"]["egress"] if "podSelector" in rule.get("to", [{}])[0])
+    assert to_runs["to"][0]["podSelector"]["matchLabels"].items() <= coordinator
+    assert [port["port"] for port in to_runs["ports"]] == [names.PORTS["http"]]
+
+
+def test_prometheus_finds_the_pods_of_runs_and_calls_them_by_their_run():
+    (monitor,) = of_kind("everything", "PodMonitor")
+    for role in (Role.COORDINATOR, Role.GENERATOR, Role.TRAINER):
+        assert (
+            monitor["spec"]["selector"]["matchLabels"].items() <= names.labels("a-run", "uid", role).items()
+        )
+    endpoints = monitor["spec"]["podMetricsEndpoints"]
+    assert {endpoint["port"] for endpoint in endpoints} <= set(names.PORTS)
+    as_prometheus = {"scalerl_dev_run": names.RUN, "app_kubernetes_io_component": names.COMPONENT}
+    for endpoint in endpoints:
+        relabelled = {r["targetLabel"]: r for r in endpoint["relabelings"]}
+        assert {"run", "role", "job"} == set(relabelled)
+        for target, label in (("run", "scalerl_dev_run"), ("role", "app_kubernetes_io_component")):
+            assert relabelled[target]["sourceLabels"] == [f"__meta_kubernetes_pod_label_{label}"]
+            name = as_prometheus[label]
+            assert "".join(c if c.isalnum() else "_" for c in name) == label
+
+
+def test_monitoring_is_off_by_default_and_needs_no_prometheus_operator():
+    groups = {obj["apiVersion"].split("/")[0] for obj in CHARTS["default"]}
+    assert "monitoring.coreos.com" not in groups
+    assert len(of_kind("everything", "ServiceMonitor", "PodMonitor", "PrometheusRule")) == 3
+    dashboards = of_kind("everything", "ConfigMap")
+    assert {obj["metadata"]["labels"]["grafana_dashboard"] for obj in dashboards} == {"1"}
+    assert {obj["metadata"]["namespace"] for obj in dashboards} == {"monitoring"}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_the_test_of_the_release_asks_the_service(name):
+    (pod,) = of_kind(name, "Pod")
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    (service,) = of_kind(name, "Service")
+    script = pod["spec"]["containers"][0]["command"][-1]
+    compile(script, "answers.yaml", "exec")
+    assert f"http://{service['metadata']['name']}.scalerl-system.svc:8080" in script

@@ -1,0 +1,125 @@
+"""Values: the schema knows every one of them, and refuses everything else. No helm needed."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from charts import VALUES
+from queries import CHART, ROOT, rules
+
+SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
+DEFAULTS: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
+VALIDATOR = jsonschema.Draft7Validator(SCHEMA)
+
+
+def merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """As helm does it."""
+    both = dict(under)
+    for key, value in over.items():
+        if isinstance(value, dict) and isinstance(both.get(key), dict):
+            both[key] = merged(both[key], value)
+        else:
+            both[key] = value
+    return both
+
+
+def objects(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """All schemas below one, with their paths."""
+    yield path, schema
+    for name, below in schema.get("properties", {}).items():
+        yield from objects(below, f"{path}.{name}")
+    for key in ("items", "additionalProperties"):
+        if isinstance(schema.get(key), dict):
+            yield from objects(schema[key], f"{path}[]")
+
+
+def test_the_schema_is_one():
+    jsonschema.Draft7Validator.check_schema(SCHEMA)
+
+
+def test_every_value_is_in_the_schema_and_every_field_of_the_schema_is_a_value():
+    def same(schema: dict[str, Any], value: object, path: str) -> None:
+        if "properties" in schema and isinstance(value, dict):
+            assert set(schema["properties"]) - {"global"} == set(value), path
+            for name, below in value.items():
+                same(schema["properties"][name], below, f"{path}.{name}")
+
+    same(SCHEMA, DEFAULTS, "values")
+
+
+def test_every_field_is_described_and_closed():
+    for path, schema in objects(SCHEMA):
+        if "$ref" in schema or "[]" in path:
+            continue
+        assert schema["description"].endswith("."), path
+        if schema.get("type") == "object" and "properties" in schema:
+            assert schema["additionalProperties"] is False, path
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_the_files_of_values_are_valid(name):
+    VALIDATOR.validate(merged(DEFAULTS, yaml.safe_load(VALUES[name].read_text()) or {}))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "where"),
+    [
+        ({"replica": 2}, "replica"),
+        ({"replicas": "2"}, "replicas"),
+        ({"replicas": -1}, "replicas"),
+        ({"images": {"trainer": {"name": "x"}}}, "name"),
+        ({"images": {"operator": {"tag": "with space"}}}, "tag"),
+        ({"images": {"operator": {"repository": "repo:tag"}}}, "repository"),
+        ({"images": {"operator": {"digest": "sha256:abc"}}}, "digest"),
+        ({"images": {"pullPolicy": "Sometimes"}}, "pullPolicy"),
+        ({"operator": {"logLevel": "loud"}}, "logLevel"),
+        ({"operator": {"extraEnv": [{"name": "SCALERL_LEASE", "value": "x"}]}}, "extraEnv"),
+        ({"operator": {"extraEnv": [{"name": "A", "value": 1}]}}, "extraEnv"),
+        ({"operator": {"resources": {"request": {}}}}, "request"),
+        ({"operator": {"resources": {"limits": {"memory": "1 GB"}}}}, "memory"),
+        ({"curvefit": {"port": 80}}, "port"),
+        ({"curvefit": {"port": 8080}}, "port"),
+        ({"watchNamespaces": "research"}, "watchNamespaces"),
+        ({"watchNamespaces": ["Research"]}, "watchNamespaces"),
+        ({"watchNamespaces": ["a", "a"]}, "watchNamespaces"),
+        ({"podLabels": {"app.kubernetes.io/name": "x"}}, "podLabels"),
+        ({"podLabels": {"team": 1}}, "podLabels"),
+        ({"networkPolicy": {"apiServer": {"cidrs": ["10.0.0.1"]}}}, "cidrs"),
+        ({"networkPolicy": {"apiServer": {"ports": []}}}, "ports"),
+        ({"metrics": {"serviceMonitor": {"interval": "15"}}}, "interval"),
+        ({"metrics": {"rules": {"alerts": {"ScaleRLRunStalled": {"severity": "page"}}}}}, "severity"),
+        ({"metrics": {"rules": {"alerts": {"ScaleRLRunStalled": {"expr": "1"}}}}}, "expr"),
+        ({"crds": {"enabled": "yes"}}, "enabled"),
+        ({"podDisruptionBudget": {"minAvailable": 0}}, "minAvailable"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)  # fmt: skip
+def test_a_wrong_value_is_refused_where_it_is(wrong, where):
+    problems = list(VALIDATOR.iter_errors(merged(DEFAULTS, wrong)))
+    assert len(problems) == 1
+    assert where in f"{problems[0].json_path} {problems[0].message}"
+
+
+def test_chart_operator_and_crd_are_released_together():
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    operator = tomllib.loads((ROOT / "operator" / "pyproject.toml").read_text())["project"]
+    assert chart["version"] == chart["appVersion"] == operator["version"]
+    assert (CHART / "files" / "crds").is_dir()
+    ours = {path.name: path.read_bytes() for path in (CHART / "files" / "crds").iterdir()}
+    theirs = {path.name: path.read_bytes() for path in (ROOT / "crds").iterdir()}
+    assert ours == theirs, "run `make crds`"
+    for crd in theirs.values():
+        # What the template puts its annotation after.
+        assert crd.count(b"\nmetadata:\n  name:") == 1
+
+
+def test_alerts_that_values_may_change_exist():
+    known = {rule["alert"] for rule in rules()}
+    everything = yaml.safe_load(VALUES["everything"].read_text())
+    assert set(everything["metrics"]["rules"]["alerts"]) <= known
