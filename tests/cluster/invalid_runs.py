@@ -22,7 +22,6 @@ class Case:
     changed: Object | None
     field: str = ""
     says: str = ""
-    file: str = ""
     given: tuple[Object, ...] = ()
     condition: str = ""
     reason: str = ""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from scalerl_api.fields import HorizonDecimal, Model, OpenUnitDecimal, PositiveDecimal
+from scalerl_api.fields import HorizonDecimal, Matches, Model, OpenUnitDecimal, PositiveDecimal
 
 
 def timestamp_input(value: Any) -> Any:
@@ -19,22 +19,30 @@ def timestamp_input(value: Any) -> Any:
     return value.isoformat() if isinstance(value, date) else value
 
 
-def timestamp(value: str) -> str:
-    """A time of day on a day, with its zone."""
+MOMENT = Matches(
+    r"^[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])T([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?"
+    r"(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])$",
+    "must be a time with its time zone: end it with Z (UTC) or an offset, like 2026-08-01T12:00:00Z",
+)
+"""RFC 3339."""
+
+
+def on_the_calendar(value: str) -> str:
+    """Not the 30th of February."""
     try:
-        moment = datetime.fromisoformat(value)
+        datetime.fromisoformat(value)
     except ValueError:
-        raise ValueError(f"{value!r} is no time; write it like 2026-08-01T12:00:00Z") from None
-    if "T" not in value.upper() and " " not in value:
-        raise ValueError(f"{value!r} has no time of day; write it like 2026-08-01T12:00:00Z")
-    if moment.tzinfo is None:
-        raise ValueError(
-            f"{value!r} has no time zone; end it with Z (UTC) or an offset, like 2026-08-01T12:00:00Z"
-        )
+        raise ValueError("must be a day that the calendar has") from None
     return value
 
 
-Timestamp = Annotated[str, BeforeValidator(timestamp_input), Field(max_length=40), AfterValidator(timestamp)]
+Timestamp = Annotated[
+    str,
+    BeforeValidator(timestamp_input),
+    Field(max_length=40),
+    AfterValidator(MOMENT),
+    AfterValidator(on_the_calendar),
+]
 """A moment with its time zone, as RFC 3339 writes it."""
 
 
@@ -80,6 +88,9 @@ class AutoscalingSpec(Model):
     """New evaluations in a row that must agree before the run is stopped."""
     on_stop: Literal["Suspend", "Complete"] = "Suspend"
     """``Suspend`` can be taken back; the last checkpoint stays either way."""
+    on_broken: Literal["Hold", "Tell"] = "Hold"
+    """In ``Auto``, once ``stopAfter`` new evaluations in a row find the run broken: ``Hold`` suspends it after a
+    checkpoint, which can be taken back; ``Tell`` lets it go on."""
 
     @model_validator(mode="after")
     def _money_is_whole(self) -> Self:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from scalerl_api.fields import Model, PositiveQuantity
+from scalerl_api.fields import Matches, Model, PositiveQuantity
 from scalerl_api.pods import ObjectName
 
 
@@ -38,7 +38,11 @@ class StorageSpec(Model):
         return self
 
 
-Image = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^\S+$")]
+Image = Annotated[
+    str,
+    Field(min_length=1, max_length=512),
+    AfterValidator(Matches(r"^\S+$", "must be an image's name, without spaces")),
+]
 
 
 class ImagesSpec(Model):

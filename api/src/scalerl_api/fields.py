@@ -18,8 +18,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
-DECIMAL = r"^[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?$"
-_QUANTITY = r"^(\d+)(Ki|Mi|Gi|Ti|k|M|G|T)?$"
+_DECIMAL = r"^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,2})?$"
+_QUANTITY = r"^([0-9]+)(Ki|Mi|Gi|Ti|k|M|G|T)?$"
 _QUANTITY_FACTORS = {
     None: 1,
     "k": 10**3,
@@ -58,8 +58,21 @@ def decimal_input(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class Matches:
+    """A pattern, in what Python and RE2 have in common, and in words what it wants."""
+
+    pattern: str
+    words: str
+
+    def __call__(self, value: str) -> str:
+        if re.fullmatch(self.pattern, value) is None:
+            raise ValueError(self.words)
+        return value
+
+
+@dataclass(frozen=True)
 class InRange:
-    """Bounds of a decimal; ``above`` and ``below`` are open. What a float cannot hold (``1e999``) is in no range."""
+    """Bounds of a decimal; ``above`` and ``below`` are open."""
 
     above: float = -math.inf
     least: float = -math.inf
@@ -68,8 +81,6 @@ class InRange:
 
     def __call__(self, value: str) -> str:
         number = float(value)
-        if not math.isfinite(number):
-            raise ValueError(f"{value} is more than a number can be here; write a smaller one")
         if number <= self.above:
             raise ValueError(f"must be greater than {self.above:g}, got {value}")
         if number < self.least:
@@ -81,7 +92,13 @@ class InRange:
         return value
 
 
-DecimalString = Annotated[str, BeforeValidator(decimal_input), Field(pattern=DECIMAL, max_length=32)]
+A_DECIMAL = Matches(
+    _DECIMAL, 'must be a decimal number in quotes, like "0.1" or "3e-4", its exponent of two digits at most'
+)
+"""So short that a float holds every one."""
+DecimalString = Annotated[
+    str, BeforeValidator(decimal_input), Field(max_length=32), AfterValidator(A_DECIMAL)
+]
 """A decimal number as a string (an integer is accepted); compute with ``float(value)``."""
 
 PositiveDecimal = Annotated[DecimalString, AfterValidator(InRange(above=0.0))]
@@ -100,7 +117,12 @@ def quantity_input(value: Any) -> Any:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-Quantity = Annotated[str, BeforeValidator(quantity_input), Field(pattern=_QUANTITY, max_length=24)]
+Quantity = Annotated[
+    str,
+    BeforeValidator(quantity_input),
+    Field(max_length=24),
+    AfterValidator(Matches(_QUANTITY, "must be an amount of bytes, like 512Mi or 2Gi")),
+]
 """An amount of bytes as Kubernetes writes it: ``"512Mi"``, ``"2Gi"``, ``"1G"``."""
 
 

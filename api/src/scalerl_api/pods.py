@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from scalerl_api.fields import Model, PositiveQuantity, quantity_input
+from scalerl_api.fields import Matches, Model, PositiveQuantity, quantity_input
 
 RESERVED_VARIABLES = "SCALERL_"
 """Start of the names of the variables that a runtime gives."""
@@ -23,13 +23,13 @@ RESERVED_PATHS = ("/run/scalerl", "/etc/scalerl", "/tmp", "/dev/shm")  # noqa: S
 RESERVED_VOLUMES = "scalerl-"
 """Start of the names of the operator's own volumes."""
 
-LABEL_VALUE = r"^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$"
-QUALIFIED_NAME = (
+_LABEL_VALUE = r"^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$"
+_QUALIFIED_NAME = (
     r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/)?"
     r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"
 )
-RESOURCE_QUANTITY = r"^([0-9]+(\.[0-9]*)?|\.[0-9]+)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei|[eE][+-]?[0-9]+)?$"
-OBJECT_NAME = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
+_AMOUNT = r"^([0-9]+(\.[0-9]*)?|\.[0-9]+)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei|[eE][+-]?[0-9]+)?$"
+_OBJECT_NAME = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
 
 Raw = dict[str, Any]
 """An object of Kubernetes' own, as its reference documents it."""
@@ -96,10 +96,29 @@ def unreserved(values: dict[str, str]) -> dict[str, str]:
     return values
 
 
-QualifiedName = Annotated[str, Field(min_length=1, max_length=317, pattern=QUALIFIED_NAME)]
-LabelValue = Annotated[str, Field(max_length=63, pattern=LABEL_VALUE)]
-ObjectName = Annotated[str, Field(min_length=1, max_length=253, pattern=OBJECT_NAME)]
-Amount = Annotated[str, BeforeValidator(quantity_input), Field(max_length=32, pattern=RESOURCE_QUANTITY)]
+QualifiedName = Annotated[
+    str,
+    Field(min_length=1, max_length=317),
+    AfterValidator(Matches(_QUALIFIED_NAME, "must be a name like team or example.com/team")),
+]
+LabelValue = Annotated[
+    str,
+    Field(max_length=63),
+    AfterValidator(
+        Matches(_LABEL_VALUE, "must be letters, digits, -, _ and ., with a letter or digit at both ends")
+    ),
+]
+ObjectName = Annotated[
+    str,
+    Field(min_length=1, max_length=253),
+    AfterValidator(Matches(_OBJECT_NAME, "must be an object's name: lower-case letters, digits, - and .")),
+]
+Amount = Annotated[
+    str,
+    BeforeValidator(quantity_input),
+    Field(max_length=32),
+    AfterValidator(Matches(_AMOUNT, "must be an amount, like 4, 500m or 16Gi; a fraction in quotes")),
+]
 """A Kubernetes quantity, or a whole number."""
 Amounts = Annotated[dict[QualifiedName, Amount], Field(max_length=16)]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from scalerl_api.fields import GraderQuantity, Model
+from scalerl_api.fields import GraderQuantity, Matches, Model
 
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 """Any 64-bit integer."""
@@ -24,7 +24,13 @@ def exactly_one(model: Model, *names: str) -> None:
 class HubModel(Model):
     """A model on a hub, by name and revision; an offline cache is honoured (``HF_HUB_OFFLINE=1``)."""
 
-    name: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)?$")]
+    name: Annotated[
+        str,
+        Field(min_length=1, max_length=200),
+        AfterValidator(
+            Matches(r"^[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)?$", "must be owner/model, as the hub lists it")
+        ),
+    ]
     """``owner/model``, as the hub lists it."""
     revision: Annotated[str, Field(min_length=1, max_length=200)] = "main"
     """Branch, tag or commit; a commit means the same weights a year from now."""

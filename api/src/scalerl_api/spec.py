@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.cluster import ImagesSpec, StorageSpec
 from scalerl_api.fields import (
     DecayDecimal,
+    Matches,
     Model,
     NonNegativeDecimal,
     PositiveDecimal,
@@ -22,7 +23,7 @@ from scalerl_api.fields import (
     PositiveUnitDecimal,
     UnitDecimal,
 )
-from scalerl_api.pods import PodTemplate
+from scalerl_api.pods import ObjectName, PodTemplate
 from scalerl_api.source import (
     HeldOutSpec,
     HubModel,
@@ -154,8 +155,12 @@ class WarmStartSpec(Model):
 MaxRestarts = Annotated[int, Field(ge=0, le=1000)]
 DeviceResource = Annotated[
     str,
-    Field(
-        max_length=317, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"
+    Field(max_length=317),
+    AfterValidator(
+        Matches(
+            r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$",
+            "must be a resource with its domain, like nvidia.com/gpu",
+        )
     ),
 ]
 
@@ -363,7 +368,7 @@ class RunSpec(Model):
 class ObjectMeta(Model):
     """The part of Kubernetes' object metadata that a run file sets."""
 
-    name: Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")]
+    name: ObjectName
     namespace: str | None = None
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}

@@ -5,8 +5,8 @@ What crosses fields, or what may not change, is a CEL rule of :mod:`scalerl_oper
 refuses what ``scalerl validate`` refuses, when the object is applied. Left to the operator is what a server cannot
 look into: values of ``task.reasoningGym.parameters``, keys of labels, and raw Kubernetes objects.
 
-Two things are narrower here than in a file. An exponent has at most two digits, so that every decimal can be
-computed with; and paths are absolute. An optional field that is ``null`` is for the server one that is absent.
+One thing is narrower here than in a file: paths are absolute. An optional field that is ``null`` is for the server one
+that is absent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from scalerl_api.fields import AtLeast, InRange, decimal_input, quantity_input
+from scalerl_api.fields import AtLeast, InRange, Matches, decimal_input, quantity_input
 from scalerl_api.pods import Named, Unique, own_path, text_value, unreserved
 from scalerl_api.spec import GROUP, KIND, PLURAL, VERSION, RunSpec
 from scalerl_api.status import RunStatus
@@ -263,7 +263,7 @@ def _apply(schema: Schema, check: Any, where: str) -> None:
         case AfterValidator(func=func) | BeforeValidator(func=func):
             _validator(schema, func, where)
         case _ if isinstance(pattern := getattr(check, "pattern", None), str):
-            schema["pattern"] = crd_rules.server_pattern(pattern)
+            schema["pattern"] = pattern
         case _ if getattr(check, "strict", None) is not None:
             pass
         case _:
@@ -284,6 +284,9 @@ def _validator(schema: Schema, func: Callable[..., Any], where: str) -> None:
     if func in (decimal_input, quantity_input):
         del schema["type"]
         schema |= _INT_OR_STRING
+    elif isinstance(func, Matches):
+        value = crd_rules.TEXT if schema.get("type") == "string" else crd_rules.TEXT_OR_INTEGER
+        _add_rules(schema, crd_rules.matches(func, text=value))
     elif isinstance(func, InRange):
         _add_rules(schema, crd_rules.in_range(func))
     elif isinstance(func, AtLeast):

@@ -31,9 +31,6 @@ def test_the_table_is_large_and_names_each_row_once() -> None:
 
 @pytest.mark.parametrize("case", NEW, ids=lambda case: case.name)
 def test_a_file_is_held_to_the_servers_rules(case: Case) -> None:
-    if case.file:
-        run_from_object(case.run)
-        return
     with pytest.raises(SpecError) as refused:
         run_from_object(case.run)
     assert any(near(problem.where, case.field) for problem in refused.value.problems), str(refused.value)

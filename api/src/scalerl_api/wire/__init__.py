@@ -68,6 +68,7 @@ from scalerl_api.wire.trainer import (
     TrainerWelcome,
 )
 from scalerl_api.wire.watching import (
+    BROKEN,
     FORECAST,
     INTERRUPTED,
     Counts,
@@ -78,6 +79,7 @@ from scalerl_api.wire.watching import (
 )
 
 __all__ = [
+    "BROKEN",
     "CONTENT_TYPE",
     "FORECAST",
     "INTERRUPTED",

@@ -12,6 +12,9 @@ INTERRUPTED = "interrupted"
 FORECAST = "forecast"
 """The reason of a stop by the autoscaler; what the summary says of such a run."""
 
+BROKEN = "broken"
+"""The same, of a run that the autoscaler holds because its curve or its numbers went bad."""
+
 
 class Stop(Struct, frozen=True, kw_only=True):
     """``POST /v1/stop``: end the run in order. The trainer finishes its step, its last version is measured (unless the

@@ -1,0 +1,244 @@
+"""What a real API server says to the runs of ``invalid.yaml``, and that it takes the valid ones as the models do."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from invalid_runs import Case, Object, cases, merged
+from kubernetes import client, config
+from kubernetes.client.exceptions import ApiException
+
+from scalerl_api.load import run_from_object
+from scalerl_api.spec import GROUP, PLURAL, VERSION
+from scalerl_api.status import RunStatus
+from scalerl_operator import crd
+
+pytestmark = pytest.mark.cluster
+
+ROOT = Path(__file__).parents[2]
+NEW = [case for case in cases("schema", "cel") if case.changed is None]
+CHANGES = [case for case in cases("schema", "cel") if case.changed is not None]
+BASE: Object = yaml.safe_load((Path(__file__).parent / "invalid.yaml").read_text())["base"]
+ESTABLISHED_SECONDS = 30.0
+
+
+class Server:
+    """Runs on an API server that has the definition; unknown fields are refused, as ``kubectl`` has it."""
+
+    def __init__(self, kubeconfig: Path) -> None:
+        self.api = config.new_client_from_config(config_file=str(kubeconfig))
+        self.runs = client.CustomObjectsApi(self.api)
+        namespace = client.CoreV1Api(self.api).create_namespace({"metadata": {"generateName": "invalid-"}})
+        self.where = (GROUP, VERSION, namespace.metadata.name, PLURAL)
+
+    def close(self) -> None:
+        client.CoreV1Api(self.api).delete_namespace(self.where[2])
+        self.api.close()
+
+    def create(self, run: Object, **options: str) -> Object:
+        return dict(
+            self.runs.create_namespaced_custom_object(*self.where, run, field_validation="Strict", **options)
+        )
+
+    def replace(self, run: Object, **options: str) -> Object:
+        name = run["metadata"]["name"]
+        return dict(
+            self.runs.replace_namespaced_custom_object(
+                *self.where, name, run, field_validation="Strict", **options
+            )
+        )
+
+    def delete(self, name: str) -> None:
+        self.runs.delete_namespaced_custom_object(*self.where, name)
+
+
+def install(api: client.ApiClient) -> None:
+    """The definition as the models have it now, whatever was there before."""
+    extensions = client.ApiextensionsV1Api(api)
+    body = crd.definition()
+    name = body["metadata"]["name"]
+    try:
+        extensions.create_custom_resource_definition(body)
+    except ApiException as error:
+        if error.status != 409:
+            raise
+        known = extensions.read_custom_resource_definition(name)
+        version = known.metadata.resource_version
+        extensions.replace_custom_resource_definition(
+            name, merged(body, {"metadata": {"resourceVersion": version}})
+        )
+    until = time.monotonic() + ESTABLISHED_SECONDS
+    while time.monotonic() < until:
+        status = extensions.read_custom_resource_definition(name).status
+        conditions = {c.type: c for c in (status.conditions if status and status.conditions else [])}
+        assert "NonStructuralSchema" not in conditions, conditions["NonStructuralSchema"].message
+        if "Established" in conditions and conditions["Established"].status == "True":
+            return
+        time.sleep(0.2)
+    raise TimeoutError(f"{name}: not established within {ESTABLISHED_SECONDS:.0f} s")
+
+
+@pytest.fixture(scope="module")
+def server(control_plane: Any) -> Iterator[Server]:
+    found = Server(Path(control_plane.kubeconfig))
+    install(found.api)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def stored(server: Server, request: pytest.FixtureRequest) -> Iterator[Object]:
+    """The run of a case, on the server."""
+    created = server.create(getattr(request, "param", BASE))
+    yield created
+    server.delete(created["metadata"]["name"])
+
+
+def refusal(error: ApiException) -> str:
+    try:
+        return str(json.loads(error.body or "")["message"])
+    except (ValueError, KeyError):
+        return str(error.body)
+
+
+def assert_refused(case: Case, error: ApiException) -> None:
+    said = refusal(error)
+    assert case.field in said, said
+    assert case.says in said, said
+
+
+def test_the_base_of_the_table_is_valid(server: Server) -> None:
+    server.create(BASE, dry_run="All")
+
+
+@pytest.mark.parametrize("case", NEW, ids=lambda case: case.name)
+def test_a_run_that_cannot_be_is_refused_at_once(server: Server, case: Case) -> None:
+    with pytest.raises(ApiException) as refused:
+        server.create(case.run, dry_run="All")
+    assert_refused(case, refused.value)
+
+
+@pytest.mark.parametrize("case", CHANGES, ids=lambda case: case.name)
+def test_a_change_that_cannot_be_is_refused_at_once(server: Server, case: Case) -> None:
+    assert case.changed is not None
+    created = server.create(case.run)
+    try:
+        version = created["metadata"]["resourceVersion"]
+        with pytest.raises(ApiException) as refused:
+            server.replace(merged(case.changed, {"metadata": {"resourceVersion": version}}))
+        assert_refused(case, refused.value)
+        # The same run once more is no change.
+        server.replace(merged(case.run, {"metadata": {"resourceVersion": version}}))
+    finally:
+        server.delete(created["metadata"]["name"])
+
+
+def test_what_may_change_may_change(server: Server, stored: Object) -> None:
+    change = {
+        "budget": {"maxSteps": 9},
+        "suspend": True,
+        "recipe": {"optimizer": {"learningRate": "1e-4"}},
+        "trainer": {
+            "replicas": 2,
+            "podTemplate": {"env": [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "x"}}}]},
+        },
+        "autoscaling": {"mode": "Auto", "deadline": "2026-08-01T12:00:00.5+02:00", "generators": {"max": 4}},
+        "images": {"trainer": "registry.local/t@sha256:0"},
+        "ttlSecondsAfterFinished": 0,
+        "storage": {"onDelete": "Delete"},
+    }
+    changed = server.replace(merged(stored, {"spec": change}))
+    assert changed["metadata"]["generation"] == stored["metadata"]["generation"] + 1
+    run = run_from_object(changed)
+    assert run.spec.trainer.pod_template is not None
+    assert run.spec.trainer.pod_template.env == [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "x"}}}]
+
+
+def test_the_server_fills_in_what_the_models_do(stored: Object) -> None:
+    written = run_from_object(stored).to_manifest()["spec"]
+    assert run_from_object(stored).spec == run_from_object(BASE).spec
+
+    def shown(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        kept = {key: shown(item) for key, item in value.items()}
+        return {key: item for key, item in kept.items() if item not in ({}, [])}
+
+    assert stored["spec"] == shown(written)
+
+
+def test_a_field_that_is_null_is_one_that_is_absent(server: Server) -> None:
+    run = merged(BASE, {})
+    run["spec"] |= {"seed": None, "warmStart": None, "generator": None}
+    assert "warmStart" not in server.create(run, dry_run="All")["spec"]
+
+
+def test_numbers_that_the_models_take_as_text_stay_as_they_are(server: Server) -> None:
+    run = merged(BASE, {"spec": {"recipe": {"temperature": 1}, "storage": {"size": 1073741824}}})
+    created = server.create(run, dry_run="All")
+    assert created["spec"]["recipe"]["temperature"] == 1
+    assert run_from_object(created).spec.storage.size == "1073741824"
+
+
+def test_values_of_a_tasks_parameters_keep_their_type(server: Server) -> None:
+    parameters = {"a": 1, "b": True, "c": "0.5", "d": [1, 2], "e": ["x"]}
+    source = {"name": "chain_sum", "parameters": parameters}
+    run = merged(BASE, {"spec": {"task": {"jsonl": None, "reasoningGym": source}}})
+    created = server.create(run, dry_run="All")
+    assert created["spec"]["task"]["reasoningGym"]["parameters"] == parameters
+
+
+def test_generators_are_scaled_within_their_range(server: Server) -> None:
+    run = merged(BASE, {"spec": {"autoscaling": {"generators": {"max": 3}}}})
+    name = server.create(run)["metadata"]["name"]
+    where = (*server.where, name)
+    try:
+        server.runs.patch_namespaced_custom_object_scale(*where, {"spec": {"replicas": 3}})
+        read = server.runs.get_namespaced_custom_object(*where)
+        assert read["spec"]["generator"]["replicas"] == 3
+        with pytest.raises(ApiException) as refused:
+            server.runs.patch_namespaced_custom_object_scale(*where, {"spec": {"replicas": 4}})
+        assert "generator.replicas must lie within autoscaling.generators" in refusal(refused.value)
+    finally:
+        server.delete(name)
+
+
+def test_a_status_is_stored_whole_and_leaves_the_spec_alone(server: Server, stored: Object) -> None:
+    status = RunStatus.model_validate(
+        {
+            "phase": "Running",
+            "observedGeneration": 1,
+            "conditions": [
+                {
+                    "type": "Accepted",
+                    "status": "True",
+                    "lastTransitionTime": "2026-08-01T12:00:00Z",
+                    "reason": "Accepted",
+                    "message": "",
+                }
+            ],
+            "step": 4,
+            "replicas": 1,
+            "selector": "scalerl.dev/run=invalid",
+            "decisions": [{"sequence": 1, "time": "2026-08-01T12:00:00Z", "state": "CONTINUE"}],
+        }
+    ).to_object()
+    where = (*server.where, stored["metadata"]["name"])
+    body = merged(stored, {"status": status, "spec": {"suspend": True}})
+    written = server.runs.replace_namespaced_custom_object_status(*where, body)
+    assert written["status"] == status
+    assert written["spec"] == stored["spec"]
+    assert written["metadata"]["generation"] == stored["metadata"]["generation"]
+    scale = server.runs.get_namespaced_custom_object_scale(*where)
+    assert scale["status"] == {"replicas": 1, "selector": "scalerl.dev/run=invalid"}
+    twice = merged(written, {})
+    twice["status"]["conditions"] *= 2
+    with pytest.raises(ApiException) as refused:
+        server.runs.replace_namespaced_custom_object_status(*where, twice)
+    assert "Duplicate value" in refusal(refused.value)
