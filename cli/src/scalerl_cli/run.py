@@ -13,6 +13,7 @@ from pathlib import Path
 
 from scalerl_api.load import SpecError, SpecProblem
 from scalerl_api.spec import ScaleRLRun
+from scalerl_api.wire import BROKEN
 from scalerl_cli.exits import BAD_INPUT, DONE, FAILED, INTERRUPTED
 from scalerl_cli.inputs import load, quick_problems
 from scalerl_cli.machine import cpus_problem
@@ -162,6 +163,8 @@ def _finish(
     _leave_results(spec, directory, outcome)
     if failure is not None:
         return BAD_INPUT if failure.bad_input else FAILED
+    if _is_held(outcome):
+        return FAILED
     return INTERRUPTED if outcome.interrupted else DONE
 
 
@@ -194,8 +197,18 @@ def _leave_results(spec: ScaleRLRun, directory: RunDirectory, outcome: Outcome) 
         say(f"curve: {_shown(paths.curve_picture)}")
     except PictureProblem as problem:
         say(f"no picture: {problem}")
-    if outcome.interrupted:
+    if _is_held(outcome):
+        reasons = (
+            "; ".join(outcome.decision.reasons) if outcome.decision is not None else "see decisions.jsonl"
+        )
+        say(f"held, because it was found broken: {reasons}", error=True)
+        say('what to do about it: docs/autoscaling.md, "A run that is held"', error=True)
+    if outcome.interrupted or _is_held(outcome):
         say(f"go on with: --resume --dir {_shown(paths.root)}")
+
+
+def _is_held(outcome: Outcome) -> bool:
+    return outcome.status is not None and outcome.status.stop_reason == BROKEN
 
 
 def _shown(path: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -9,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from cli_tests.test_cli_run import Shell, shell
+from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_cli.main import main
+from scalerl_operator.autoscaling.record import DecisionRecord
+from scalerl_operator.policy.facts import Action
 
 AUTO: dict[str, Any] = {"mode": "Auto", "minGain": "0.02", "stopAfter": 2}
 LONG: dict[str, Any] = {"maxSteps": 100_000}
@@ -80,3 +85,51 @@ def test_without_its_sidecar_the_run_goes_on_and_says_why(tmp_path: Path) -> Non
         assert run.process.poll() is None
         run.process.send_signal(signal.SIGINT)
         assert run.finish(40) == 130
+
+
+@pytest.mark.timeout(180)
+def test_a_broken_run_is_held_and_goes_on_when_it_is_resumed(tmp_path: Path) -> None:
+    spec = {"autoscaling": AUTO, "budget": LONG}
+    with shell(tmp_path, spec=spec, SMALL_COORDINATOR="cuts-off") as run:
+        assert run.finish(90) == 1, run.text()
+    assert run.summary()["stop_reason"] == "broken"
+    assert run.summary()["decision"]["state"] == states(run)[-1] == "BROKEN"
+    assert [line["decision"]["action"]["kind"] for line in decisions(run)][-2:] == ["none", "hold"]
+    said = run.text()
+    assert "autoscaler: BROKEN: 30.0% of the completions" in said
+    assert "held, because it was found broken: 30.0% of the completions" in said
+    assert "go on with: --resume --dir" in said
+    before, step = len(decisions(run)), run.step()
+
+    resumed = ("--dir", str(run.directory), "--resume")
+    with shell(tmp_path, *resumed, spec=spec, SMALL_COORDINATOR="cuts-off") as again:
+        # It is no better, and whoever has resumed it knows that.
+        again.until(lambda: len(decisions(again)) > before + 3, 60)
+        assert again.step() > step
+        again.process.send_signal(signal.SIGINT)
+        assert again.finish(30) == 130
+    assert "going on after: broken" in again.text()
+    assert {line["decision"]["action"]["kind"] for line in decisions(again)[before:]} == {"none"}
+
+
+@pytest.mark.timeout(120)
+def test_a_resumed_run_begins_with_the_generators_it_had(tmp_path: Path) -> None:
+    spec = {"autoscaling": AUTO | {"generators": {"max": 2}}, "budget": LONG}
+    with shell(tmp_path, spec=spec) as run:
+        run.until(lambda: decisions(run))
+        run.process.send_signal(signal.SIGINT)
+        assert run.finish(30) == 130
+    assert not list((run.directory / "logs").glob("generator-1*"))
+    record = DecisionRecord.open(run.directory / "decisions.jsonl")
+    last = record.known.last
+    assert last is not None
+    grown = replace(last.decision, action=Action(kind="scale", generators=2))
+    rules = AutoscalingSpec.model_validate(spec["autoscaling"])
+    asyncio.run(record.append("balance", rules, record.known.points, last.observation, grown))
+    record.close()
+
+    with shell(tmp_path, "--dir", str(run.directory), "--resume", spec=spec) as again:
+        again.until(lambda: len(list((run.directory / "logs").glob("generator-1*"))) == 2)
+        again.process.send_signal(signal.SIGINT)
+        assert again.finish(30) == 130
+    assert "generators: 2, as chosen before (1 in the spec)" in again.text()

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from scalerl_api.spec import ScaleRLRun
-from scalerl_api.wire import FORECAST, INTERRUPTED, Phase, Status
+from scalerl_api.wire import BROKEN, FORECAST, INTERRUPTED, Phase, Status
+from scalerl_operator.autoscaling.record import DecisionRecord
 from scalerl_operator.observe.errors import CoordinatorUnreachable
 from scalerl_operator.observe.snapshot import RateMeter, Rates, Snapshot, eta_seconds
 from scalerl_operator.plan import forecaster
@@ -27,7 +28,7 @@ from scalerl_operator.runtime.census import tree_memory_bytes
 from scalerl_operator.runtime.directory import RunDirectory
 from scalerl_operator.runtime.local import LocalRuntime, LocalSettings
 from scalerl_operator.runtime.unit import Event, Failure
-from scalerl_operator.steering import Steering
+from scalerl_operator.steering import Steering, gone_on_with
 from scalerl_operator.workloads import Lifetime, Plan, Role
 
 if TYPE_CHECKING:
@@ -85,6 +86,9 @@ class LocalRun:
 
     started: ``time.monotonic()`` when the user asked for the run.
     drain_seconds: how long an interrupted run may take to finish its step and checkpoint.
+
+    Raises:
+        RecordError: the record of decisions cannot be opened.
     """
 
     def __init__(
@@ -105,16 +109,24 @@ class LocalRun:
         self._on_snapshot = on_snapshot
         self._started = time.monotonic() if started is None else started
         self._drain_seconds = drain_seconds
-        steered = run.spec.autoscaling.mode != "Off"
-        if steered:
+        record = None
+        if run.spec.autoscaling.mode != "Off":
+            record = DecisionRecord.open(directory.paths.decisions)
+            plan, word = gone_on_with(plan, run.spec, record)
             plan = replace(plan, workloads=(*plan.workloads, forecaster(run.spec)))
+            if word:
+                on_event(Event("autoscaler", word))
         self._runtime = LocalRuntime(
             plan, directory, settings=settings, may_leave=self._may_leave, on_event=on_event
         )
-        self._steering = Steering(run.spec, self._runtime, directory, on_event=on_event) if steered else None
-        # A run that its forecast has completed is over; one that it has suspended goes on when it is resumed.
+        self._steering = None
+        if record is not None:
+            self._steering = Steering(
+                run.spec, self._runtime, record, token=directory.token, on_event=on_event
+            )
+        # A run that its forecast has completed is over; one that was suspended goes on when it is resumed.
         final = run.spec.autoscaling.on_stop == "Complete"
-        self._revocable = REVOCABLE if final else (*REVOCABLE, FORECAST)
+        self._revocable = (*REVOCABLE, BROKEN) if final else (*REVOCABLE, BROKEN, FORECAST)
         self._client: CoordinatorClient | None = None
         self._status: Status | None = None
         self._meter = RateMeter()

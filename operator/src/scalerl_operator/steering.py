@@ -9,38 +9,58 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 
 from scalerl_api.spec import RunSpec
-from scalerl_api.wire import FORECAST, Status
+from scalerl_api.wire import BROKEN, FORECAST, Status
 from scalerl_operator.autoscaling.controller import Autoscaler, Step
 from scalerl_operator.autoscaling.record import DecisionRecord
 from scalerl_operator.autoscaling.sidecar import Sidecar
+from scalerl_operator.policy import replicas
 from scalerl_operator.policy.facts import Decision, Generators, State
-from scalerl_operator.runtime.devices import NotEnoughDevices
-from scalerl_operator.runtime.directory import RunDirectory
+from scalerl_operator.runtime.devices import NotEnoughDevices, check, machine_devices
 from scalerl_operator.runtime.local import LocalRuntime
 from scalerl_operator.runtime.unit import Event
-from scalerl_operator.workloads import Role
+from scalerl_operator.workloads import Plan, Role
 
 _TICK_SECONDS = 1.0
 
 
+def gone_on_with(plan: Plan, spec: RunSpec, record: DecisionRecord) -> tuple[Plan, str]:
+    """The plan with as many generators as the autoscaler had last, and a word on it where there is one.
+
+    A machine that no longer has the devices for them begins with what the spec says.
+    """
+    said = spec.generator.replicas
+    decided = replicas.decide(said, spec.autoscaling, base=said, chosen=record.known.generators)
+    if decided.wanted == said:
+        return plan, ""
+    changed = tuple(
+        replace(workload, replicas=decided.wanted) if workload.role is Role.GENERATOR else workload
+        for workload in plan.workloads
+    )
+    grown = replace(plan, workloads=changed)
+    try:
+        check(grown, machine_devices() if grown.devices() else ())
+    except NotEnoughDevices as problem:
+        return plan, f"{decided.wanted} generators were chosen before, {said} are started: {problem}"
+    return grown, f"generators: {decided.wanted}, as chosen before ({said} in the spec)"
+
+
 class Steering:
-    """The autoscaler of one local run.
+    """The autoscaler of one local run. It closes the record.
 
     stop: why the run is to end; empty while it is not.
     decision: the last one; None before the first.
-
-    Raises:
-        RecordError: the record of decisions cannot be opened.
     """
 
     def __init__(
         self,
         spec: RunSpec,
         runtime: LocalRuntime,
-        directory: RunDirectory,
+        record: DecisionRecord,
         *,
+        token: str,
         on_event: Callable[[Event], None],
     ) -> None:
         self.stop = ""
@@ -48,9 +68,9 @@ class Steering:
         self._spec = spec
         self._runtime = runtime
         self._on_event = on_event
-        self._record = DecisionRecord.open(directory.paths.decisions)
-        sidecar = Sidecar(lambda: runtime.url(Role.FORECASTER), token=directory.token)
-        self._autoscaler = Autoscaler(spec, self._record, sidecar)
+        self._record = record
+        sidecar = Sidecar(lambda: runtime.url(Role.FORECASTER), token=token)
+        self._autoscaler = Autoscaler(spec, record, sidecar)
         self._status: Status | None = None
         self._trouble = ""
         for note in self._record.notes:
@@ -58,7 +78,7 @@ class Steering:
 
     def see(self, status: Status) -> None:
         """The coordinator's newest word. The first tells whether a run that had been stopped is to go on."""
-        if self._status is None and status.stop_reason == FORECAST:
+        if self._status is None and status.stop_reason in (FORECAST, BROKEN):
             self._autoscaler.resume()
         self._status = status
 
@@ -93,6 +113,8 @@ class Steering:
         match step.action.kind:
             case "stop":
                 self.stop = FORECAST
+            case "hold":
+                self.stop = BROKEN
             case "scale":
                 self._scale(step.action.generators)
 

@@ -165,10 +165,19 @@ def test_a_record_that_cannot_be_trusted_is_set_aside_and_not_acted_on(
 
 def test_a_newer_programs_record_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "decisions.jsonl"
-    path.write_bytes(b'{"format":2}\n')
-    with pytest.raises(RecordError, match="format 2"):
+    path.write_bytes(b'{"format":3}\n')
+    with pytest.raises(RecordError, match="format 3"):
         DecisionRecord.open(path)
-    assert path.read_bytes() == b'{"format":2}\n'
+    assert path.read_bytes() == b'{"format":3}\n'
+
+
+def test_an_older_programs_record_is_set_aside(tmp_path: Path) -> None:
+    """Its decisions followed other rules."""
+    path = tmp_path / "decisions.jsonl"
+    path.write_bytes(b'{"format":1}\n')
+    (note,) = DecisionRecord.open(path).notes
+    assert "line 1: format 1; this program reads format 2" in note
+    assert (tmp_path / "decisions-untrusted-1.jsonl").exists()
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from scalerl_operator.autoscaling.observation import Point
 from scalerl_operator.autoscaling.storage import FileStorage, RecordError, RecordLost, Storage
 from scalerl_operator.policy.facts import Action, Decision, Fact, History, Observation, State
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 RECENT: Final = 5
 """Decisions that are kept in mind to be shown."""
 
@@ -60,11 +60,14 @@ class Brief(Fact, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Read:
-    """A line as it stands in a file. line: None if it is none, and then ``problem`` says why."""
+    """A line as it stands in a record. line: None if it is none, and then ``problem`` says why; newer: a program of
+    the future wrote it.
+    """
 
     number: int
     line: Line | None
     problem: str = ""
+    newer: bool = False
 
 
 @dataclass
@@ -81,6 +84,15 @@ class Known:
     last: Line | None = None
     looked: Line | None = None
     recent: deque[Brief] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    @property
+    def generators(self) -> int | None:
+        """How many there were to be after the last line; None before the first."""
+        if self.last is None:
+            return None
+        action = self.last.decision.action
+        acted = self.last.spec.get("mode") == "Auto" and action.kind == "scale"
+        return action.generators if acted else self.last.observation.generators.wanted
 
     def add(self, line: Line) -> None:
         """Take one more line in."""
@@ -117,7 +129,8 @@ def read(content: bytes) -> Iterator[Read]:
         try:
             format_ = msgspec.json.decode(raw, type=_Format).format
             if format_ != FORMAT:
-                yield Read(number, None, f"format {format_}; this program reads format {FORMAT}")
+                problem = f"format {format_}; this program reads format {FORMAT}"
+                yield Read(number, None, problem, newer=format_ > FORMAT)
                 continue
             line = msgspec.json.decode(raw, type=Line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -281,7 +294,7 @@ def _known(content: bytes) -> tuple[Known, str]:
     known = Known()
     for one in read(content[: _whole(content)]):
         if one.line is None:
-            if one.problem.startswith("format"):
+            if one.newer:
                 raise RecordError(f"line {one.number}: {one.problem}")
             return known, f"line {one.number}: {one.problem}"
         if seal(one.line, known.digest).digest != one.line.digest:

@@ -6,7 +6,7 @@ from typing import Final
 
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.forecast import GuardAnswer
-from scalerl_operator.policy.facts import Alarm, Observation
+from scalerl_operator.policy.facts import Alarm, History, Observation
 
 MOST_TRUNCATED: Final = 0.10
 HEALTHY_TRUNCATED: Final = 0.05
@@ -19,27 +19,45 @@ their samples explain, the promise is too narrow: over simulated healthy runs al
 by this, and of broken ones none was lost."""
 
 
-def alarm(spec: AutoscalingSpec, seen: Observation, standing: Alarm | None) -> tuple[Alarm | None, str]:
-    """The alarm after this look, raised now or not yet over, and why.
+IN_A_ROW: Final = 3
+"""Evaluations that the guard looks at together."""
+
+
+def alarm(spec: AutoscalingSpec, seen: Observation, history: History) -> tuple[Alarm | None, str]:
+    """The alarm after this look, raised now or not yet over, and why. ``history.alarm`` is the one that stands.
 
     | kind | raised | over |
     |---|---|---|
     | not finite | the newest reward or truncation is no number | it is one |
+    | curve | three evaluations in a row, all since somebody last let a broken run go on, fell below what the ones before them promised, the newest by half of minGain or more | the newest is above that promise again |
     | truncated | 10 % or more of the newest completions | below 5 % |
-    | curve | three evaluations in a row fell below what the ones before them promised, the newest by half of minGain or more | the newest is above that promise again |
 
     Over only where the trouble is: a fit that has seen the fall expects less and raises no alarm any more.
     """
-    latest = seen.latest
+    latest, standing = seen.latest, history.alarm
     if latest is not None and (latest.reward is None or latest.truncated is None):
         what = "reward" if latest.reward is None else "truncation"
         return Alarm(kind="not finite"), f"the {what} of version {latest.version} is not a finite number"
+    fallen, why = _fallen(spec, seen, history)
+    if fallen is not None:
+        return fallen, why
     threshold = HEALTHY_TRUNCATED if standing is not None and standing.kind == "truncated" else MOST_TRUNCATED
     if latest is not None and latest.truncated is not None and latest.truncated >= threshold:
         return Alarm(kind="truncated"), (
             f"{latest.truncated:.1%} of the completions of version {latest.version} are cut off at the length "
             f"limit: {MOST_TRUNCATED:.0%} precedes collapse, below {HEALTHY_TRUNCATED:.0%} is healthy"
         )
+    return None, ""
+
+
+def is_healthy(seen: Observation) -> bool:
+    """Whether few of the newest completions are cut off at the length limit."""
+    latest = seen.latest
+    return latest is not None and latest.truncated is not None and latest.truncated < HEALTHY_TRUNCATED
+
+
+def _fallen(spec: AutoscalingSpec, seen: Observation, history: History) -> tuple[Alarm | None, str]:
+    standing = history.alarm
     guard = None if seen.forecast is None else seen.forecast.guard
     if (
         standing is not None
@@ -47,7 +65,13 @@ def alarm(spec: AutoscalingSpec, seen: Observation, standing: Alarm | None) -> t
         and standing.eval_version == seen.points.eval_version
     ):
         return _still_fallen(seen, standing, guard)
-    if guard is not None and guard.broken and _fall(guard) >= LEAST_FALL * float(spec.min_gain):
+    new = sum(progress.version > history.forgiven for progress in seen.recent)
+    if (
+        guard is not None
+        and guard.broken
+        and new >= IN_A_ROW
+        and _fall(guard) >= LEAST_FALL * float(spec.min_gain)
+    ):
         floor = guard.floor[-1] if guard.floor else None
         return Alarm(kind="curve", floor=floor, eval_version=seen.points.eval_version), _words(guard)
     return None, ""

@@ -5,7 +5,7 @@ remember next. The same three give the same decision, bit for bit: that is what 
 
 | state | when |
 |---|---|
-| BROKEN | an alarm stands (:mod:`.alarm`) |
+| BROKEN | an alarm stands (:mod:`.alarm`); ``stopAfter`` new evaluations in a row of it hold the run |
 | INSUFFICIENT | no believable forecast (:func:`.vote.doubts`) |
 | STOP | ``stopAfter`` new evaluations in a row voted for it (:mod:`.vote`) and none has voted against it since |
 | GROW | the vote is to go on, budget or deadline end before it has paid off, and more generators help |
@@ -20,9 +20,9 @@ from msgspec.structs import replace
 
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_operator.policy.advice import advice
-from scalerl_operator.policy.alarm import alarm
+from scalerl_operator.policy.alarm import alarm, is_healthy
 from scalerl_operator.policy.elasticity import left, pace, pace_now, reach
-from scalerl_operator.policy.facts import Action, Decision, History, Observation, State
+from scalerl_operator.policy.facts import Action, Alarm, Decision, History, Observation, State
 from scalerl_operator.policy.memory import remember, scaled, why_not
 from scalerl_operator.policy.vote import Side, Vote, doubts, vote
 
@@ -37,14 +37,17 @@ MOST_GROWTH: Final = 2
 def decide(spec: AutoscalingSpec, seen: Observation, history: History) -> Decision:
     """What to do about the run as it is seen now.
 
-    A stop is given again for as long as it stands, so that nothing depends on its having been heard;
+    A stop or a hold is given again for as long as it stands, so that nothing depends on its having been heard;
     an evaluation counts once, however often it is seen.
     """
     history = remember(spec, seen, history)
-    standing, why = alarm(spec, seen, history.alarm)
-    history = replace(history, alarm=standing)
+    standing, why = alarm(spec, seen, history)
+    if (standing is not None) != (history.state is State.BROKEN):
+        # What was counted is another thing from here on.
+        history = replace(history, streak=0)
+    history = replace(history, alarm=standing, was_healthy=history.was_healthy or is_healthy(seen))
     if standing is not None:
-        return _decided(seen, replace(history, streak=0), State.BROKEN, [why])
+        return _broken(spec, seen, history, standing, why)
     unsure = doubts(spec, seen)
     if unsure:
         if seen.forecast is not None:
@@ -65,6 +68,29 @@ def decide(spec: AutoscalingSpec, seen: Observation, history: History) -> Decisi
             _or_take_back(spec, seen, history, State.CONTINUE, reasons), advice=advice(seen.recipe)
         )
     return _grow(spec, seen, history, cast)
+
+
+def _broken(
+    spec: AutoscalingSpec, seen: Observation, history: History, standing: Alarm, why: str
+) -> Decision:
+    """An alarm that stands, and whether it has stood long enough to hold the run."""
+    if standing.kind == "curve" and seen.forecast is None:
+        # Nobody could be asked about this evaluation: it neither agrees nor disagrees.
+        return _decided(seen, history, State.BROKEN, [why])
+    latest = -1 if seen.latest is None else seen.latest.version
+    version = seen.points.version if standing.kind == "curve" else latest
+    if standing.kind == "truncated" and not history.was_healthy:
+        # Models begin like that, before training has taught them to come to an end: nothing has gone bad yet.
+        known = replace(history, version=max(version, history.version))
+        return _decided(seen, known, State.BROKEN, [why, "it never was better, so the run is not held"])
+    streak = history.streak + (version > history.version)
+    history = replace(history, streak=streak, version=max(version, history.version))
+    if streak < spec.stop_after:
+        count = f"{streak} of {spec.stop_after} new evaluations in a row find it so"
+        return _decided(seen, history, State.BROKEN, [why, count])
+    count = f"{streak} new evaluations in a row find it so"
+    action = Action(kind="hold" if spec.on_broken == "Hold" else "none")
+    return _decided(seen, history, State.BROKEN, [why, count], action)
 
 
 def _counted(seen: Observation, history: History, cast: Vote) -> History:

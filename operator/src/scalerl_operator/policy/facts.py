@@ -33,7 +33,8 @@ class State(enum.StrEnum):
     GROW = "GROW"
     """Going on pays, and time runs out before it has paid off."""
     BROKEN = "BROKEN"
-    """The curve, the truncation or the numbers went bad: an alarm, never a stop by forecast."""
+    """The curve, the truncation or the numbers went bad: an alarm, never a stop by forecast; one that stays holds
+    the run."""
 
 
 # --- seen ----------------------------------------------------------------------------------------
@@ -195,8 +196,9 @@ class History(Fact, frozen=True, kw_only=True):
     """What one decision hands to the next.
 
     rules: the fields of the spec that the streak was counted under. version: newest evaluation that
-    had a vote. streak: evaluations in a row that voted for a stop. generators: wanted at the last
-    look. settled: since when all of them have been ready; None while they are not. elasticity: as last
+    had a vote. streak: evaluations in a row that voted for a stop, or, while BROKEN, that found the run so.
+    forgiven: newest evaluation when somebody let a broken run go on; what fell until then is known.
+    was_healthy: few completions were cut off once since then. generators: wanted at the last look. settled: since when all of them have been ready; None while they are not. elasticity: as last
     measured. reversals: changes against the direction of the one before. unix_seconds: of the last look.
     """
 
@@ -205,6 +207,8 @@ class History(Fact, frozen=True, kw_only=True):
     version: int = -1
     streak: int = 0
     alarm: Alarm | None = None
+    forgiven: int = -1
+    was_healthy: bool = False
     generators: int | None = None
     settled: float | None = None
     change: Change | None = None
@@ -217,9 +221,9 @@ class History(Fact, frozen=True, kw_only=True):
 
 
 class Action(Fact, frozen=True, kw_only=True):
-    """What is to be done. stop: ``on_stop`` says how. scale: to ``generators`` replicas."""
+    """What is to be done. stop: ``on_stop`` says how. scale: to ``generators`` replicas. hold: suspend a broken run."""
 
-    kind: Literal["none", "stop", "scale"] = "none"
+    kind: Literal["none", "stop", "scale", "hold"] = "none"
     generators: int | None = None
     on_stop: str = ""
 

@@ -27,9 +27,12 @@ def remember(spec: AutoscalingSpec, seen: Observation, history: History) -> Hist
     if history.rules != rules(spec):
         # Another policy, so another question: agreement with the old one says nothing of it.
         history = replace(history, rules=rules(spec), streak=0, elasticity=None)
-    if seen.resumed and history.state is State.STOP:
+    if seen.resumed and history.state in (State.STOP, State.BROKEN):
         # Whoever takes a stop back knows it; the run is not stopped again by what stopped it.
         history = replace(history, streak=0)
+    if seen.resumed and history.state is State.BROKEN:
+        newest = -1 if seen.latest is None else seen.latest.version
+        history = replace(history, alarm=None, forgiven=newest, was_healthy=False)
     change, settled, measured = history.change, history.settled, history.elasticity
     wanted, ready = seen.generators.wanted, seen.generators.ready
     if change is not None and change.at > now:
