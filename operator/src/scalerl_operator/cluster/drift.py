@@ -9,6 +9,7 @@ that the API server does not keep. That a field was rendered once and is no long
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 from itertools import zip_longest
 from typing import Any, Final
 
@@ -28,9 +29,9 @@ _KEYS: Final[dict[str, tuple[str, ...]]] = {
 _PORT_KEYS: Final = (("containerPort", "protocol"), ("port", "protocol"))
 _SETS: Final = ("finalizers", "tolerations")
 """Of these, each of ours has to be there; admission and queues add their own."""
-_AMOUNT: Final = "sizeLimit"
+_QUANTITIES: Final = ("sizeLimit", "divisor")
 _AMOUNTS: Final = ("requests", "limits")
-"""Every value in these is a quantity, as a ``sizeLimit`` is."""
+"""Every value in these is a quantity too."""
 _MAPS: Final = ("labels", "annotations", "nodeSelector", "matchLabels", "requests", "limits")
 """An empty map of these names is not kept; any other empty object says something (``emptyDir: {}``)."""
 _FALSE_IS_DEFAULT: Final = ("readOnly",)
@@ -66,7 +67,7 @@ def _differences(desired: Any, live: Any, name: str, path: str) -> Iterator[_Dif
         for key, wanted in desired.items():
             if path or key not in _IDENTITY:
                 below = f"{path}.{key}" if path else key
-                child = _AMOUNT if name in _AMOUNTS else key
+                child = _QUANTITIES[0] if name in _AMOUNTS else key
                 yield from _differences(wanted, live.get(key, _MISSING), child, below)
     elif isinstance(desired, list) and isinstance(live, list):
         yield from _in_lists(desired, live, name, path)
@@ -121,11 +122,11 @@ def _is_empty(given: Any, name: str) -> bool:
 def _same(desired: Any, live: Any, name: str) -> bool:
     if type(desired) is type(live) and desired == live:  # by type too: True is no 1
         return True
-    wanted = _amount(desired) if name == _AMOUNT else None
+    wanted = _amount(desired) if name in _QUANTITIES else None
     return wanted is not None and wanted == _amount(live)
 
 
-def _amount(given: Any) -> Any:
+def _amount(given: Any) -> Fraction | None:
     if isinstance(given, bool) or not isinstance(given, str | int):
         return None
     try:

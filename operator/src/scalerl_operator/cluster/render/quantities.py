@@ -14,20 +14,20 @@ _NANO = 10**9
 
 
 def value(quantity: str) -> Fraction:
-    """What a quantity amounts to.
+    """What a quantity amounts to; nothing is finer than a billionth (rounded up).
 
-    >>> value("1500m"), value("2Ki")
-    (Fraction(3, 2), Fraction(2048, 1))
+    >>> value("1500m"), value("2Ki"), value("0.1n") == value("1n")
+    (Fraction(3, 2), Fraction(2048, 1), True)
 
     Raises:
         ValueError: it is none.
     """
     number, suffix = _split(quantity)
-    return number * _factor(suffix)
+    return Fraction(math.ceil(number * _factor(suffix) * _NANO), _NANO)
 
 
 def canonical(quantity: str) -> str:
-    """The largest suffix that leaves no fraction, and nothing finer than a billionth (rounded up).
+    """The largest suffix that leaves no fraction.
 
     >>> canonical("1024Mi"), canonical("0.5"), canonical("1000m"), canonical("1.5Gi"), canonical("4")
     ('1Gi', '500m', '1', '1536Mi', '4')
@@ -35,8 +35,7 @@ def canonical(quantity: str) -> str:
     Raises:
         ValueError: it is no quantity.
     """
-    number, suffix = _split(quantity)
-    amount = number * _factor(suffix)
+    amount, (_, suffix) = value(quantity), _split(quantity)
     if suffix in _BINARY and amount.denominator == 1 and abs(amount) >= 1024:
         return binary(int(amount))
     return _decimal(amount, exponent=len(suffix) > 1 and suffix[0] in "eE" and suffix not in _BINARY)
@@ -70,7 +69,7 @@ def _factor(suffix: str) -> Fraction:
 
 
 def _decimal(amount: Fraction, *, exponent: bool) -> str:
-    count = math.ceil(amount * _NANO)
+    count = int(amount * _NANO)
     if not count:
         return "0"
     power = max(p for p in _DECIMAL if count % 10 ** (p + 9) == 0)

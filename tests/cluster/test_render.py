@@ -1,0 +1,260 @@
+"""What a real API server makes of rendered objects: it takes them all, and gives them back as they were rendered."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from testcluster.handle import Cluster, KubectlError
+
+from scalerl_api.load import run_from_object
+from scalerl_api.spec import ScaleRLRun
+from scalerl_operator import crd
+from scalerl_operator.cluster import names
+from scalerl_operator.cluster.drift import differs
+from scalerl_operator.cluster.names import FIELD_OWNER
+from scalerl_operator.cluster.render import render, secret
+from scalerl_operator.cluster.render.quantities import canonical
+from scalerl_operator.cluster.types import Desired, Images, Object
+
+pytestmark = pytest.mark.cluster
+
+ROOT = Path(__file__).parents[2]
+IMAGES = Images("registry.local/trainer:1", "registry.local/generator:1", "registry.local/operator:1")
+EVERYTHING = Desired(prepare=True, coordinator=True, generators=2, trainer_attempt=3)
+CONTROLLERS_SECONDS = 60.0
+
+TINY: Object = yaml.safe_load((ROOT / "examples/tiny/run-kubernetes.yaml").read_text())
+
+# All that a podTemplate has, written as no API server writes it.
+TEMPLATED: Object = {
+    "nodeSelector": {"pool": "a"},
+    "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}],
+    "affinity": {
+        "podAntiAffinity": {
+            "preferredDuringSchedulingIgnoredDuringExecution": [
+                {
+                    "weight": 1,
+                    "podAffinityTerm": {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {"a": "b"}}},
+                }
+            ]
+        }
+    },
+    "env": [
+        {"name": "EMPTY", "value": ""},
+        {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token", "optional": True}}},
+        {"name": "CORES", "valueFrom": {"resourceFieldRef": {"resource": "limits.cpu", "divisor": "1000m"}}},
+    ],
+    "volumes": [
+        {"name": "scratch", "emptyDir": {"sizeLimit": "2048Mi"}},
+        {"name": "data", "persistentVolumeClaim": {"claimName": "data", "readOnly": False}},
+    ],
+    "volumeMounts": [
+        {"name": "scratch", "mountPath": "/scratch", "readOnly": False},
+        {"name": "data", "mountPath": "/data", "subPath": ""},
+    ],
+    "resources": {"requests": {"cpu": "0.5", "memory": "1024Mi"}, "limits": {"cpu": "2000m", "rdma/ib": 1}},
+    "labels": {"team": "a"},
+    "annotations": {"note": "x"},
+    "imagePullSecrets": [{"name": "registry"}],
+    "shmSize": "2048Mi",
+}  # fmt: skip
+
+RUNS: dict[str, Callable[[Object], Object]] = {
+    "tiny": lambda run: run,
+    "devices": lambda run: with_spec(run, generator={"devices": 4, "replicas": 2}, trainer={"devices": 1, "replicas": 8}),
+    "pod-template": lambda run: with_spec(run, podTemplate=TEMPLATED),
+    "claim": lambda run: with_spec(run, storage={"claimName": "shared"}),
+    "long-name": lambda run: {**run, "metadata": {"name": "0" + "long-name" * 10 + ".9"}},
+    "queue": lambda run: {**run, "metadata": {"name": "queue", "labels": {names.QUEUE: "team"}}},
+}  # fmt: skip
+
+
+def with_spec(run: Object, **spec: Any) -> Object:
+    return {**run, "spec": {**run["spec"], **spec}}
+
+
+@dataclass
+class Namespace:
+    """Where a test's objects are; pods that do not meet the restricted standard are refused there."""
+
+    cluster: Cluster
+    name: str
+
+    def create(self, run: Object) -> tuple[ScaleRLRun, str]:
+        """The run as the server has it, and its uid: what owns nothing that exists is collected."""
+        made = json.loads(
+            self.cluster.kubectl("create", "-n", self.name, "-o", "json", "-f", "-", stdin=json.dumps(run))
+        )
+        return run_from_object(made), made["metadata"]["uid"]
+
+    def apply(self, objects: list[Object], *options: str) -> list[Object]:
+        """As the operator does; what the server then has."""
+        manifest = json.dumps({"apiVersion": "v1", "kind": "List", "items": objects})
+        words = (
+            "apply",
+            "--server-side",
+            "--force-conflicts",
+            "--validate=strict",
+            f"--field-manager={FIELD_OWNER}",
+        )
+        answer = json.loads(self.cluster.kubectl(*words, *options, "-o", "json", "-f", "-", stdin=manifest))
+        return list(answer["items"]) if answer["kind"] == "List" else [answer]
+
+    def delete(self, run: ScaleRLRun) -> None:
+        """The run; what it owns goes with it in its own time."""
+        self.cluster.kubectl("delete", "scalerlrun", run.metadata.name, "-n", self.name, "--wait=false")
+
+    def get(self, obj: Object) -> Object:
+        return self.cluster.get(obj["kind"], obj["metadata"]["name"], "-n", self.name)
+
+
+@pytest.fixture(scope="module")
+def namespace(control_plane: Cluster) -> Iterator[Namespace]:
+    control_plane.apply(crd.definition())
+    control_plane.kubectl("wait", "--for=condition=Established", "crd", crd.definition()["metadata"]["name"])
+    name = f"render-{time.time_ns():x}"
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    control_plane.apply(
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
+    )
+    yield Namespace(control_plane, name)
+    control_plane.kubectl("delete", "namespace", name, "--wait=false")
+
+
+@pytest.fixture(params=RUNS)
+def objects(namespace: Namespace, request: pytest.FixtureRequest) -> Iterator[list[Object]]:
+    """All objects of a run that the server has."""
+    named = {**TINY, "metadata": {"name": request.param}}
+    run, uid = namespace.create(RUNS[request.param](named))
+    yield rendered(run, uid)
+    namespace.delete(run)
+
+
+def rendered(run: ScaleRLRun, uid: str) -> list[Object]:
+    made = render(run, uid, EVERYTHING, IMAGES, operator_namespace="scalerl-system")
+    return [*made, secret(run, uid, "hush")]
+
+
+def assert_as_rendered(objects: list[Object], live: list[Object]) -> None:
+    assert len(objects) == len(live)
+    for wanted, is_now in zip(objects, live, strict=True):
+        assert wanted["metadata"]["name"] == is_now["metadata"]["name"]
+        assert differs(wanted, is_now) is None
+
+
+def test_the_server_takes_every_object_and_gives_it_back_as_rendered(
+    namespace: Namespace, objects: list[Object]
+) -> None:
+    assert_as_rendered(objects, namespace.apply(objects, "--dry-run=server"))
+    assert_as_rendered(objects, namespace.apply(objects))
+    pods = wait_for_pods(namespace, objects)
+    live = [namespace.get(obj) for obj in objects]
+    assert_as_rendered(objects, live)  # after controllers have written to them too
+    again = {obj["metadata"]["name"]: obj for obj in namespace.apply(objects) if obj["kind"] == "ConfigMap"}
+    for obj in live:
+        if obj["kind"] == "ConfigMap":
+            assert (
+                again[obj["metadata"]["name"]]["metadata"]["resourceVersion"]
+                == obj["metadata"]["resourceVersion"]
+            )
+    job = next(obj for obj in objects if obj["metadata"]["labels"].get(names.ATTEMPT))
+    ranks = [pod for pod in pods if names.ATTEMPT in pod["metadata"]["labels"]]
+    hostnames = {pod["spec"]["hostname"] for pod in ranks}
+    assert hostnames == {f"{job['metadata']['name']}-{rank}" for rank in range(len(ranks))}
+    assert {pod["spec"]["subdomain"] for pod in ranks} <= {obj["metadata"]["name"] for obj in objects}
+
+
+def wait_for_pods(namespace: Namespace, objects: list[Object]) -> list[Object]:
+    """The pods that controllers make of the objects: none is refused, by the restricted standard or else."""
+    wanted = sum(
+        obj["spec"].get("replicas", obj["spec"].get("parallelism", 0))
+        for obj in objects
+        if obj["kind"] in ("Job", "Deployment", "StatefulSet")
+    )
+    uid = objects[0]["metadata"]["labels"][names.RUN_UID]
+    until = time.monotonic() + CONTROLLERS_SECONDS
+    while True:
+        pods = list(
+            namespace.cluster.get("pods", "-n", namespace.name, "-l", f"{names.RUN_UID}={uid}")["items"]
+        )
+        if len(pods) == wanted:
+            return pods
+        if time.monotonic() > until:
+            events = namespace.cluster.kubectl(
+                "get", "events", "-n", namespace.name, "--field-selector=type=Warning"
+            )
+            raise AssertionError(f"{len(pods)} pods, not {wanted}:\n{events}")
+        time.sleep(0.5)
+
+
+def test_what_was_changed_by_hand_and_what_is_no_longer_wanted_is_found_and_undone(
+    namespace: Namespace,
+) -> None:
+    run, uid = namespace.create(
+        with_spec(RUNS["pod-template"]({**TINY, "metadata": {"name": "changed"}}), generator={"replicas": 1})
+    )
+    before = next(o for o in rendered(run, uid) if o["kind"] == "Deployment")
+    namespace.apply([before])
+    change = {"spec": {"template": {"spec": {"containers": [{"name": "server", "image": "other"}]}}}}
+    namespace.cluster.kubectl(
+        "patch", "-n", namespace.name, "deployment", before["metadata"]["name"], "-p", json.dumps(change)
+    )
+    found = differs(before, namespace.get(before))
+    assert found == "spec.template.spec.containers[server].image is 'other', not 'registry.local/generator:1'"
+    assert_as_rendered([before], namespace.apply([before]))
+
+    plain = run.model_copy(update={"spec": run.spec.model_copy(update={"pod_template": None})})
+    after = next(o for o in rendered(plain, uid) if o["kind"] == "Deployment")
+    assert differs(after, namespace.get(before))
+    live = namespace.apply([after])
+    assert_as_rendered([after], live)
+    spec = live[0]["spec"]["template"]["spec"]
+    assert not {"nodeSelector", "tolerations", "affinity", "imagePullSecrets"} & spec.keys()
+    assert {volume["name"] for volume in spec["volumes"]} == {
+        v["name"] for v in after["spec"]["template"]["spec"]["volumes"]
+    }
+    namespace.delete(run)
+
+
+QUANTITIES = (
+    *("1000m", "0.1", "1e3", "1E", "1500", "2000", "1024Ki", "1.5Gi", "0.5Ki", "1.3Ki", "0", "0Gi", "12e6", "1000000e-3"),
+    *(".5", "0.1n", "100k", "0.3m", "1000Mi", "1023", "1023Ki", "3Ei", "999999999999", "0.1Ki", "7u"),
+    *("1e-3", "15e-1", "1.25", "1234567890123", "1024", "1048576", "2048M", "1.1Mi", "0.0001Ki", "1e1"),
+)  # fmt: skip
+ODD = ("5.", "1E3", "1e0")
+"""The server leaves these as they are; they are no difference all the same."""
+
+
+def test_quantities_are_written_as_the_server_writes_them(namespace: Namespace) -> None:
+    volumes = [
+        {"name": f"v{n}", "emptyDir": {"sizeLimit": text}} for n, text in enumerate((*QUANTITIES, *ODD))
+    ]
+    pod = {"containers": [{"name": "c", "image": "i"}], "volumes": volumes, "restartPolicy": "Never"}
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": "quantities", "namespace": namespace.name},
+        "spec": {"template": {"spec": pod}},
+    }
+    [made] = namespace.apply([job], "--dry-run=server")
+    written = [volume["emptyDir"]["sizeLimit"] for volume in made["spec"]["template"]["spec"]["volumes"]]
+    assert dict(zip(QUANTITIES, written, strict=False)) == {text: canonical(text) for text in QUANTITIES}
+    assert differs(job, made) is None
+
+
+def test_a_field_that_the_server_does_not_know_is_an_error(namespace: Namespace) -> None:
+    claim = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "a", "namespace": namespace.name},
+        "dta": {},
+    }
+    with pytest.raises(KubectlError, match="dta"):
+        namespace.apply([claim], "--dry-run=server")
