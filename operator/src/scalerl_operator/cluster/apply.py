@@ -127,13 +127,13 @@ class Applier:
                     Reason.STORAGE_CLASS_NOT_FOUND,
                     f"spec.storage.storageClassName: {storage.storage_class_name} does not exist",
                 )
-        for obj in wanted:
+        for obj in (secret(run, place.uid, ""), *wanted):
             problem = await self._taken(obj, place)
             if problem is not None:
                 return problem
         if _has_raw_parts(run):
             for obj in everything():
-                problem = await self._write(obj, dry_run=True)
+                problem = await self._taken(obj, place) or await self._write(obj, dry_run=True)
                 if problem is not None:
                     return problem
         return None

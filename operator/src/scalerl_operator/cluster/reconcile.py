@@ -37,7 +37,7 @@ from scalerl_operator.cluster.render.shared import spec_hash
 from scalerl_operator.cluster.types import Desired, Images, Object
 from scalerl_operator.policy import lifecycle
 from scalerl_operator.policy.budget import Usage
-from scalerl_operator.policy.lifecycle import Course, Facts, Heard, Memory
+from scalerl_operator.policy.lifecycle import Course, Facts, Heard, JobState, Memory
 from scalerl_operator.workloads import Role
 
 Key = tuple[str, str]
@@ -47,6 +47,8 @@ PROGRESS_SECONDS: Final = 15.0
 """Between two writes of a status in which only what moves all the time is new."""
 BLOCKED_SECONDS: Final = 30.0
 """When to try again what the cluster did not let us make."""
+START_LOOKS: Final = (15.0, 300.0)
+"""While pods are awaited, only events tell what is missing: looked at first and at the latest after so long."""
 
 
 class Scaling(Protocol):
@@ -200,8 +202,21 @@ class Reconciler:
         put_off = await self._report(run, seen, looked)
         if course.memory.outcome is not None:
             return await self._expire(run, seen)
-        waits = (course.again_seconds, put_off, BLOCKED_SECONDS if blocked is not None else None)
+        waits = (
+            course.again_seconds,
+            put_off,
+            BLOCKED_SECONDS if blocked is not None else None,
+            self._next_start_look(seen, observed, desired),
+        )
         return min((wait for wait in waits if wait is not None), default=None)
+
+    def _next_start_look(self, seen: _Seen, observed: Observed, desired: Desired) -> float | None:
+        """The longer a start takes, the rarer."""
+        awaited = desired.prepare and observed.prepare.state is not JobState.COMPLETE
+        if not awaited and all(pod.ready or pod.leaving or pod.ends for pod in observed.pods):
+            return None
+        first, last = START_LOOKS
+        return min(max(first, (seen.unix_seconds - seconds(seen.before.start_time)) / 2), last)
 
     def _facts(
         self, run: ScaleRLRun, seen: _Seen, observed: Observed, heard: Status | None, steered: Steered
@@ -320,7 +335,8 @@ class Reconciler:
                 before is not None and (before.status, before.reason) == (condition.status, condition.reason)
             ):
                 continue
-            text = condition.message or Reason(condition.reason).text
+            meaning = ConditionType(condition.type) if loudness == "Normal" else Reason(condition.reason)
+            text = condition.message or meaning.text
             await self._api.event(seen.run, loudness, condition.reason, f"{condition.type}: {text}")
 
     # --- ends -------------------------------------------------------------------------------------

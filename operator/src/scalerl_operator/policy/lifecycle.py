@@ -185,7 +185,7 @@ def decide(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
         return _prepare(seen, memory)
     broken = _broken(spec, seen)
     if broken is not None:
-        return _end(memory, broken)
+        return _end(seen, memory, broken)
     return _run(spec, seen, memory)
 
 
@@ -229,7 +229,9 @@ def _prepare(seen: Facts, memory: Memory) -> Course:
         worst = _worst(seen.prepare.ends)
         reason = Reason.BAD_INPUT if worst.exit_code == BAD_INPUT_EXIT_CODE else Reason.PREPARE_FAILED
         return _end(
-            memory, Outcome(End.FAILED, reason, worst.message or f"prepare exited with {worst.exit_code}")
+            seen,
+            memory,
+            Outcome(End.FAILED, reason, worst.message or f"prepare exited with {worst.exit_code}"),
         )
     # What runs already (after a change of the spec) goes on until the new preparation is there.
     running = seen.trainer.state is JobState.ACTIVE
@@ -279,12 +281,12 @@ def _run(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
             return Course(
                 Phase.SUSPENDED, replace(memory, rest=Rest.ASKED, drain_since=None), ask_suspend=True
             )
-        return _end(memory, Outcome(End.COMPLETED, _reason(heard.stop_reason), heard.stop_reason))
+        return _end(seen, memory, Outcome(End.COMPLETED, _reason(heard.stop_reason), heard.stop_reason))
     if seen.trainer.ready and seen.trainer.attempt == memory.attempt and memory.ready_since is None:
         memory = replace(memory, ready_since=seen.unix_seconds)
     memory = _judge(spec, seen, memory)
     if memory.outcome is not None:
-        return _end(memory, memory.outcome)
+        return _end(seen, memory, memory.outcome)
     memory, trainer, wait = _attempt(seen, memory, finished=finished)
     ending = heard is not None and (heard.phase in (Word.FINISHING, Word.FINISHED) or bool(heard.stop_reason))
     return Course(
@@ -386,9 +388,8 @@ def _over(seen: Facts, memory: Memory, outcome: Outcome) -> Course:
     )
 
 
-def _end(memory: Memory, outcome: Outcome) -> Course:
-    phase = Phase.COMPLETED if outcome.end is End.COMPLETED else Phase.FAILED
-    return Course(phase, replace(memory, outcome=outcome), again_seconds=0.0)
+def _end(seen: Facts, memory: Memory, outcome: Outcome) -> Course:
+    return replace(_over(seen, replace(memory, outcome=outcome), outcome), again_seconds=0.0)
 
 
 def _reason(stop_reason: str) -> Reason:

@@ -1,0 +1,315 @@
+"""A stage for the operator's looks: a real API server with its controllers, and no kubelet: the test plays the pods.
+
+Here are a coordinator that says what it is told to say, and pods that begin, work and end by a word of the test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+from aiohttp import web
+
+from scalerl_api import endpoints, wire
+from scalerl_operator.cluster import connection
+from scalerl_operator.cluster.api import KubeApi
+from scalerl_operator.cluster.cache import Cache
+from scalerl_operator.cluster.reconcile import Reconciler
+from scalerl_operator.cluster.types import Images
+
+ROOT = Path(__file__).resolve().parents[2]
+CRD = ROOT / "crds" / "scalerl.dev_scalerlruns.yaml"
+WATCHED = (
+    *("ScaleRLRun", "ConfigMap", "Service", "PersistentVolumeClaim", "StatefulSet", "Deployment", "Job"),
+    *("NetworkPolicy", "PodDisruptionBudget", "Pod"),
+)
+_addresses = (
+    # Of this process's own, so that several test runs can be under way.
+    f"127.{1 + os.getpid() % 250}.{a}.{b}"
+    for a, b in itertools.product(range(os.getpid() // 250 % 250, 256), range(1, 255))
+)
+
+Object = dict[str, Any]
+
+
+class Calls:
+    """Counts what is asked of the API server."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def called(self, verb: str, kind: str, code: int, seconds: float) -> None:
+        self.counts[verb] += 1
+
+    @property
+    def writes(self) -> int:
+        return sum(n for verb, n in self.counts.items() if verb not in ("get", "list"))
+
+
+class Coordinator:
+    """Answers as a coordinator does, with what the test has put into it."""
+
+    def __init__(self) -> None:
+        self.address = next(_addresses)
+        self.phase, self.stop_reason, self.told = wire.Phase.RUNNING, "", list[str]()
+        self.step, self.points = 3, list[wire.EvaluationPoint]()
+        self.silent = False
+
+    def status(self) -> wire.Status:
+        counts = wire.Counts(
+            **dict.fromkeys(
+                [
+                    "acknowledged",
+                    "trained",
+                    "filtered",
+                    "queued",
+                    "leased",
+                    "late",
+                    "stale",
+                    "invalid",
+                    "duplicate",
+                    "expired_leases",
+                ],
+                0,
+            )
+        )
+        return wire.Status(
+            phase=self.phase,
+            waiting_for="",
+            step=self.step,
+            published_version=self.step,
+            stop_reason=self.stop_reason,
+            counts=counts,
+            members=[],
+            points=self.points,
+            last_step_stats={},
+            wall_seconds=10.0,
+            device_seconds=20.0,
+            tokens_generated=1,
+            tokens_trained=1,
+            generator_busy_fraction=0.5,
+            trainer_busy_fraction=0.5,
+            max_staleness_steps=0,
+            mean_staleness_steps=0.0,
+            mismatch_kl=None,
+        )
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        async def status(_: web.Request) -> web.Response:
+            if self.silent:
+                await asyncio.sleep(30)
+            return web.Response(body=msgspec.msgpack.encode(self.status()))
+
+        async def stop(request: web.Request) -> web.Response:
+            self.stop_reason = msgspec.msgpack.decode(await request.read(), type=wire.Stop).reason
+            self.told.append(self.stop_reason)
+            self.phase = wire.Phase.FINISHING if self.stop_reason else wire.Phase.RUNNING
+            return web.Response(body=msgspec.msgpack.encode(wire.Ack()))
+
+        app = web.Application()
+        app.router.add_get(endpoints.STATUS, status)
+        app.router.add_post(endpoints.STOP, stop)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, self.address, 8080).start()
+        try:
+            yield
+        finally:
+            await runner.cleanup()
+
+
+class Stage:
+    """One namespace, and an operator's looks at the runs in it."""
+
+    def __init__(
+        self, api: KubeApi, own: KubeApi, calls: Calls, namespace: str, kubectl: Callable[..., str]
+    ) -> None:
+        self.api, self.calls, self.namespace, self.kubectl = api, calls, namespace, kubectl
+        self._own = own  # the test's own requests are not counted
+        self.now = 0.0
+        self.coordinator = Coordinator()
+        self._begin()
+
+    async def fresh_operator(self) -> None:
+        """As after a restart: nothing is remembered but what the cluster holds."""
+        await self.reconciler.close()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.cache = Cache(lambda key: None)
+        self.reconciler = Reconciler(
+            self.api,
+            self.cache,
+            images=Images("trainer:1", "generator:1", "coordinator:1"),
+            operator_namespace="scalerl",
+            clock=self.clock,
+        )
+
+    def clock(self) -> float:
+        return time.time() + self.now
+
+    async def look(self, name: str = "tiny-addition") -> float | None:
+        """What the watches would have brought, then one look."""
+        for kind in WATCHED:
+            found, version = await self._own.list_at(kind, self.namespace)
+            for obj in found:
+                obj["kind"] = kind
+                self.cache.observe(None, obj)
+            present = [(o["metadata"]["namespace"], o["metadata"]["name"]) for o in found]
+            self.cache.forget_missing(kind, present, version)
+        return await self.reconciler.reconcile((self.namespace, name))
+
+    async def looks(
+        self, until: Callable[[Object], bool], name: str = "tiny-addition", times: int = 60
+    ) -> Object:
+        """Look until the run is as wanted."""
+        for _ in range(times):
+            await self.look(name)
+            run = await self._own.get("ScaleRLRun", self.namespace, name)
+            if run is None or until(run):
+                return run or {}
+            await asyncio.sleep(0.1)
+        raise AssertionError(f"not reached: {yaml.safe_dump((run or {}).get('status'))}")
+
+    async def create(self, *objects: Object) -> None:
+        for obj in objects:
+            obj["metadata"]["namespace"] = self.namespace
+            await self._own.create(obj)
+
+    async def edit(self, kind: str, name: str, patch: Object, subresource: str | None = None) -> Object:
+        return await self._own.patch(kind, self.namespace, name, patch, subresource=subresource)
+
+    async def get(self, kind: str, name: str) -> Object | None:
+        return await self._own.get(kind, self.namespace, name)
+
+    async def delete(self, kind: str, name: str) -> None:
+        await self._own.delete(kind, self.namespace, name)
+
+    async def all(self, kind: str, role: str | None = None) -> list[Object]:
+        found = await self._own.list(kind, self.namespace)
+        return [
+            o
+            for o in found
+            if role is None or o["metadata"].get("labels", {}).get("app.kubernetes.io/component") == role
+        ]
+
+    async def events(self) -> list[tuple[str, str]]:
+        found = [
+            e
+            for e in await self._own.list("Event", self.namespace)
+            if e["involvedObject"]["kind"] == "ScaleRLRun"
+        ]
+        found.sort(key=lambda e: (e["firstTimestamp"], int(e["metadata"]["resourceVersion"])))
+        return [(e["reason"], e["message"]) for e in found]
+
+    # --- pods -------------------------------------------------------------------------------------
+
+    async def pods(self, role: str, count: int = 1) -> list[Object]:
+        """The pods of a role that are to stay, once the controllers have made them."""
+        for _ in range(100):
+            found = [p for p in await self.all("Pod", role) if "deletionTimestamp" not in p["metadata"]]
+            found = [p for p in found if p.get("status", {}).get("phase") in (None, "Pending", "Running")]
+            if len(found) >= count:
+                return found
+            await asyncio.sleep(0.1)
+        raise AssertionError(f"no {count} pods of {role} in 10 s")
+
+    async def begin(self, role: str, count: int = 1) -> None:
+        """The pods of a role run and are ready."""
+        for pod in await self.pods(role, count):
+            containers = [
+                {
+                    "name": c["name"],
+                    "ready": True,
+                    "restartCount": 0,
+                    "image": c["image"],
+                    "imageID": "",
+                    "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}},
+                }
+                for c in pod["spec"]["containers"]
+            ]
+            address = self.coordinator.address if role == "coordinator" else next(_addresses)
+            status = {
+                "phase": "Running",
+                "podIP": address,
+                "podIPs": [{"ip": address}],
+                "conditions": [{"type": "Ready", "status": "True"}],
+                "containerStatuses": containers,
+            }
+            await self.edit("Pod", pod["metadata"]["name"], {"status": status}, "status")
+
+    async def end(self, role: str, code: int = 0, message: str = "", count: int = 1) -> None:
+        """The first ``count`` pods of a role end with ``code``."""
+        for pod in (await self.pods(role, count))[:count]:
+            over = {"exitCode": code, "message": message, "reason": "Completed" if code == 0 else "Error"}
+            containers = [
+                {
+                    "name": c["name"],
+                    "ready": False,
+                    "restartCount": 0,
+                    "image": c["image"],
+                    "imageID": "",
+                    "state": {"terminated": over},
+                }
+                for c in pod["spec"]["containers"]
+            ]
+            status = {
+                "phase": "Succeeded" if code == 0 else "Failed",
+                "conditions": [{"type": "Ready", "status": "False"}],
+                "containerStatuses": containers,
+            }
+            await self.edit("Pod", pod["metadata"]["name"], {"status": status}, "status")
+
+    async def start(self, run: Object) -> None:
+        """A run that works: prepared, all its pods ready."""
+        await self.create(run)
+        await self.looks(lambda r: r.get("status", {}).get("phase") == "Preparing")
+        await self.end("prepare")
+        await self.looks(lambda r: r["status"]["phase"] == "Running")
+        await self.begin("coordinator")
+        await self.begin("generator")
+        await self.begin("trainer", 2)
+        await self.looks(lambda r: condition(r, "TrainerReady") == "Ready" and r["status"].get("step") == 3)
+
+
+def condition(run: Object, type_: str) -> str:
+    """The reason of a condition; empty without it."""
+    found = [c["reason"] for c in run.get("status", {}).get("conditions", ()) if c["type"] == type_]
+    return found[0] if found else ""
+
+
+def tiny(name: str = "tiny-addition", **spec: Any) -> Object:
+    """The tiny example, changed."""
+    run = yaml.safe_load((ROOT / "examples/tiny/run-kubernetes.yaml").read_text())
+    run["metadata"]["name"] = name
+    run["spec"] |= spec
+    return run
+
+
+@asynccontextmanager
+async def stage(cluster: Any, namespace: str) -> AsyncIterator[Stage]:
+    """A stage in a namespace of its own."""
+    cluster.kubectl("apply", "--server-side", "-f", CRD)
+    cluster.kubectl("wait", "--for=condition=Established", "crd/scalerlruns.scalerl.dev")
+    cluster.kubectl("create", "namespace", namespace)
+    configuration = await connection.load(str(cluster.kubeconfig))
+    calls = Calls()
+    async with AsyncExitStack() as stack:
+        api = await stack.enter_async_context(KubeApi(configuration, observer=calls))
+        own = await stack.enter_async_context(KubeApi(configuration))
+        there = Stage(api, own, calls, namespace, cluster.kubectl)
+        await stack.enter_async_context(there.coordinator.serving())
+        try:
+            yield there
+        finally:
+            await there.reconciler.close()

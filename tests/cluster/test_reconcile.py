@@ -1,0 +1,303 @@
+"""The operator's look at a run, against a real API server and its controllers; the test plays the pods."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import yaml
+from stage import ROOT, Stage, condition, stage, tiny
+
+from scalerl_api import wire
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+
+WORKLOADS = ("Job", "StatefulSet", "Deployment")
+
+
+@pytest.fixture
+async def there(control_plane: Any, request: pytest.FixtureRequest) -> AsyncIterator[Stage]:
+    namespace = f"t{abs(hash(request.node.name)) % 10**8}"
+    data = (ROOT / "examples/tiny/data.jsonl").read_text()[:2000]
+    async with stage(control_plane, namespace) as place:
+        config = {"apiVersion": "v1", "kind": "ConfigMap", "data": {"data.jsonl": data}}
+        await place.create(config | {"metadata": {"name": "tiny-addition-data"}})
+        yield place
+
+
+def phase(name: str) -> Any:
+    return lambda run: run.get("status", {}).get("phase") == name
+
+
+async def names(there: Stage, *kinds: str) -> set[str]:
+    found = [o for kind in kinds for o in await there.all(kind)]
+    return {o["metadata"]["name"] for o in found if "scalerl.dev/run" in o["metadata"].get("labels", {})}
+
+
+async def test_from_nothing_to_completed(there: Stage) -> None:
+    await there.start(tiny())
+    assert await names(there, *WORKLOADS) == {
+        *("tiny-addition-prepare", "tiny-addition-coordinator", "tiny-addition-generator"),
+        "tiny-addition-trainer-1",
+    }
+    there.coordinator.phase, there.coordinator.stop_reason = wire.Phase.FINISHED, "maxSteps"
+    await there.end("trainer", 0, count=2)
+    run = await there.looks(phase("Completed"))
+    assert (condition(run, "Completed"), run["status"]["step"]) == ("BudgetReached", 3)
+    for _ in range(20):
+        await there.look()
+        left = await names(there, *WORKLOADS)
+        if left == {"tiny-addition-prepare", "tiny-addition-trainer-1"}:
+            break
+        await asyncio.sleep(0.2)
+    assert left == {"tiny-addition-prepare", "tiny-addition-trainer-1"}, (
+        "Jobs that have ended keep their logs"
+    )
+    told = {reason for reason, _ in await there.events()}
+    assert {"Accepted", "Preparing", "Prepared", "Running", "Completed", "BudgetReached"} <= told
+
+
+async def test_a_look_that_finds_all_well_writes_nothing(there: Stage) -> None:
+    await there.start(tiny())
+    await there.look()
+    before = there.calls.writes
+    for _ in range(5):
+        assert await there.look() == 5.0
+    assert there.calls.writes == before
+    await there.fresh_operator()
+    await there.look()
+    assert there.calls.writes == before, "nor does another operator"
+
+
+async def test_what_somebody_changes_is_put_back_and_what_is_not_ours_is_left(there: Stage) -> None:
+    await there.start(tiny())
+    deployment = "tiny-addition-generator"
+    await there.edit("Deployment", deployment, {"metadata": {"annotations": {"team": "blue"}}})
+    before = there.calls.writes
+    await there.look()
+    assert there.calls.writes == before
+    await there.edit("Deployment", deployment, {"spec": {"replicas": 5}})
+    await there.look()
+    live = await there.get("Deployment", deployment)
+    assert live is not None
+    assert (live["spec"]["replicas"], live["metadata"]["annotations"]["team"]) == (1, "blue")
+    assert any(reason == "RepairedDrift" and "replicas" in text for reason, text in await there.events())
+    # Whoever does it again and again is not fought at full speed.
+    writes = there.calls.counts["apply"]
+    for _ in range(10):
+        await there.edit("Deployment", deployment, {"spec": {"replicas": 5}})
+        await there.look()
+    assert there.calls.counts["apply"] - writes <= 2
+
+
+@pytest.mark.parametrize("kind", ["ConfigMap", "Service", "Secret", "PersistentVolumeClaim"])
+async def test_a_name_that_is_taken_leaves_nothing_half_made(there: Stage, kind: str) -> None:
+    name, body = {
+        "ConfigMap": ("tiny-addition-spec", {"data": {"mine": "yes"}}),
+        "Service": ("tiny-addition-coordinator", {"spec": {"ports": [{"port": 1}]}}),
+        "Secret": ("tiny-addition-token", {"stringData": {"token": "theirs"}}),
+        "PersistentVolumeClaim": (
+            "tiny-addition-data",
+            {"spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}},
+        ),
+    }[kind]
+    await there.create({"apiVersion": "v1", "kind": kind, "metadata": {"name": name}, **body})
+    await there.create(tiny())
+    run = await there.looks(lambda r: bool(condition(r, "Accepted")))
+    reason = "ClaimTaken" if kind == "PersistentVolumeClaim" else "NameTaken"
+    assert (condition(run, "Accepted"), await names(there, *WORKLOADS, "PersistentVolumeClaim")) == (
+        reason,
+        set(),
+    )
+    live = await there.get(kind, name)
+    assert live is not None
+    assert "scalerl.dev/run" not in live["metadata"].get("labels", {})
+    await there.delete(kind, name)
+    await there.looks(
+        lambda r: condition(r, "Accepted") == "Accepted" and condition(r, "Degraded") == "AsExpected"
+    )
+
+
+async def test_what_a_run_names_has_to_be_there(there: Stage) -> None:
+    await there.create(tiny("a", storage={"claimName": "shared"}))
+    await there.create(tiny("b", storage={"storageClassName": "fast"}))
+    run = await there.looks(lambda r: bool(condition(r, "Accepted")), "a")
+    assert condition(run, "Accepted") == "ClaimNotFound"
+    run = await there.looks(lambda r: bool(condition(r, "Accepted")), "b")
+    assert condition(run, "Accepted") == "StorageClassNotFound"
+    assert await names(there, *WORKLOADS, "ConfigMap", "PersistentVolumeClaim") == set()
+    claim = {"spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}}
+    await there.create(
+        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "shared"}, **claim}
+    )
+    await there.looks(phase("Preparing"), "a")
+
+
+async def test_raw_kubernetes_that_is_wrong_is_refused_as_a_whole(there: Stage) -> None:
+    template = tiny()["spec"]["podTemplate"] | {"tolerations": [{"key": "a", "operator": "Sometimes"}]}
+    await there.create(tiny(podTemplate=template))
+    run = await there.looks(lambda r: bool(condition(r, "Accepted")))
+    said = next(c for c in run["status"]["conditions"] if c["type"] == "Accepted")
+    assert (said["status"], said["reason"]) == ("False", "ObjectRefused")
+    assert "operator" in said["message"]
+    assert await names(there, *WORKLOADS, "ConfigMap", "PersistentVolumeClaim") == set()
+    await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"podTemplate": {"tolerations": []}}})
+    await there.looks(phase("Preparing"))
+
+
+async def test_a_quota_that_is_used_up_shows_and_is_waited_for(there: Stage) -> None:
+    quota = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "q"},
+        "spec": {"hard": {"pods": "0"}},
+    }
+    there_kubectl = yaml.safe_dump(quota)
+    await asyncio.to_thread(there.kubectl, "apply", "-n", there.namespace, "-f", "-", stdin=there_kubectl)
+    await asyncio.sleep(0.5)
+    await there.create(tiny())
+    await there.looks(phase("Preparing"))
+    there.now = 20.0
+    run = await there.looks(lambda r: condition(r, "Degraded") == "QuotaExceeded")
+    assert condition(run, "Prepared") == "QuotaExceeded"
+    await asyncio.to_thread(there.kubectl, "delete", "-n", there.namespace, "resourcequota", "q")
+    await there.pods("prepare")
+    await there.looks(lambda r: condition(r, "Degraded") == "AsExpected")
+
+
+async def test_bad_input_ends_the_run_with_the_last_line_of_the_log(there: Stage) -> None:
+    await there.create(tiny())
+    await there.looks(phase("Preparing"))
+    log = "2026-01-01 00:00:00,000 ERROR scalerl_trainer.prepare task.jsonl.path: line 3: no answer"
+    await there.end("prepare", 2, log)
+    run = await there.looks(phase("Failed"))
+    said = next(c for c in run["status"]["conditions"] if c["type"] == "Failed")
+    assert (said["reason"], said["message"]) == ("BadInput", "task.jsonl.path: line 3: no answer")
+    assert any(reason == "BadInput" for reason, _ in await there.events())
+
+
+async def test_one_rank_dies_and_the_gang_starts_again(there: Stage) -> None:
+    await there.start(tiny())
+    await there.end("trainer", 137)
+    run = await there.looks(lambda r: r["status"]["trainer"]["restarts"] == 1)
+    assert run["status"]["phase"] == "Running"
+    there.now = 5.0
+    await there.looks(lambda r: r["status"]["trainer"]["attempt"] == 2)
+    for _ in range(50):
+        await there.look()
+        left = await names(there, "Job")
+        if left == {"tiny-addition-prepare", "tiny-addition-trainer-2"}:
+            break
+        await asyncio.sleep(0.2)
+    assert left == {"tiny-addition-prepare", "tiny-addition-trainer-2"}
+    assert {"tiny-addition-coordinator", "tiny-addition-generator"} <= await names(there, *WORKLOADS)
+    await there.begin("trainer", 2)
+    await there.looks(lambda r: condition(r, "TrainerReady") == "Ready")
+
+
+async def test_suspend_and_resume(there: Stage) -> None:
+    await there.start(tiny())
+    await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"suspend": True}})
+    await there.looks(phase("Suspending"))
+    assert there.coordinator.told == ["interrupted"]
+    there.coordinator.phase = wire.Phase.FINISHED
+    await there.end("trainer", 0, count=2)
+    await there.looks(phase("Suspended"))
+    for _ in range(50):
+        await there.look()
+        if not await names(there, *WORKLOADS, "Pod"):
+            break
+        await asyncio.sleep(0.2)
+    assert await names(there, *WORKLOADS) == set()
+    assert await names(there, "PersistentVolumeClaim") == {"tiny-addition-data"}
+    writes = there.calls.writes
+    await there.fresh_operator()
+    assert await there.look() is None
+    assert there.calls.writes == writes, "a run at rest costs nothing"
+    await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"suspend": False}})
+    await there.looks(phase("Preparing"))
+    await there.end("prepare")
+    await there.looks(phase("Running"))
+    await there.begin("coordinator")
+    await there.begin("trainer", 2)
+    await there.looks(
+        lambda r: condition(r, "CoordinatorReady") == "Ready" and there.coordinator.told[-1] == ""
+    )
+
+
+@pytest.mark.parametrize("when", ["Pending", "Preparing", "Running", "Suspended", "Failed"])
+async def test_deleted_in_any_phase_nothing_stays_but_what_is_kept(there: Stage, when: str) -> None:
+    kept = tiny(storage={"size": "1Gi", "onDelete": "Retain"})
+    if when == "Running":
+        await there.start(kept)
+    elif when == "Suspended":
+        kept["spec"]["suspend"] = True
+        await there.create(kept)
+        await there.looks(phase("Suspended"))
+    elif when == "Pending":
+        kept["spec"]["storage"] = {"claimName": "nowhere"}
+        await there.create(kept)
+        await there.looks(phase("Pending"))
+    else:
+        await there.create(kept)
+        await there.looks(phase("Preparing"))
+        if when == "Failed":
+            await there.end("prepare", 2, "wrong")
+            await there.looks(phase("Failed"))
+    await there.delete("ScaleRLRun", "tiny-addition")
+    if when == "Running":
+        await there.look()
+        assert there.coordinator.told == ["interrupted"], "what was trained is saved first"
+        assert await there.get("ScaleRLRun", "tiny-addition") is not None
+        there.coordinator.phase = wire.Phase.FINISHED
+        await there.end("trainer", 0, count=2)
+    await there.looks(lambda run: False)
+    kinds = (*WORKLOADS, "Pod", "ConfigMap", "Secret", "Service", "NetworkPolicy", "PodDisruptionBudget")
+    for _ in range(150):
+        left = await names(there, *kinds)
+        if not left:
+            break
+        await asyncio.sleep(0.2)
+    assert left == set()
+    claims = await names(there, "PersistentVolumeClaim")
+    assert claims == (set() if when == "Pending" else {"tiny-addition-data"})
+
+
+async def test_a_run_that_has_ended_goes_when_its_time_is_over(there: Stage) -> None:
+    await there.start(tiny(ttlSecondsAfterFinished=60))
+    there.coordinator.phase, there.coordinator.stop_reason = wire.Phase.FINISHED, "maxSteps"
+    await there.end("trainer", 0, count=2)
+    await there.looks(phase("Completed"))
+    wait = await there.look()
+    assert wait is not None
+    assert 50 < wait <= 60
+    there.now = 61.0
+    await there.looks(lambda run: False)
+    assert await there.get("ScaleRLRun", "tiny-addition") is None
+
+
+async def test_a_spec_that_changes_rolls_what_reads_it(there: Stage) -> None:
+    """A larger budget concerns the coordinator alone; another batch size everyone, the trainer by way of a checkpoint."""
+    await there.start(tiny())
+    before = {
+        o["metadata"]["name"]: o["metadata"]["generation"] for k in WORKLOADS for o in await there.all(k)
+    }
+    await there.edit(
+        "ScaleRLRun", "tiny-addition", {"spec": {"budget": {"maxSteps": 200, "maxSeconds": 3600}}}
+    )
+    await there.look()
+    await there.look()
+    after = {
+        o["metadata"]["name"]: o["metadata"]["generation"] for k in WORKLOADS for o in await there.all(k)
+    }
+    changed = {name for name in after if after[name] != before.get(name)}
+    assert changed == {"tiny-addition-coordinator"}
+    await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"recipe": {"promptsPerStep": 32}}})
+    await there.looks(phase("Preparing"))
+    trainer = await there.get("Job", "tiny-addition-trainer-1")
+    assert trainer is not None
+    assert "deletionTimestamp" not in trainer["metadata"], (
+        "training goes on until the change has been prepared"
+    )
