@@ -25,6 +25,7 @@ class Case:
     given: tuple[Object, ...] = ()
     condition: str = ""
     reason: str = ""
+    nodes: bool = False
 
 
 def cases(*by: str) -> list[Case]:
