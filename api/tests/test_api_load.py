@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from scalerl_api.load import SpecError, parse_run
+from scalerl_api.load import SpecError, parse_run, to_yaml
 
 GOOD: dict[str, Any] = {
     "apiVersion": "scalerl.dev/v1alpha1",
@@ -145,6 +145,14 @@ def test_every_rank_takes_an_example_of_a_warm_start() -> None:
     ]
     run["spec"]["warmStart"]["batchSize"] = 4
     parse_run(yaml.safe_dump(run), "run.yaml")
+
+
+def test_what_is_written_means_the_same_to_every_reader() -> None:
+    manifest = parse_run(yaml.safe_dump(GOOD), "run.yaml").to_manifest()
+    text = to_yaml(manifest)
+    assert "epsilon: '1e-15'" in text
+    assert "learningRate: '5e-7'" in text
+    assert yaml.safe_load(text) == manifest
 
 
 @pytest.mark.parametrize("value", [1, True, "0.5", [1, 2], ["0.5", "a"], []])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +97,32 @@ def parse_run(text: str, source: str) -> ScaleRLRun:
         raise SpecError(source, [SpecProblem("file", f"expected one {KIND} object, found {found}")])
     return _validated(documents[0], source)
 
+
+def to_yaml(manifest: Mapping[str, Any]) -> str:
+    """A manifest as text that means the same to every reader.
+
+    PyYAML takes a bare ``1e-15`` for text; ``kubectl`` takes it for a float, which no spec may have. So what looks
+    like a number and is text stands in quotes.
+
+    >>> to_yaml({"epsilon": "1e-15", "keep": 2})
+    "epsilon: '1e-15'\\nkeep: 2\\n"
+    """
+    dumped: str = yaml.dump(dict(manifest), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+    return dumped
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes numbers that are text, and writes what stands twice out twice: some readers know no anchors."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        number = re.fullmatch(r"[-+.0-9eE]+", data)
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style="'" if number else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 _METADATA = ("name", "namespace", "labels", "annotations")
 

@@ -23,13 +23,13 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
-import yaml
 from annotated_types import Ge, Le, MaxLen, MinLen
 from pydantic import AfterValidator, BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from scalerl_api.fields import AtLeast, InRange, Matches, decimal_input, quantity_input
+from scalerl_api.load import to_yaml
 from scalerl_api.pods import Named, Unique, own_path, text_value, unreserved
 from scalerl_api.spec import GROUP, KIND, PLURAL, VERSION, RunSpec
 from scalerl_api.status import RunStatus
@@ -118,23 +118,7 @@ def definition() -> dict[str, Any]:
 
 def text() -> str:
     """The definition as it stands in ``crds/``."""
-    dumped: str = yaml.dump(definition(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
-    return _HEADER + dumped
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes what stands twice out twice: some readers of a definition know no anchors. And quotes ``1e-15``, which
-    only PyYAML reads as text without."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-    def represent_str(self, data: str) -> yaml.ScalarNode:
-        number = re.fullmatch(r"[-+.0-9eE]+", data)
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style="'" if number else None)
-
-
-_Dumper.add_representer(str, _Dumper.represent_str)
+    return _HEADER + to_yaml(definition())
 
 
 def _column(name: str, kind: str, path: str, priority: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, Final, Self
 import yaml
 
 from scalerl_api import process as api
+from scalerl_api.load import to_yaml
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.policy.change import CHANGEABLE, forbidden_changes
@@ -88,7 +89,7 @@ class RunDirectory:
     def _write(self, run: ScaleRLRun) -> None:
         paths = self.paths
         paths.logs.mkdir(exist_ok=True)
-        text = yaml.safe_dump(run.to_manifest(), sort_keys=False, allow_unicode=True)
+        text = to_yaml(run.to_manifest())
         _write_whole(paths.run_file, text, 0o644)
         if not paths.token.exists():
             _write_whole(paths.token, secrets.token_urlsafe(32) + "\n", 0o600)
