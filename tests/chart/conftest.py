@@ -8,9 +8,14 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from testcluster import Cluster
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "cluster")]
@@ -56,3 +61,16 @@ def promtool() -> str:
 @pytest.fixture(scope="session")
 def prometheus() -> str:
     return _debian("prometheus")
+
+
+@pytest.fixture(scope="session")
+def control_plane() -> Iterator[Cluster]:
+    """A real API server with its controllers; its nodes are not real, so that pods become ready and run nothing."""
+    from testcluster import MissingError, start_control_plane
+
+    try:
+        cluster = start_control_plane(unreal_nodes=2)
+    except MissingError as error:
+        pytest.skip(f"no control plane can be run here: {error}")
+    with cluster:
+        yield cluster
