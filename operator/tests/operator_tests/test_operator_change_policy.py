@@ -38,3 +38,20 @@ def test_labels_may_change_and_the_name_may_not() -> None:
     before = run_spec().to_manifest()
     after = {**before, "metadata": {"name": "other", "labels": {"a.b/c": "d"}, "annotations": {}}}
     assert forbidden_changes(before, after) == ["metadata.name: test → other"]
+
+
+def test_what_only_a_cluster_reads_may_differ_or_be_unknown_to_the_release_before() -> None:
+    after = run_spec(
+        storage={"size": "1Gi"},
+        images={"trainer": "t:2"},
+        podTemplate={"labels": {"a": "b"}},
+        coordinator={"maxRestarts": 1},
+        ttlSecondsAfterFinished=1,
+    ).to_manifest()
+    before = run_spec().to_manifest()
+    assert forbidden_changes(before, after) == []
+    for name in ("storage", "images", "deviceResource", "coordinator"):
+        del before["spec"][name]
+    for role in ("generator", "trainer"):
+        del before["spec"][role]["maxRestarts"]
+    assert forbidden_changes(before, after) == []

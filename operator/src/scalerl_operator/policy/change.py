@@ -8,6 +8,19 @@ from typing import Any
 CHANGEABLE = ("spec.budget", "spec.autoscaling", "spec.suspend", "metadata.labels", "metadata.annotations")
 """Everything else is what the checkpoints, the journal and the curve so far were made with."""
 
+OF_A_CLUSTER = (
+    *(
+        "spec.storage",
+        "spec.images",
+        "spec.podTemplate",
+        "spec.deviceResource",
+        "spec.ttlSecondsAfterFinished",
+    ),
+    *("spec.coordinator", "spec.generator.podTemplate", "spec.generator.maxRestarts"),
+    *("spec.trainer.podTemplate", "spec.trainer.maxRestarts"),
+)
+"""Fields that a run on one machine does not read: another value, or a release that knew none, changes nothing."""
+
 
 def forbidden_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """``field: old → new`` of each change that a started run cannot take; both as ``to_manifest`` gives them.
@@ -24,7 +37,7 @@ def forbidden_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str
 
 
 def _changeable(path: str) -> bool:
-    return any(path == prefix or path.startswith(prefix + ".") for prefix in CHANGEABLE)
+    return any(path == prefix or path.startswith(prefix + ".") for prefix in (*CHANGEABLE, *OF_A_CLUSTER))
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
