@@ -169,6 +169,15 @@ class Reason(_Explained):
         "SidecarUnreachable",
         "No decision is taken meanwhile. See the log of the container curvefit in the operator's pod.",
     )
+    NOT_RECORDED = (
+        "NotRecorded",
+        "A decision could not be written to its ConfigMap, so nothing is done about it; it is tried again. The message "
+        "has the API server's answer, or says what was changed by hand.",
+    )
+    AUTOSCALER_FAILED = (
+        "AutoscalerFailed",
+        "A fault of the operator's own: its log has the details. The run goes on, and no decision is taken meanwhile.",
+    )
     BROKEN = (
         "Broken",
         "The curve, the truncation or the numbers went bad. See docs/autoscaling.md; the last good checkpoint is kept.",
@@ -207,6 +216,11 @@ class Reason(_Explained):
     SUSPENDED_BY_FORECAST = (
         "SuspendedByForecast",
         "Going on was predicted not to pay. Set spec.suspend to false to go on all the same.",
+    )
+    SUSPENDED_AS_BROKEN = (
+        "SuspendedAsBroken",
+        'The curve or the numbers went bad. See docs/autoscaling.md, "A run that is held"; setting spec.suspend to '
+        "false goes on all the same.",
     )
     SUSPENDED_BY_QUEUE = (
         "SuspendedByQueue",

@@ -20,18 +20,21 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Final
 
 from aiohttp import web
 from kubernetes.aio.client.configuration import Configuration
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.cluster import connection
 from scalerl_operator.cluster.api import KubeApi
 from scalerl_operator.cluster.cache import Cache
 from scalerl_operator.cluster.errors import ApiError
-from scalerl_operator.cluster.handlers import Resync, Watches, fill
+from scalerl_operator.cluster.handlers import Resync, Watches
+from scalerl_operator.cluster.informer import Informer, listed
+from scalerl_operator.cluster.kinds import KINDS, RUN
 from scalerl_operator.cluster.leader import Leader
 from scalerl_operator.cluster.metrics import Metrics
 from scalerl_operator.cluster.queue import WorkQueue
@@ -93,10 +96,17 @@ class Operator:
             on_event=self.metrics.event,
             on_start=self._take_signals,
         )
+        self._scopes: Sequence[str | None] = settings.namespaces or (None,)
+        self._informers = [
+            Informer(self.api, self.cache, kind, namespace, on_event=self.metrics.event)
+            for kind in KINDS.values()
+            if kind.watched and kind.name != RUN
+            for namespace in self._scopes
+        ]
         self._resync = Resync(
             self.api,
             self.cache,
-            settings.namespaces,
+            self._scopes,
             every=settings.resync_seconds,
             on_repair=self.metrics.repairs.inc,
         )
@@ -119,27 +129,35 @@ class Operator:
             await stack.enter_async_context(self._server())
             parts = Parts(self._settings, self.api, self.cache, self.metrics, self.queue.wake)
             self._reconcile = await stack.enter_async_context(self._make_reconcile(parts))
-            if await self._until_stop(self._fill()):
-                return
-            self._filled = True
-            tasks = {
-                name: asyncio.create_task(part, name=name)
-                for name, part in (
-                    ("watches", self.watches.run()),
-                    ("resync", self._resync.run()),
-                    ("leader", self.leader.run()),
-                    ("queue", self._lead()),
-                    ("pulse", self._pulse()),
-                )
-            }
-            stop = asyncio.create_task(self._stopping.wait(), name="stop")
+            informers = asyncio.create_task(self._inform(), name="informers")
             try:
-                done, _ = await asyncio.wait([stop, *tasks.values()], return_when=asyncio.FIRST_COMPLETED)
+                if not await self._until_stop(self._fill(), informers):
+                    await self._serve(informers)
             finally:
-                await self._end(tasks, stop)
-            for task in done - {stop}:
-                task.result()
-                raise RuntimeError(f"{task.get_name()} ended by itself")
+                await _cancelled(informers)
+
+    async def _serve(self, informers: asyncio.Task[None]) -> None:
+        """The cache is warm: lead, or stand by, until told to stop."""
+        tasks = {
+            name: asyncio.create_task(part, name=name)
+            for name, part in (
+                ("runs", self.watches.run()),
+                ("resync", self._resync.run()),
+                ("leader", self.leader.run()),
+                ("queue", self._lead()),
+                ("pulse", self._pulse()),
+            )
+        }
+        stop = asyncio.create_task(self._stopping.wait(), name="stop")
+        try:
+            done, _ = await asyncio.wait(
+                [stop, informers, *tasks.values()], return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            await self._end(tasks, stop)
+        for task in done - {stop}:
+            task.result()
+            raise RuntimeError(f"{task.get_name()} ended by itself")
 
     def _take_signals(self) -> None:
         """SIGTERM and SIGINT are ours. Again after each start of kopf, which takes them for itself."""
@@ -158,30 +176,40 @@ class Operator:
         await _cancelled(*tasks.values())
         log.info("stopped")
 
-    async def _until_stop(self, part: Awaitable[None]) -> bool:
-        """Wait for ``part`` or for the order to stop; True if that came first."""
+    async def _until_stop(self, part: Awaitable[None], other: asyncio.Task[None]) -> bool:
+        """Wait for ``part`` while ``other`` goes on, or for the order to stop; True if that came first."""
         task, stop = asyncio.ensure_future(part), asyncio.ensure_future(self._stopping.wait())
         try:
-            await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                task.result()
+            await asyncio.wait([task, other, stop], return_when=asyncio.FIRST_COMPLETED)
+            for one in (task, other):
+                if one.done():
+                    one.result()
             return self._stopping.is_set()
         finally:
             await _cancelled(task, stop)
+
+    async def _inform(self) -> None:
+        """All informers; each waits out what the API server says, so one that ends is a mistake of ours."""
+        async with asyncio.TaskGroup() as group:
+            for informer in self._informers:
+                group.create_task(informer.run())
 
     async def _fill(self) -> None:
         """The first lists. Until the API server gives them (its CRD may come after us), try again."""
         pause = 1.0
         while True:
             try:
-                number = await fill(self.api, self.cache, self._settings.namespaces)
+                for namespace in self._scopes:
+                    await listed(self.api, self.cache, KINDS[RUN], namespace)
+                break
             except ApiError as error:
                 log.warning("%s; tried again in %.0f s", error, pause)
                 await asyncio.sleep(pause)
                 pause = min(15.0, pause * 2)
-            else:
-                log.info("%d objects of %d runs", number, len(self.cache.runs()))
-                return
+        for informer in self._informers:
+            await informer.synced.wait()
+        self._filled = True
+        log.info("%d runs and what belongs to them: %d objects", len(self.cache.runs()), len(self.cache))
 
     async def _lead(self) -> None:
         """Work while this replica leads, from the first moment to the last."""
@@ -247,13 +275,28 @@ async def _cancelled(*tasks: asyncio.Task[object] | asyncio.Future[object]) -> N
 @contextlib.asynccontextmanager
 async def reconciler(parts: Parts) -> AsyncIterator[Reconcile]:
     """The operator's own reconcile, made of ``parts``."""
+    from scalerl_operator.autoscaling.sidecar import Sidecar
     from scalerl_operator.cluster.reconcile import Reconciler
+    from scalerl_operator.cluster.scaling import RunScaling
+    from scalerl_operator.cluster.steering import ClusterSteering
+
+    url = parts.settings.sidecar_url
+    sidecar = None if url is None else Sidecar(lambda: url)
+
+    def scaling(run: ScaleRLRun, uid: str) -> RunScaling:
+        key = (run.metadata.namespace or "", run.metadata.name)
+        if sidecar is None:
+            return RunScaling(uid, None)
+        return RunScaling(
+            uid, lambda: ClusterSteering(run, uid, parts.api, sidecar, wake=lambda: parts.wake(key))
+        )
 
     made = Reconciler(
         parts.api,
         parts.cache,
         images=parts.settings.images,
         operator_namespace=parts.settings.operator_namespace,
+        scaling=scaling,
         on_status=parts.metrics.run,
     )
     try:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalerl_api.spec import RunSpec
-from scalerl_api.wire import FORECAST, INTERRUPTED
+from scalerl_api.wire import BROKEN, FORECAST, INTERRUPTED
 from scalerl_api.wire import Phase as Word
 from scalerl_operator.policy.budget import Usage
 from scalerl_operator.policy.lifecycle import (
@@ -109,7 +109,9 @@ def test_a_job_that_is_complete_means_nothing_until_the_coordinator_says_so() ->
     assert course.memory.judged == 1
     assert course.memory.outcome is None
     later = decide(SPEC, replace(left, unix_seconds=101.5), course.memory)
-    assert (later.trainer, later.memory.attempt) == (2, 2)
+    assert (later.trainer, later.memory.attempt) == (None, 1), "first the old Job goes, with all its pods"
+    gone = decide(SPEC, replace(left, unix_seconds=102.0, trainer=Job()), later.memory)
+    assert (gone.trainer, gone.memory.attempt) == (2, 2)
 
 
 def test_a_gang_that_fails_comes_back_with_back_off_and_a_limit() -> None:
@@ -124,7 +126,8 @@ def test_a_gang_that_fails_comes_back_with_back_off_and_a_limit() -> None:
         assert course.trainer == memory.attempt, "the failed Job stays to be looked at until the next is made"
         waits.append(course.memory.next_at - now)
         now, before = course.memory.next_at, memory.attempt
-        memory = decide(SPEC, replace(RUNNING, unix_seconds=now, trainer=failed), course.memory).memory
+        assert decide(SPEC, replace(RUNNING, unix_seconds=now, trainer=failed), course.memory).trainer is None
+        memory = decide(SPEC, replace(RUNNING, unix_seconds=now, trainer=Job()), course.memory).memory
         assert (memory.attempt, memory.ready_since) == (before + 1, None)
         memory = replace(memory, ready_since=now)
     assert waits == [1, 2, 4, 8, 16, 30]
@@ -138,6 +141,11 @@ def test_of_a_gang_the_rank_that_says_most_is_believed(codes: tuple[int, ...], r
     memory = decide(SPEC, replace(RUNNING, trainer=failed), FIRST).memory
     assert (memory.outcome.reason if memory.outcome else None) == reason
     assert memory.record.diverged == (3 in codes)
+
+
+def test_an_attempt_that_nobody_wrote_down_is_taken_on() -> None:
+    course = decide(SPEC, RUNNING, Memory())
+    assert (course.trainer, course.memory.attempt) == (1, 1)
 
 
 def test_training_that_diverges_again_is_over() -> None:
@@ -206,8 +214,11 @@ def test_a_drain_that_takes_too_long_is_cut_short() -> None:
 
 
 def test_what_the_forecast_stops_is_suspended_until_a_person_resumes_it() -> None:
-    seen = replace(RUNNING, forecast_stop=True)
-    assert decide(SPEC, seen, FIRST).tell == FORECAST
+    assert decide(SPEC, replace(RUNNING, stop=FORECAST), FIRST).tell == FORECAST
+    broken = replace(RUNNING, heard=heard(Word.FINISHED, BROKEN), trainer=Job(JobState.COMPLETE, 1))
+    assert decide(spec(autoscaling={"onStop": "Complete"}), broken, FIRST).ask_suspend, (
+        "what is held can be resumed"
+    )
     # Another leader knows nothing of the decision, and holds on to it all the same.
     told = replace(RUNNING, heard=heard(Word.FINISHING, FORECAST))
     assert decide(SPEC, told, FIRST).tell is None
@@ -283,7 +294,7 @@ def test_two_attempts_are_never_wanted_at_once_and_every_run_ends(day: list[str]
     """The world moves at random; then it is left in peace, and the run has to come to its end."""
     memory, stored = Memory(), Memory()
     trainer, prepare, now = Job(), Job(), 0.0
-    word, reason, answers, suspend, forecast = Word.WAITING, "", True, False, False
+    word, reason, answers, suspend, forecast = Word.WAITING, "", True, False, ""
     peace = [*["look", "tick", "pods", "look"] * 12, "finish"]
     calm = ["resume", *peace * 12]
     for event in day + calm:
@@ -313,7 +324,7 @@ def test_two_attempts_are_never_wanted_at_once_and_every_run_ends(day: list[str]
             case "silence":
                 answers = not answers
             case "forecast":
-                forecast = trainer.state is JobState.ACTIVE
+                forecast = FORECAST if trainer.state is JobState.ACTIVE else ""
             case "forget":  # an operator that died before its status was written
                 memory = stored
             case "look":
@@ -327,11 +338,11 @@ def test_two_attempts_are_never_wanted_at_once_and_every_run_ends(day: list[str]
                         prepare=prepare,
                         trainer=trainer,
                         heard=heard_now,
-                        forecast_stop=forecast,
+                        stop=forecast,
                     ),
                     memory,
                 )
-                memory, forecast = course.memory, False
+                memory, forecast = course.memory, ""
                 if course.tell is not None and answers:
                     reason = course.tell
                     word = Word.FINISHING if reason else Word.RUNNING
@@ -341,11 +352,11 @@ def test_two_attempts_are_never_wanted_at_once_and_every_run_ends(day: list[str]
                 if not course.prepare:
                     prepare = Job()
                 if course.trainer is None or course.trainer != trainer.attempt:
-                    if trainer.state is JobState.ACTIVE:
-                        assert course.trainer is None, "beside one that works, no other is made"
+                    if trainer.state is not JobState.ABSENT:
+                        assert course.trainer is None, (
+                            "beside one whose pods may still be there, no other is made"
+                        )
                         trainer = replace(trainer, state=JobState.LEAVING)
-                    elif trainer.state is not JobState.LEAVING:
-                        trainer = Job()
                 if course.trainer is not None and trainer.state is JobState.ABSENT:
                     trainer = Job(JobState.ACTIVE, course.trainer)
                     word = Word.FINISHING if reason else Word.RUNNING

@@ -72,6 +72,11 @@ class Autoscaler:
         self._failures = 0
         self._retry_at = 0.0
 
+    @property
+    def resumed(self) -> bool:
+        """Whether a stop was taken back and no decision has been recorded since that knows of it."""
+        return self._resumed
+
     def resume(self) -> None:
         """The user has taken a stop back: it takes ``stopAfter`` new evaluations to stop again."""
         self._resumed = True
@@ -108,7 +113,8 @@ class Autoscaler:
         return self.spec.autoscaling.generators is not None and self._monotonic() >= self._retry_at
 
     async def _autoscale(self, status: Status, generators: Generators, points: list[Point]) -> Step:
-        seen = replace(self._observe(status, generators, points), resumed=self._resumed)
+        resumed = self._resumed
+        seen = replace(self._observe(status, generators, points), resumed=resumed)
         asked = question(self.spec.autoscaling, points, seen, self._record.known.history)
         answer, trouble = None, asked if isinstance(asked, str) else ""
         if not isinstance(asked, str):
@@ -116,7 +122,7 @@ class Autoscaler:
         step = await self._finish("autoscale", points, replace(seen, forecast=answer, trouble=trouble))
         # Points that cannot be used are no failure: asking again would change nothing before there are others.
         self._note(failed=bool(step.trouble) or (answer is None and not isinstance(asked, str)))
-        if not step.trouble:
+        if resumed and not step.trouble:
             self._resumed = False
         return step
 

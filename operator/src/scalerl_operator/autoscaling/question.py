@@ -46,6 +46,7 @@ def question(
             samples=_one_if_same([float(p.samples) for p in used]),
             eval_version=_one_if_same([p.eval_version for p in used]),
         ),
+        at=[] if float(spec.horizon) == 2.0 else [float(spec.horizon) * used[-1].tokens],
         horizon=float(spec.horizon),
         min_gain=float(spec.min_gain),
         target=None if spec.target is None else float(spec.target),

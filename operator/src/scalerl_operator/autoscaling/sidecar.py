@@ -10,12 +10,18 @@ from scalerl_api.forecast import ForecastAnswer, ForecastRequest
 
 BOUND_SECONDS: Final = 60.0
 """For all attempts of one question together."""
+AT_ONCE: Final = 8
+"""Questions under way at a time: a thousand runs that ask at once would time each other out."""
+NO_ANSWER: Final = "no forecast"
+UNBELIEVABLE: Final = "the forecast cannot be believed"
+REFUSED: Final = "the forecast was refused"
+"""How the reasons begin for which there is none: nobody answers as one should, or the points are the matter."""
 SAME: Final = 1e-9
 """Relative difference of two computes that are one."""
 
 
 class Sidecar:
-    """One curve-fit sidecar.
+    """One curve-fit sidecar; any number of runs may ask.
 
     url: asked for each time, since a sidecar that was restarted may have moved.
     timeout_seconds, attempts: of :class:`scalerl_curvefit.client.SidecarClient`.
@@ -35,6 +41,7 @@ class Sidecar:
         self._timeout_seconds = timeout_seconds
         self._attempts = attempts
         self._backoff_seconds = backoff_seconds
+        self._gate = asyncio.Semaphore(AT_ONCE)
 
     async def forecast(self, request: ForecastRequest) -> tuple[ForecastAnswer | None, str]:
         """The answer and no words, or none and why: down, slow, refused, or not to be believed."""
@@ -49,16 +56,16 @@ class Sidecar:
             backoff_seconds=self._backoff_seconds,
         )
         try:
-            async with asyncio.timeout(BOUND_SECONDS), client:
+            async with self._gate, asyncio.timeout(BOUND_SECONDS), client:
                 answer = await client.forecast(request)
         except SidecarRefused as refused:
-            return None, f"the forecast was refused: {refused}"
+            return None, f"{REFUSED}: {refused}"
         except SidecarUnavailable as unavailable:
-            return None, f"no forecast: {unavailable}"
+            return None, f"{NO_ANSWER}: {unavailable}"
         except TimeoutError:
-            return None, f"no forecast within {BOUND_SECONDS:.0f} s"
+            return None, f"{NO_ANSWER} within {BOUND_SECONDS:.0f} s"
         wrong = unbelievable(request, answer)
-        return (None, f"the forecast cannot be believed: {wrong}") if wrong else (answer, "")
+        return (None, f"{UNBELIEVABLE}: {wrong}") if wrong else (answer, "")
 
 
 def unbelievable(request: ForecastRequest, answer: ForecastAnswer) -> str:

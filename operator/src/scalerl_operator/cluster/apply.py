@@ -20,9 +20,11 @@ from scalerl_operator.cluster.cache import Cache
 from scalerl_operator.cluster.drift import differs
 from scalerl_operator.cluster.names import COMPONENT, RENDERED_HASH, RUN_UID, TOKEN_KEY, Names
 from scalerl_operator.cluster.observed import (
+    JOB_NAME,
     Observed,
     Problem,
     creation_problem,
+    is_settled,
     label,
     mount_problem,
     seconds,
@@ -39,6 +41,8 @@ SILENT_SECONDS: Final = 10.0
 REPAIR_SECONDS: Final = 2.0
 """The first repair of an object comes at once, the next after so long, then twice that, up to five minutes."""
 LONGEST_REPAIR_SECONDS: Final = 300.0
+HURRIED_SECONDS: Final = 5
+"""What the rest of a failed gang gets to end."""
 WORKLOADS: Final = frozenset({"Job", "Deployment", "StatefulSet"})
 _GATHERED: Final = WORKLOADS | {"Service", "PodDisruptionBudget", "NetworkPolicy"}
 """Kinds of which a run's objects are removed when they are not wanted any more; what holds data stays."""
@@ -171,10 +175,24 @@ class Applier:
                 await self._api.delete(
                     kind, place.namespace, name, uid=live["metadata"]["uid"], propagation="Foreground"
                 )
+            if kind == "Job" and (kind, name) not in names and place.mine(live) and is_settled(live):
+                await self._hurry(place, name)
         problem = await self._make_token(run, place)
         for obj in wanted:
             problem = problem or await self._bring(obj, place)
         return problem
+
+    async def _hurry(self, place: Place, job: str) -> None:
+        """The ranks that a failed gang has left behind have nothing to save, and may hang in a collective."""
+        for (kind, name), pod in place.objects.items():
+            if kind == "Pod" and place.mine(pod) and label(pod, JOB_NAME) == job:
+                phase = (pod.get("status") or {}).get("phase")
+                grace = pod["metadata"].get("deletionGracePeriodSeconds", HURRIED_SECONDS + 1)
+                if phase in ("Pending", "Running") and grace > HURRIED_SECONDS:
+                    uid = pod["metadata"]["uid"]
+                    await self._api.delete(
+                        kind, place.namespace, name, uid=uid, grace_seconds=HURRIED_SECONDS
+                    )
 
     async def _make_token(self, run: ScaleRLRun, place: Place) -> Problem | None:
         """The run's token: made once; whoever made it first is right."""

@@ -13,7 +13,7 @@ from typing import Final
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import Condition, GeneratorsStatus, RunStatus, TrainerStatus, UsageStatus
-from scalerl_api.wire import Status
+from scalerl_api.wire import BROKEN, FORECAST, Status
 from scalerl_operator.cluster.names import QUEUE
 from scalerl_operator.cluster.observed import Observed, Problem, rfc3339, seconds
 from scalerl_operator.policy import failure
@@ -191,7 +191,7 @@ def _condition(
 def _said(run: ScaleRLRun | None, before: RunStatus, seen: Looked) -> Sequence[Said]:
     if run is None or seen.accepted is not None:
         why = seen.accepted or Problem(Reason.SPEC_INVALID, "")
-        return [(ConditionType.ACCEPTED, False, why), *_ends(seen.course)]
+        return [(ConditionType.ACCEPTED, False, why), *_ends(seen.course, before.stop_reason)]
     return [
         (ConditionType.ACCEPTED, True, Problem(Reason.ACCEPTED, "")),
         _admitted(run, seen),
@@ -211,7 +211,7 @@ def _said(run: ScaleRLRun | None, before: RunStatus, seen: Looked) -> Sequence[S
             Problem(Reason.SCALED_BY_SPEC if seen.steered.pinned else Reason.NOT_PINNED, ""),
         ),
         _degraded(seen),
-        *_ends(seen.course),
+        *_ends(seen.course, before.stop_reason),
     ]
 
 
@@ -310,13 +310,16 @@ def _degraded(seen: Looked) -> Said:
     return type_, False, Problem(Reason.AS_EXPECTED, "")
 
 
-def _ends(course: Course) -> Sequence[Said]:
-    outcome, rest = course.memory.outcome, course.memory.rest
+_SUSPENDED_BY: Final = {FORECAST: Reason.SUSPENDED_BY_FORECAST, BROKEN: Reason.BROKEN}
+
+
+def _ends(course: Course, stop_reason: str | None) -> Sequence[Said]:
+    outcome = course.memory.outcome
     suspended = course.phase is Phase.SUSPENDED
     if course.phase is Phase.SUSPENDING:
         why = Problem(Reason.SUSPENDING, course.note)
     elif suspended:
-        why = Problem(Reason.SUSPENDED_BY_FORECAST if rest is Rest.ASKED else Reason.SUSPENDED_BY_SPEC, "")
+        why = Problem(_SUSPENDED_BY.get(stop_reason or "", Reason.SUSPENDED_BY_SPEC), "")
     else:
         why = Problem(Reason.NOT_SUSPENDED, "")
     completed = outcome is not None and outcome.end is End.COMPLETED

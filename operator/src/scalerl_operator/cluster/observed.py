@@ -18,6 +18,7 @@ from scalerl_operator.cluster.types import Object
 from scalerl_operator.policy.lifecycle import Ended, Job, JobState, Service
 from scalerl_operator.workloads import Role
 
+JOB_NAME: Final = "batch.kubernetes.io/job-name"
 QUIET_SECONDS: Final = 600.0
 """A container that worked for so long before it ended starts with a clean record, as with the kubelet's back-off."""
 
@@ -189,7 +190,7 @@ def pod_view(pod: Object) -> PodView:
         name=metadata["name"],
         uid=metadata.get("uid", ""),
         role=label(pod, COMPONENT),
-        job=label(pod, "batch.kubernetes.io/job-name"),
+        job=label(pod, JOB_NAME),
         ip=status.get("podIP", ""),
         created=seconds(metadata.get("creationTimestamp")),
         leaving="deletionTimestamp" in metadata,
@@ -258,15 +259,19 @@ def _last_words(over: Object) -> str:
 # --- Jobs ---------------------------------------------------------------------------------------
 
 
+def is_settled(job: Object) -> bool:
+    """Whether a Job has failed. At FailureTarget it has, though pods may take long to end."""
+    conditions = {c["type"]: c["status"] for c in (job.get("status") or {}).get("conditions") or ()}
+    return "True" in (conditions.get("Failed"), conditions.get("FailureTarget"))
+
+
 def _job_state(job: Object) -> JobState:
     if "deletionTimestamp" in job["metadata"]:
         return JobState.LEAVING
-    conditions = {c["type"]: c["status"] for c in (job.get("status") or {}).get("conditions") or ()}
-    if conditions.get("Failed") == "True":
+    if is_settled(job):
         return JobState.FAILED
-    if conditions.get("Complete") == "True":
-        return JobState.COMPLETE
-    return JobState.ACTIVE
+    conditions = {c["type"]: c["status"] for c in (job.get("status") or {}).get("conditions") or ()}
+    return JobState.COMPLETE if conditions.get("Complete") == "True" else JobState.ACTIVE
 
 
 def _attempt(job: Object) -> int:

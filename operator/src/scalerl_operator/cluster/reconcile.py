@@ -9,9 +9,9 @@ end at any line, with this process: the next one, here or elsewhere, sees what i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final, Literal
 
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.load import SpecError, run_from_object
@@ -34,8 +34,9 @@ from scalerl_operator.cluster.names import FINALIZER, selector
 from scalerl_operator.cluster.observed import Observed, Problem, observe, seconds
 from scalerl_operator.cluster.render import render
 from scalerl_operator.cluster.render.shared import spec_hash
+from scalerl_operator.cluster.scaling import RunScaling
 from scalerl_operator.cluster.types import Desired, Images, Object
-from scalerl_operator.policy import lifecycle
+from scalerl_operator.policy import lifecycle, replicas
 from scalerl_operator.policy.budget import Usage
 from scalerl_operator.policy.lifecycle import Course, Facts, Heard, JobState, Memory
 from scalerl_operator.workloads import Role
@@ -49,26 +50,6 @@ BLOCKED_SECONDS: Final = 30.0
 """When to try again what the cluster did not let us make."""
 START_LOOKS: Final = (15.0, 300.0)
 """While pods are awaited, only events tell what is missing: looked at first and at the latest after so long."""
-
-
-class Scaling(Protocol):
-    """Autoscaling of one run. stop: its forecast wants it to end."""
-
-    stop: bool
-
-    def steer(
-        self, run: ScaleRLRun, before: RunStatus, heard: Status, ready: int, *, resumed: bool
-    ) -> Steered:
-        """What is thought of the run now; returns at once."""
-
-    def decorate(self, status: RunStatus) -> RunStatus:
-        """The status with forecast and decisions."""
-
-    def objects(self, run: ScaleRLRun, heard: Status) -> Sequence[Object]:
-        """ConfigMaps that are to exist beside the run's own."""
-
-    def close(self) -> None:
-        """Stop what is under way."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +71,7 @@ class _Seen(Place):
 class Reconciler:
     """Looks at runs: one look at a time a run, many runs at once.
 
-    images: where a run names none. scaling: makes the autoscaling of a run with that uid; None: there is none.
+    images: where a run names none. scaling: makes the autoscaling of a run with that uid.
     on_status: told of each run's status at each look, None when it is gone. clock: Unix seconds.
     """
 
@@ -101,7 +82,7 @@ class Reconciler:
         *,
         images: Images,
         operator_namespace: str,
-        scaling: Callable[[ScaleRLRun, str], Scaling] | None = None,
+        scaling: Callable[[ScaleRLRun, str], RunScaling] = lambda run, uid: RunScaling(uid, None),
         on_status: Callable[[Key, RunStatus | None], None] = lambda key, status: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -115,7 +96,7 @@ class Reconciler:
         self._on_status = on_status
         self._clock = clock
         self._uids: dict[Key, str] = {}
-        self._scalings: dict[str, Scaling] = {}
+        self._scalings: dict[str, RunScaling] = {}
         self._written: dict[str, float] = {}
 
     async def close(self) -> None:
@@ -196,6 +177,7 @@ class Reconciler:
             await self._api.patch(KIND, seen.namespace, seen.name, {"spec": {"suspend": True}})
         if course.tell is not None and accepted is None:
             await self._tell(seen, observed, course.tell)
+        await self._tell_people(seen)
         looked = Looked(
             seen.unix_seconds, seen.generation, accepted, blocked, observed, course, heard, steered
         )
@@ -234,32 +216,30 @@ class Reconciler:
             coordinator=observed.service(Role.COORDINATOR),
             generators=observed.service(Role.GENERATOR),
             heard=word,
-            forecast_stop=scaling is not None and scaling.stop,
+            stop=scaling.stop if scaling is not None else "",
             generators_wanted=steered.replicas,
         )
 
     def _steer(self, run: ScaleRLRun, seen: _Seen, observed: Observed, heard: Status | None) -> Steered:
         """What autoscaling says; what it said last while the coordinator is silent."""
-        replicas, before = run.spec.generator.replicas, seen.before.generators
-        if run.spec.autoscaling.mode == "Off" or self._make_scaling is None:
-            return Steered(replicas)
         if heard is None or seen.memory.outcome is not None:
-            holds = before.chosen is not None and before.base == replicas
-            said = seen.before.condition(ConditionType.FORECAST_READY)
-            return Steered(
-                before.chosen if holds and before.chosen is not None else replicas,
-                before.base,
-                before.chosen,
-                pinned=before.chosen is not None and not holds,
-                ready=said is not None and said.status == "True",
-                reason=Reason(said.reason) if said is not None else Reason.TOO_FEW_POINTS,
-                message=said.message if said is not None else "",
-            )
+            return self._as_before(run, seen)
         scaling = self._scalings.get(seen.uid)
         if scaling is None:
             scaling = self._scalings[seen.uid] = self._make_scaling(run, seen.uid)
         ready = observed.service(Role.GENERATOR).ready
         return scaling.steer(run, seen.before, heard, ready, resumed=seen.memory.resumed)
+
+    def _as_before(self, run: ScaleRLRun, seen: _Seen) -> Steered:
+        before = seen.before.generators
+        kept = replicas.decide(
+            run.spec.generator.replicas, run.spec.autoscaling, base=before.base, chosen=before.chosen
+        )
+        steered = Steered(kept.wanted, kept.base, kept.chosen, pinned=kept.pinned)
+        said = seen.before.condition(ConditionType.FORECAST_READY)
+        if said is None or run.spec.autoscaling.mode == "Off":
+            return steered
+        return replace(steered, ready=said.status == "True", reason=Reason(said.reason), message=said.message)
 
     # --- render, apply ----------------------------------------------------------------------------
 
@@ -290,6 +270,12 @@ class Reconciler:
         if await self._coordinators.tell(seen.uid, pods, lambda: self._applier.token(seen), reason):
             what = f"the run is told to stop: {reason}" if reason else "the run is told to go on"
             await self._api.event(seen.run, "Normal", "Stopping" if reason else "GoingOn", what)
+
+    async def _tell_people(self, seen: _Seen) -> None:
+        scaling = self._scalings.get(seen.uid)
+        text, alarming = scaling.event() if scaling is not None else ("", False)
+        if text:
+            await self._api.event(seen.run, "Warning" if alarming else "Normal", "Autoscaler", text)
 
     # --- report -----------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from typing import Final
 from scalerl_api.conditions import Phase, Reason
 from scalerl_api.process import BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE
 from scalerl_api.spec import RunSpec
-from scalerl_api.wire import FORECAST, INTERRUPTED
+from scalerl_api.wire import BROKEN, FORECAST, INTERRUPTED
 from scalerl_api.wire import Phase as Word
 from scalerl_operator.policy import budget, failure, telling
 
@@ -91,7 +91,8 @@ class Heard:
 @dataclass(frozen=True)
 class Facts:
     """What is seen now. unix_seconds: the operator's clock, for back-off and drains only.
-    heard: None while the coordinator does not answer. forecast_stop: the autoscaler wants the run to end.
+    heard: None while the coordinator does not answer. stop: why the autoscaler
+    wants the run to end (its forecast, or that it is broken); empty while it does not.
     """
 
     unix_seconds: float
@@ -102,7 +103,7 @@ class Facts:
     coordinator: Service = Service()
     generators: Service = Service()
     heard: Heard | None = None
-    forecast_stop: bool = False
+    stop: str = ""
     generators_wanted: int = 1
 
 
@@ -111,7 +112,7 @@ class Rest(enum.StrEnum):
 
     NO = ""
     ASKED = "Asked"
-    """Stopped by its forecast and drained; ``spec.suspend`` is yet to say so."""
+    """Stopped by the autoscaler and drained; ``spec.suspend`` is yet to say so."""
     YES = "Resting"
 
 
@@ -177,6 +178,9 @@ class Course:
 
 def decide(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
     """The course of a run whose spec is accepted."""
+    if seen.trainer.attempt > memory.attempt:
+        # Made by somebody who could not write it down any more.
+        memory = replace(memory, attempt=seen.trainer.attempt, ready_since=None)
     if memory.outcome is not None:
         return _over(seen, memory, memory.outcome)
     if seen.deleting or seen.suspend or memory.rest is not Rest.NO:
@@ -277,7 +281,8 @@ def _run(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
     finished = heard is not None and tell is None and heard.phase is Word.FINISHED
     left = seen.trainer.state in (JobState.COMPLETE, JobState.ABSENT)
     if finished and left and memory.attempt > 0 and heard is not None:
-        if heard.stop_reason == FORECAST and spec.autoscaling.on_stop == "Suspend":
+        by_forecast = heard.stop_reason == FORECAST and spec.autoscaling.on_stop == "Suspend"
+        if by_forecast or heard.stop_reason == BROKEN:
             return Course(
                 Phase.SUSPENDED, replace(memory, rest=Rest.ASKED, drain_since=None), ask_suspend=True
             )
@@ -309,16 +314,19 @@ def _wanted(spec: RunSpec, seen: Facts, *, resumed: bool) -> str:
     limit = budget.decide(spec.budget, seen.heard.usage)
     if limit is not None:
         return limit.reason
-    # What the forecast has stopped stays stopped until a person resumes it, whatever the autoscaler thinks now.
-    stopped = seen.heard.stop_reason == FORECAST and not resumed
-    return FORECAST if seen.forecast_stop or stopped else ""
+    # What the autoscaler has stopped stays stopped until a person resumes it, whatever it thinks now.
+    if seen.heard.stop_reason in (FORECAST, BROKEN) and not resumed:
+        return seen.heard.stop_reason
+    return seen.stop
 
 
 def _told(wanted: str, heard: Heard | None, *, resumed: bool) -> str | None:
     """What the coordinator has to be told; None if it knows, or does not listen."""
     if heard is None:
         return None
-    revocable = (INTERRUPTED, FORECAST, *budget.REASONS) if resumed else (INTERRUPTED, *budget.REASONS)
+    revocable = (
+        (INTERRUPTED, FORECAST, BROKEN, *budget.REASONS) if resumed else (INTERRUPTED, *budget.REASONS)
+    )
     return wanted if telling.has_to_be_told(wanted, heard.stop_reason, revocable) else None
 
 
@@ -367,7 +375,9 @@ def _attempt(seen: Facts, memory: Memory, *, finished: bool) -> tuple[Memory, in
     wait = memory.next_at - seen.unix_seconds
     if 0 < wait <= failure.RestartPolicy().max_delay_seconds:
         return memory, memory.attempt if state is not JobState.ABSENT else None, wait
-    if state is JobState.ABSENT and memory.attempt > memory.judged:
+    if state is not JobState.ABSENT:
+        return memory, None, ASK_AGAIN_SECONDS  # first it goes, with all its pods
+    if memory.attempt > memory.judged:
         # Made in this memory, but not seen yet, or deleted by somebody: the same one again.
         return memory, memory.attempt, POLL_SECONDS
     return replace(memory, attempt=memory.attempt + 1, ready_since=None), memory.attempt + 1, POLL_SECONDS
