@@ -1,7 +1,7 @@
 """The only caller of the Kubernetes API server: plain dicts in and out, typed errors, a time-out on every call.
 
 It stands on ``kubernetes.aio``'s REST client for connections, TLS and credentials, and uses none of its generated
-classes: a thousand runs are a few megabytes of JSON, not of model objects. Watching is kopf's part (:mod:`.handlers`).
+classes: a thousand runs are a few megabytes of JSON, not of model objects.
 """
 
 from __future__ import annotations
@@ -9,45 +9,52 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from datetime import UTC, datetime
-from typing import Any, Final, Literal, Protocol, Self
-from urllib.parse import urlencode
+from typing import Any, Final, Literal, Self
 
 import aiohttp
 import msgspec
-from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
 
 from scalerl_operator.cluster import errors
 from scalerl_operator.cluster.kinds import Kind, kind_of
 from scalerl_operator.cluster.names import FIELD_OWNER
+from scalerl_operator.cluster.transport import JSON, ApiObserver, Call, Transport, decode, translated
 from scalerl_operator.cluster.types import Object
 
 Objects = list[Object]
+Raws = list[msgspec.Raw]
 Propagation = Literal["Foreground", "Background", "Orphan"]
 EventType = Literal["Normal", "Warning"]
 
-PATIENCE_TRIES: Final = 3
-"""How often one call may follow a 429 before it is the caller's turn."""
-LONGEST_RETRY_AFTER_SECONDS: Final = 5.0
 EVENT_NOTE_BYTES: Final = 1024
 """What the API server takes as an event's message."""
 
-_JSON: Final = "application/json"
-_APPLY: Final = "application/apply-patch+yaml"
-_MERGE: Final = "application/merge-patch+json"
 _METADATA_LIST: Final = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 
 log = logging.getLogger(__name__)
 
 
-class ApiObserver(Protocol):
-    """What the client tells its metrics."""
+class WatchEvent(msgspec.Struct):
+    """ADDED, MODIFIED, DELETED or BOOKMARK, and the object as JSON."""
 
-    def called(self, verb: str, kind: str, code: int, seconds: float) -> None:
-        """One request ended with HTTP ``code`` (0: no answer)."""
+    type: str
+    object: msgspec.Raw
+
+
+class _PageHead(msgspec.Struct):
+    resource_version: str = msgspec.field(name="resourceVersion", default="")
+    more: str = msgspec.field(name="continue", default="")
+
+
+class _Page(msgspec.Struct):
+    metadata: _PageHead
+    items: list[msgspec.Raw] | None = None
+
+
+_PAGE: Final = msgspec.json.Decoder(_Page)
+_EVENT: Final = msgspec.json.Decoder(WatchEvent)
 
 
 class KubeApi:
@@ -69,24 +76,19 @@ class KubeApi:
         observer: ApiObserver | None = None,
         instance: str = FIELD_OWNER,
     ) -> None:
-        self._client = ApiClient(configuration)
-        self._client.user_agent = FIELD_OWNER
-        self._host = configuration.host.rstrip("/")
-        self._timeout = timeout
-        self._fence = fence
-        self._observer = observer
+        self._transport = Transport(configuration, timeout=timeout, fence=fence, observer=observer)
         self._instance = instance
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self._client.close()  # type: ignore[no-untyped-call]
+        await self._transport.close()
 
     async def get(self, kind: str, namespace: str | None, name: str) -> Object | None:
         """The object, or None where there is none (nor its namespace, nor its kind)."""
         try:
-            return await self._call("get", kind_of(kind), namespace, name)
+            return await self._ask(Call("get", kind_of(kind), namespace, name))
         except errors.NotFound:
             return None
 
@@ -131,11 +133,60 @@ class KubeApi:
             query["labelSelector"] = label_selector
         if field_selector:
             query["fieldSelector"] = field_selector
-        accept = _METADATA_LIST if metadata_only else _JSON
+        accept = _METADATA_LIST if metadata_only else JSON
         try:
             return await self._list(kind_of(kind), namespace, query, accept)
         except errors.Expired:
             return await self._list(kind_of(kind), namespace, query, accept)
+
+    async def pages(
+        self, kind: str, namespace: str | None = None, *, label_selector: str | None = None, limit: int = 250
+    ) -> AsyncIterator[tuple[Raws, str]]:
+        """All objects of a kind as JSON, page by page, each with the version the list is of.
+
+        For lists too long to have in memory decoded. :class:`~.errors.Expired` when the server has forgotten the
+        version of the first page; the caller starts over.
+        """
+        query = {"limit": str(limit)} | ({"labelSelector": label_selector} if label_selector else {})
+        while True:
+            data = await self._transport.ask(Call("list", kind_of(kind), namespace, query=query))
+            page = _PAGE.decode(data)
+            yield page.items or [], page.metadata.resource_version
+            if not page.metadata.more:
+                return
+            query["continue"] = page.metadata.more
+
+    async def watch(
+        self,
+        kind: str,
+        namespace: str | None,
+        *,
+        since: str,
+        label_selector: str | None = None,
+        seconds: int = 300,
+        silence: float = 90.0,
+    ) -> AsyncGenerator[WatchEvent, None]:
+        """What happens to objects of a kind after the version ``since``, for ``seconds``; bookmarks among it.
+
+        :class:`~.errors.Expired`: list again. :class:`~.errors.Unreachable` also when nothing (not even the server's
+        minutely bookmark) came for ``silence`` seconds.
+        """
+        query = {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(seconds)}
+        query |= {"resourceVersion": since} | ({"labelSelector": label_selector} if label_selector else {})
+        call = Call("watch", kind_of(kind), namespace, query=query)
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=self._transport.timeout, sock_read=silence)
+        response = await self._transport.send(call, limits)
+        try:
+            with translated(call, f"silent for {silence:.0f} s"):
+                async for line in response.content:
+                    event = _EVENT.decode(line)
+                    if event.type == "ERROR":
+                        status = decode(bytes(event.object))
+                        code = int(status.get("code") or 500)
+                        raise errors.from_status(code, status, what=call.what, retry_after=None)
+                    yield event
+        finally:
+            response.close()
 
     async def apply(self, obj: Object, *, force: bool = True, dry_run: bool = False) -> Object:
         """Server-side apply as ``scalerl-operator``; returns the object as it now is.
@@ -147,20 +198,19 @@ class KubeApi:
         query = {"fieldManager": FIELD_OWNER, "fieldValidation": "Strict", "force": str(force).lower()}
         if dry_run:
             query["dryRun"] = "All"
-        return await self._call("apply", kind, namespace, name, body=obj, query=query)
+        return await self._ask(Call("apply", kind, namespace, name, body=obj, query=query))
 
     async def create(self, obj: Object) -> Object:
         """Create; :class:`~.errors.AlreadyExists` when the name is taken."""
         kind, namespace, _ = _address(obj)
         query = {"fieldManager": FIELD_OWNER, "fieldValidation": "Strict"}
-        return await self._call("create", kind, namespace, None, body=obj, query=query)
+        return await self._ask(Call("create", kind, namespace, body=obj, query=query))
 
     async def replace(self, obj: Object) -> Object:
         """PUT of the whole object; :class:`~.errors.Conflict` when its ``resourceVersion`` is not the current one."""
         kind, namespace, name = _address(obj)
-        return await self._call(
-            "replace", kind, namespace, name, body=obj, query={"fieldManager": FIELD_OWNER}
-        )
+        query = {"fieldManager": FIELD_OWNER}
+        return await self._ask(Call("replace", kind, namespace, name, body=obj, query=query))
 
     async def patch(
         self,
@@ -180,9 +230,7 @@ class KubeApi:
         if resource_version is not None:
             body["metadata"] = {**body.get("metadata", {}), "resourceVersion": resource_version}
         query = {"fieldManager": FIELD_OWNER, "fieldValidation": "Strict"}
-        return await self._call(
-            "patch", kind_of(kind), namespace, name, subresource=subresource, body=body, query=query
-        )
+        return await self._ask(Call("patch", kind_of(kind), namespace, name, subresource, body, query))
 
     async def delete(
         self,
@@ -192,13 +240,16 @@ class KubeApi:
         *,
         uid: str | None = None,
         propagation: Propagation = "Background",
+        grace_seconds: int | None = None,
     ) -> bool:
         """Begin a deletion. False when there was nothing to delete (or, given ``uid``, another object of that name)."""
         body: Object = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": propagation}
+        if grace_seconds is not None:
+            body["gracePeriodSeconds"] = grace_seconds
         if uid is not None:
             body["preconditions"] = {"uid": uid}
         try:
-            await self._call("delete", kind_of(kind), namespace, name, body=body)
+            await self._ask(Call("delete", kind_of(kind), namespace, name, body=body))
         except errors.NotFound:
             return False
         except errors.Conflict:
@@ -260,7 +311,7 @@ class KubeApi:
         found: Objects = []
         token: dict[str, str] = {}
         while True:
-            page = await self._call("list", kind, namespace, None, query={**query, **token}, accept=accept)
+            page = await self._ask(Call("list", kind, namespace, query={**query, **token}, accept=accept))
             for item in page.get("items") or ():
                 # A list says kind and version once; an object of ours always carries its own.
                 item["kind"], item["apiVersion"] = kind.name, kind.api_version
@@ -271,81 +322,8 @@ class KubeApi:
             token = {"continue": more}
             await asyncio.sleep(0)
 
-    async def _call(
-        self,
-        verb: str,
-        kind: Kind,
-        namespace: str | None,
-        name: str | None,
-        *,
-        subresource: str | None = None,
-        body: Object | None = None,
-        query: Mapping[str, str] | None = None,
-        accept: str = _JSON,
-    ) -> Object:
-        """One call: the fence, the request, after a 429 another (in all at most ``timeout`` seconds)."""
-        what = f"{verb} {kind.name} {'/'.join(part for part in (namespace, name) if part)}".rstrip()
-        if (
-            verb not in ("get", "list")
-            and kind.name != "Lease"
-            and self._fence is not None
-            and not self._fence()
-        ):
-            raise errors.Fenced("this process may not write now: it does not lead", what=what)
-        url = self._host + kind.path(namespace, name, subresource)
-        if query:
-            url += "?" + urlencode(query)
-        deadline = time.monotonic() + self._timeout
-        fence = self._fence if verb not in ("get", "list") and kind.name != "Lease" else None
-        for attempt in range(1, PATIENCE_TRIES + 1):
-            if fence is not None and not fence():
-                raise errors.Fenced("this process may not write now: it does not lead", what=what)
-            try:
-                return await self._request(
-                    verb, kind.name, url, body, accept, what, deadline - time.monotonic()
-                )
-            except errors.Unreachable as error:
-                # Only a 429 says that nothing was done and when to come back; all else is for the caller's back-off.
-                pause = error.retry_after or 1.0
-                out_of_time = time.monotonic() + pause >= deadline
-                if (
-                    error.code != 429
-                    or attempt == PATIENCE_TRIES
-                    or out_of_time
-                    or pause > LONGEST_RETRY_AFTER_SECONDS
-                ):
-                    raise
-                await asyncio.sleep(pause)
-        raise AssertionError("unreachable: the last attempt returns or raises")
-
-    async def _request(
-        self, verb: str, kind: str, url: str, body: Object | None, accept: str, what: str, seconds: float
-    ) -> Object:
-        content_type = {"apply": _APPLY, "patch": _MERGE}.get(verb, _JSON)
-        headers = {"Accept": accept, "Content-Type": content_type, "User-Agent": self._client.user_agent}
-        method = {"get": "GET", "list": "GET", "create": "POST", "replace": "PUT", "delete": "DELETE"}.get(
-            verb, "PATCH"
-        )
-        began = time.monotonic()
-        code = 0
-        try:
-            await self._client.update_params_for_auth(headers, [], ["BearerToken"], url, method, body)
-            response = await self._client.call_api(
-                method, url, headers, body=body, _request_timeout=aiohttp.ClientTimeout(total=seconds)
-            )
-            data = await response.read()  # type: ignore[no-untyped-call]
-            code = response.status
-        except TimeoutError as error:
-            raise errors.Unreachable(f"no answer within {seconds:.0f} s", what=what) from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise errors.Unreachable(f"{type(error).__name__}: {error}", what=what) from error
-        finally:
-            if self._observer is not None:
-                self._observer.called(verb, kind, code, time.monotonic() - began)
-        answer = _decode(data)
-        if code >= 400:
-            raise errors.from_status(code, answer, what=what, retry_after=_retry_after(response.headers))
-        return answer
+    async def _ask(self, call: Call) -> Object:
+        return decode(await self._transport.ask(call))
 
 
 def _address(obj: Object) -> tuple[Kind, str | None, str]:
@@ -357,20 +335,3 @@ def _address(obj: Object) -> tuple[Kind, str | None, str]:
     if kind.namespaced and not metadata.get("namespace"):
         raise ValueError(f"{kind.name} {metadata.get('name')!r} says no namespace")
     return kind, metadata.get("namespace"), metadata["name"]
-
-
-def _decode(data: bytes) -> Object:
-    """The answer's object. An answer that is none (a proxy's page, a cut body) becomes a Status with its text."""
-    try:
-        answer = msgspec.json.decode(data)
-    except msgspec.DecodeError:
-        return {"message": data[:200].decode(errors="replace")}
-    return answer if isinstance(answer, dict) else {"message": str(answer)[:200]}
-
-
-def _retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds of a ``Retry-After`` header; None without one (or with a date, which the API server never sends)."""
-    try:
-        return max(0.0, float(headers["Retry-After"]))
-    except (KeyError, ValueError):
-        return None

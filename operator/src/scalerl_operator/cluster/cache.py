@@ -18,11 +18,44 @@ from typing import Final
 import msgspec
 
 from scalerl_operator.cluster import names
-from scalerl_operator.cluster.kinds import RUN
+from scalerl_operator.cluster.kinds import RUN, Kind
 from scalerl_operator.cluster.types import Key, Object
 
 BURIED_SECONDS: Final = 120.0
 """For how long a deletion is remembered: longer than any answer to a write can be late."""
+
+
+class _Metadata(msgspec.Struct, omit_defaults=True):
+    """What is kept of an object's metadata: all but ``managedFields``, which can be most of the object."""
+
+    name: str
+    resourceVersion: str
+    uid: str
+    namespace: str = ""
+    generation: int | None = None
+    creationTimestamp: str | None = None
+    deletionTimestamp: str | None = None
+    deletionGracePeriodSeconds: int | None = None
+    labels: dict[str, str] | None = None
+    annotations: dict[str, str] | None = None
+    finalizers: list[str] | None = None
+    ownerReferences: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class _Item(msgspec.Struct, omit_defaults=True):
+    """What is kept of an object. Everything that nobody looks at here goes through as it came, unread."""
+
+    metadata: _Metadata
+    kind: str = ""
+    apiVersion: str = ""
+    spec: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    status: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    data: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    binaryData: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    immutable: bool | None = None
+
+
+_ITEM: Final = msgspec.json.Decoder(_Item)
 
 
 @dataclass(slots=True)
@@ -85,14 +118,21 @@ class Cache:
 
         An object of neither kind nor label that concerns us is passed over. ``obj`` has kind and apiVersion.
         """
-        if event == "DELETED":
-            self._remove(obj)
-        elif self._store(obj):
-            self._wake_group(obj["metadata"].get("namespace", ""), self._label(obj))
+        self._news(event, _ITEM.decode(msgspec.json.encode(obj)))
+
+    def observe_raw(self, event: str | None, kind: Kind, raw: bytes | msgspec.Raw) -> tuple[Key, str]:
+        """As :meth:`observe`, of an object of ``kind`` as JSON, and quicker by far.
+
+        Returns the object's (namespace, name) and its version.
+        """
+        item = _ITEM.decode(raw)
+        item.kind, item.apiVersion = kind.name, kind.api_version  # in a list they are said once, outside
+        self._news(event, item)
+        return (item.metadata.namespace, item.metadata.name), item.metadata.resourceVersion
 
     def remember(self, obj: Object) -> None:
         """The answer to a write of ours: kept at once, wakes nobody. A dry run's answer does not belong here."""
-        self._store(obj)
+        self._store(_ITEM.decode(msgspec.json.encode(obj)))
 
     def forget_missing(
         self, kind: str, present: Iterable[Key], as_of: str, *, namespace: str | None = None
@@ -123,18 +163,18 @@ class Cache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def _label(self, obj: Object) -> str:
-        metadata = obj["metadata"]
-        if obj["kind"] == RUN:
-            return names.label_value(metadata["name"])
-        return str((metadata.get("labels") or {}).get(names.RUN, ""))
+    def _news(self, event: str | None, item: _Item) -> None:
+        if event == "DELETED":
+            self._remove(item)
+        elif self._store(item):
+            self._wake_group(item.metadata.namespace, _label(item))
 
-    def _store(self, obj: Object) -> bool:
-        """Keep ``obj`` if it is newer than what is kept; True if that changed anything."""
-        metadata = obj["metadata"]
-        at = (obj["kind"], metadata.get("namespace", ""), metadata["name"])
-        version = _version(metadata["resourceVersion"])
-        label = self._label(obj)
+    def _store(self, item: _Item) -> bool:
+        """Keep ``item`` if it is newer than what is kept; True if that changed anything."""
+        metadata = item.metadata
+        at = (item.kind, metadata.namespace, metadata.name)
+        version = _version(metadata.resourceVersion)
+        label = _label(item)
         known = self._entries.get(at)
         if not label:
             # Somebody took our label off: the run has to look, and the object is no longer its.
@@ -145,8 +185,7 @@ class Cache:
             return False
         if known is None and version <= self._buried_at(at):
             return False
-        slim = {**obj, "metadata": {k: v for k, v in metadata.items() if k != "managedFields"}}
-        entry = _Entry(metadata["uid"], version, msgspec.json.encode(slim), (at[1], label))
+        entry = _Entry(metadata.uid, version, msgspec.json.encode(item), (at[1], label))
         if known is not None and known.group != entry.group:
             self._leave(at, known)
             self._wake_group(*known.group)
@@ -157,14 +196,14 @@ class Cache:
             self._groups.setdefault(entry.group, {})[at[0], at[2]] = entry
         return True
 
-    def _remove(self, obj: Object) -> None:
-        metadata = obj["metadata"]
-        at = (obj["kind"], metadata.get("namespace", ""), metadata["name"])
+    def _remove(self, item: _Item) -> None:
+        metadata = item.metadata
+        at = (item.kind, metadata.namespace, metadata.name)
         known = self._entries.get(at)
-        if known is not None and known.uid == metadata["uid"]:
-            self._drop(at, _version(metadata["resourceVersion"]))
+        if known is not None and known.uid == metadata.uid:
+            self._drop(at, _version(metadata.resourceVersion))
         elif known is None:
-            self._bury(at, _version(metadata["resourceVersion"]))
+            self._bury(at, _version(metadata.resourceVersion))
 
     def _drop(self, at: tuple[str, str, str], version: int) -> None:
         entry = self._entries.pop(at)
@@ -197,6 +236,12 @@ class Cache:
     def _buried_at(self, at: tuple[str, str, str]) -> int:
         version, until = self._buried.get(at, (-1, 0.0))
         return version if until >= self._clock() else -1
+
+
+def _label(item: _Item) -> str:
+    if item.kind == RUN:
+        return names.label_value(item.metadata.name)
+    return (item.metadata.labels or {}).get(names.RUN, "")
 
 
 def _version(resource_version: str) -> int:

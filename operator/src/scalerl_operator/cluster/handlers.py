@@ -1,34 +1,33 @@
-"""Watches: kopf's streams of runs and of what belongs to them, fed into the cache. They carry no logic.
+"""kopf's part: the stream of runs, fed into the cache. Handlers carry no logic: they say "look at run X again".
 
 kopf is used for its streams alone (lists, watches, reconnects): it puts no annotation and no finalizer on anything,
 writes no events, and knows no peers; who leads is our Lease's business. A standby watches too, so that its cache is
-warm when it leads.
+warm when it leads. What belongs to runs comes by :mod:`.informer`.
 
-kopf tells nobody when its first list is complete, nor what went while a stream was cut off for long. So the cache is
-filled by :func:`fill` before the streams start, and :class:`Resync` compares it with a list from time to time.
+kopf tells nobody when its first list is complete, nor which runs went while its stream was cut off for long. So runs
+are listed before it starts (:func:`~.informer.listed`), and :class:`Resync` compares from time to time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import kopf
 from kubernetes.aio.client.configuration import Configuration
 
 from scalerl_api.spec import GROUP
-from scalerl_operator.cluster import connection, names
+from scalerl_operator.cluster import connection
 from scalerl_operator.cluster.api import KubeApi
 from scalerl_operator.cluster.cache import Cache
 from scalerl_operator.cluster.errors import ApiError
-from scalerl_operator.cluster.kinds import KINDS, RUN, Kind
-from scalerl_operator.cluster.types import Object
+from scalerl_operator.cluster.kinds import KINDS, RUN
 
-WATCHED: Final = tuple(kind for kind in KINDS.values() if kind.watched)
-PAGE: Final = 200
-"""Objects a page of a list: what is parsed at once must not keep the event loop for long."""
+PAGE: Final = 50
+"""Runs a page of kopf's list: what it parses at once must not keep the event loop for long."""
+SOON_SECONDS: Final = 20.0
 SETTLED_SECONDS: Final = 5.0
 """After so long a watch has brought what a list already showed, or it will not bring it."""
 STOP_SECONDS: Final = 10.0
@@ -36,38 +35,18 @@ STOP_SECONDS: Final = 10.0
 log = logging.getLogger(__name__)
 
 
-def selector(kind: Kind) -> str | None:
-    """What the API server is asked for: all runs, and of other kinds what carries the label of a run."""
-    return None if kind.name == RUN else names.RUN
-
-
-def scopes(namespaces: Sequence[str]) -> Sequence[str | None]:
-    """The namespaces to ask for, (None,) for all of the cluster."""
-    return namespaces or (None,)
-
-
-async def fill(api: KubeApi, cache: Cache, namespaces: Sequence[str] = ()) -> int:
-    """List all that is watched into ``cache``; returns how many objects. Raises what the API server says."""
-    for kind in WATCHED:
-        for namespace in scopes(namespaces):
-            found, _ = await api.list_at(kind.name, namespace, label_selector=selector(kind), limit=PAGE)
-            async for obj in _in_slices(found):
-                cache.observe(None, obj)
-    return len(cache)
-
-
 class Resync:
-    """Compares the cache with what the API server lists (names and versions only), and mends it.
+    """Compares the runs of the cache with what the API server lists (names and versions only), and mends the cache.
 
-    A deletion that no watch told, or a stream that has fallen silent, must not leave a run on old news for ever.
-    ``on_repair(number)`` hears of what was mended.
+    A deletion that kopf did not tell, or a stream of it that has fallen silent, must not leave a run on old news for
+    ever. ``on_repair(number)`` hears of what was mended.
     """
 
     def __init__(
         self,
         api: KubeApi,
         cache: Cache,
-        namespaces: Sequence[str],
+        namespaces: Sequence[str | None],
         *,
         every: float,
         on_repair: Callable[[int], None] = lambda number: None,
@@ -79,45 +58,41 @@ class Resync:
         self._on_repair = on_repair
 
     async def run(self) -> None:
-        """Compare soon after the start (what went between the first list and the streams), then every so often."""
-        await asyncio.sleep(min(20.0, self._every))
+        """Compare soon after the start (what went between the first list and the stream), then every so often."""
+        await asyncio.sleep(min(SOON_SECONDS, self._every))
         while True:
-            for kind in WATCHED:
-                for namespace in scopes(self._namespaces):
-                    try:
-                        await self.compare(kind, namespace)
-                    except ApiError as error:
-                        log.warning("comparing the cache with a list: %s", error)
+            for namespace in self._namespaces:
+                try:
+                    await self.compare(namespace)
+                except ApiError as error:
+                    log.warning("comparing runs with a list: %s", error)
             await asyncio.sleep(self._every)
 
-    async def compare(self, kind: Kind, namespace: str | None) -> int:
-        """One kind; returns how many objects had to be mended."""
-        found, version = await self._api.list_at(
-            kind.name, namespace, label_selector=selector(kind), metadata_only=True, limit=PAGE
-        )
-        listed = {
+    async def compare(self, namespace: str | None) -> int:
+        """One namespace, or all; returns how many runs had to be mended."""
+        found, version = await self._api.list_at(RUN, namespace, metadata_only=True)
+        versions = {
             (m["namespace"], m["name"]): int(m["resourceVersion"]) for m in (o["metadata"] for o in found)
         }
-        del found
-        mended = self._cache.forget_missing(kind.name, listed, version, namespace=namespace)
-        if self._behind(kind, listed):
+        mended = self._cache.forget_missing(RUN, versions, version, namespace=namespace)
+        if self._behind(versions):
             await asyncio.sleep(SETTLED_SECONDS)
-            for at in self._behind(kind, listed):
-                fresh = await self._api.get(kind.name, *at)
+            for at in self._behind(versions):
+                fresh = await self._api.get(RUN, *at)
                 if fresh is not None:
                     self._cache.observe("MODIFIED", fresh)
                     mended += 1
         if mended:
-            log.warning("%d of %s were not as the API server has them, and are mended", mended, kind.plural)
+            log.warning("%d runs were not as the API server has them, and are mended", mended)
             self._on_repair(mended)
         return mended
 
-    def _behind(self, kind: Kind, listed: dict[tuple[str, str], int]) -> list[tuple[str, str]]:
-        return [at for at, version in listed.items() if self._cache.version(kind.name, *at) < version]
+    def _behind(self, versions: Mapping[tuple[str, str], int]) -> list[tuple[str, str]]:
+        return [at for at, version in versions.items() if self._cache.version(RUN, *at) < version]
 
 
 class Watches:
-    """kopf's streams as one task: :meth:`run`. When kopf ends by itself it is started again, with a pause.
+    """kopf's stream of runs as one task: :meth:`run`. When kopf ends by itself it is started again, with a pause.
 
     ``on_event(kind)`` hears of everything that comes, ``on_start()`` of each start of kopf (which takes the process's
     signals for itself).
@@ -187,13 +162,13 @@ def _registry(
         return await connection.for_kopf(configuration)
 
     kopf.on.login(registry=registry)(login)
-    for kind in WATCHED:
 
-        async def feed(event: Any, kind: str = kind.name, **_: Any) -> None:
-            on_event(kind)
-            cache.observe(event["type"], event["object"])
+    async def feed(event: Any, **_: Any) -> None:
+        on_event(RUN)
+        cache.observe(event["type"], event["object"])
 
-        kopf.on.event(kind.group, kind.version, kind.plural, id=kind.plural, registry=registry)(feed)
+    run = KINDS[RUN]
+    kopf.on.event(run.group, run.version, run.plural, id="feed", registry=registry)(feed)
     return registry
 
 
@@ -214,9 +189,6 @@ def _settings() -> kopf.OperatorSettings:
     settings.networking.error_backoffs = _Patience()
     # A task for an object lives as long as its news come; thousands of idle ones are memory for nothing.
     settings.queueing.idle_timeout = 0.2
-    for kind in WATCHED:
-        if (labels := selector(kind)) is not None:
-            settings.watching.label_selectors[kind.group, kind.version, kind.plural] = labels
     return settings
 
 
@@ -259,15 +231,6 @@ class _NoDiffBase(kopf.DiffBaseStorage):
 
     def store(self, **_: Any) -> None:
         return None
-
-
-async def _in_slices(objects: list[Object], size: int = PAGE) -> AsyncIterator[Object]:
-    """``objects``, with a breath for the event loop after every ``size``; each is let go of as it is handed on."""
-    objects.reverse()
-    while objects:
-        for _ in range(min(size, len(objects))):
-            yield objects.pop()
-        await asyncio.sleep(0)
 
 
 async def _stop(tasks: Collection[asyncio.Task[Any]]) -> None:

@@ -19,9 +19,9 @@ from scalerl_operator.cluster.kinds import KINDS
 from scalerl_operator.cluster.leader import Leader
 from scalerl_operator.cluster.names import label_value
 from scalerl_operator.cluster.queue import WorkQueue
+from scalerl_operator.cluster.transport import READS
 from scalerl_operator.cluster.types import Key
 
-READS: Final = frozenset({"get", "list"})
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
