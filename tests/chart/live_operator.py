@@ -1,0 +1,121 @@
+"""The operator as the chart deploys it, but as a process here: the chart's arguments, environment, account and role."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from socket import socket
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from charts import Object
+
+if TYPE_CHECKING:
+    from testcluster import Cluster
+
+
+def free_port() -> int:
+    with socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def until(condition: Callable[[], Any], seconds: float, what: Callable[[], str]) -> Any:
+    """What ``condition`` gives once it gives something."""
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, f"not within {seconds:.0f} s: {what()}"
+        time.sleep(0.25)
+    return found
+
+
+def as_account(cluster: Cluster, namespace: str, account: str, into: Path) -> Path:
+    """A kubeconfig with a token of a service account, as its pods have."""
+    config = yaml.safe_load(cluster.kubeconfig.read_text())
+    token = cluster.kubectl("create", "token", account, "-n", namespace, "--duration=1h").strip()
+    (user,) = config["users"]
+    user["user"] = {"token": token}
+    path = into / "kubeconfig"
+    path.write_text(yaml.safe_dump(config))
+    path.chmod(0o600)
+    return path
+
+
+@dataclass
+class LiveOperator:
+    """One replica."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=5) as answer:
+            return answer.read().decode()
+
+    def value(self, metric: str) -> float:
+        """Sum of a metric's series; ``metric`` may have matchers as the exposition writes them."""
+        rows = [
+            line
+            for line in self.get("/metrics").splitlines()
+            if re.match(re.escape(metric) + r"[{ ]", line + " ") or line.startswith(metric + " ")
+        ]
+        return sum(float(row.rsplit(" ", 1)[1]) for row in rows)
+
+    def refused(self) -> list[str]:
+        """Calls that its role did not allow."""
+        return [line for line in self.get("/metrics").splitlines() if 'code="403"' in line]
+
+    def tail(self) -> str:
+        return self.log.read_text()[-6000:]
+
+
+@contextlib.contextmanager
+def operator(
+    deployment: Object, kubeconfig: Path, namespace: str, log: Path, **environment: str
+) -> Iterator[LiveOperator]:
+    """The deployment's operator container as a process; it is ended with SIGTERM, as a kubelet does."""
+    (container,) = (
+        c for c in deployment["spec"]["template"]["spec"]["containers"] if c["name"] == "operator"
+    )
+    port = free_port()
+    given = {e["name"]: e["value"] for e in container["env"] if "value" in e}
+    given |= {"POD_NAME": f"live-{port}", "POD_NAMESPACE": namespace, "KUBECONFIG": str(kubeconfig)}
+    given |= {"SCALERL_LISTEN": f"127.0.0.1:{port}"} | environment
+    keep = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            [sys.executable, *container["command"][1:]],
+            env=keep | given,
+            stdout=sink,
+            stderr=sink,
+            stdin=subprocess.DEVNULL,
+        )
+    live = LiveOperator(process, f"http://127.0.0.1:{port}", log)
+    try:
+        until(lambda: process.poll() is not None or _answers(live), 60, live.tail)
+        assert process.poll() is None, live.tail()
+        yield live
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10)
+
+
+def _answers(live: LiveOperator) -> bool:
+    with contextlib.suppress(OSError):
+        return "ok" in live.get("/readyz").lower() or True
+    return False

@@ -1,0 +1,110 @@
+"""The operator at work with the role that the chart gives it, and no other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import yaml
+from charts import NAMESPACE, RELEASE, Object, render
+from live_operator import LiveOperator, as_account, operator, until
+from queries import CHART, ROOT
+from releases import Helm
+
+if TYPE_CHECKING:
+    from testcluster import Cluster
+
+pytestmark = pytest.mark.cluster
+RUNS = "scalerlruns.scalerl.dev"
+RUN: Object = yaml.safe_load((ROOT / "examples/tiny/run-kubernetes.yaml").read_text())
+NAME = RUN["metadata"]["name"]
+VALUES = {
+    "cluster-wide": [],
+    "namespaced": ["--set", "watchNamespaces={research}", "--set", "rbac.aggregateToUsers=false"],
+}
+
+
+@pytest.fixture(params=VALUES)
+def live(
+    request: pytest.FixtureRequest, helm: str, control_plane: Cluster, tmp_path: Path
+) -> Iterator[LiveOperator]:
+    """The chart, installed; its operator, here."""
+    values = VALUES[request.param]
+    for name in (NAMESPACE, "research"):
+        control_plane.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+    release = Helm(helm, control_plane.env, NAMESPACE)
+    # No replica of its own: its pods run nothing here.
+    release("install", RELEASE, str(CHART), "--set", "replicas=0", *values)
+    (deployment,) = (obj for obj in render(helm, *values) if obj["kind"] == "Deployment")
+    kubeconfig = as_account(control_plane, NAMESPACE, RELEASE, tmp_path)
+    try:
+        with operator(deployment, kubeconfig, NAMESPACE, tmp_path / "log", SCALERL_SIDECAR_URL="") as made:
+            yield made
+    finally:
+        release("uninstall", RELEASE)
+        control_plane.kubectl("delete", "namespace", "research", "--wait=false")
+        control_plane.kubectl("delete", "crd", RUNS, "--timeout=60s")
+        control_plane.kubectl("delete", "namespace", "research", "--ignore-not-found", "--timeout=60s")
+
+
+def succeed(cluster: Cluster, selector: str, namespace: str) -> bool:
+    """Play the kubelet: the pods of a Job have ended well."""
+    pods = cluster.get("pods", "-n", namespace, "-l", selector)["items"]
+    for pod in pods:
+        cluster.kubectl(
+            "patch", "pod", pod["metadata"]["name"], "-n", namespace, "--subresource=status", "--type=merge",
+            "-p", json.dumps({"status": {"phase": "Succeeded"}}),
+        )  # fmt: skip
+    return bool(pods)
+
+
+def there(cluster: Cluster, namespace: str) -> set[str]:
+    """Kinds of the objects that the run has."""
+    kinds = "configmaps,secrets,services,persistentvolumeclaims,jobs,statefulsets,deployments,networkpolicies,poddisruptionbudgets"
+    found = cluster.get(kinds, "-n", namespace, "-l", f"scalerl.dev/run={NAME}")["items"]
+    return {obj["kind"] for obj in found} | {obj["metadata"]["name"] for obj in found}
+
+
+def test_a_run_from_its_first_object_to_its_last_without_one_refusal(control_plane, live):
+    here = "research"
+    control_plane.kubectl(
+        "create", "configmap", "tiny-addition-data", "-n", here,
+        f"--from-file={ROOT / 'examples/tiny/data.jsonl'}",
+    )  # fmt: skip
+    control_plane.apply(RUN, namespace=here)
+    told = lambda: f"{there(control_plane, here)}\n{live.tail()}"  # noqa: E731
+    until(lambda: succeed(control_plane, "app.kubernetes.io/component=prepare", here), 30, told)
+    wanted = {
+        "ConfigMap",
+        "Secret",
+        "Service",
+        "PersistentVolumeClaim",
+        "StatefulSet",
+        "Deployment",
+        "NetworkPolicy",
+        "PodDisruptionBudget",
+        f"{NAME}-trainer-1",
+    }
+    until(lambda: wanted <= there(control_plane, here), 60, told)
+
+    control_plane.kubectl("scale", RUNS, NAME, "--replicas=3", "-n", here)
+    generators = f"{NAME}-generator"
+    until(lambda: control_plane.get("deployment", generators, "-n", here)["spec"]["replicas"] == 3, 30, told)
+    # Somebody's hand is undone.
+    control_plane.kubectl("scale", "deployment", generators, "--replicas=1", "-n", here)
+    until(lambda: control_plane.get("deployment", generators, "-n", here)["spec"]["replicas"] == 3, 30, told)
+    assert "Warning" in control_plane.kubectl(
+        "get", "events", "-n", here
+    ) or "Normal" in control_plane.kubectl("get", "events", "-n", here)
+    assert live.refused() == []
+
+    control_plane.kubectl("delete", RUNS, NAME, "-n", here, "--wait=false")
+    # Nobody drains a run whose trainer runs nothing: what its pods would do, they have done.
+    until(lambda: succeed(control_plane, "app.kubernetes.io/component=trainer", here), 30, told)
+    until(lambda: not control_plane.get(RUNS, "-n", here)["items"], 90, told)
+    until(lambda: not there(control_plane, here), 60, told)
+    assert live.refused() == []
+    assert "Traceback" not in live.tail()
