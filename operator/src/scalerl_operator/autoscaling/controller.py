@@ -92,10 +92,12 @@ class Autoscaler:
             return None
         points = [point(evaluation) for evaluation in status.points]
         load = self._meter.look(status, generators)
-        what = (status.points, self.spec.autoscaling, self.spec.budget, self._resumed)
+        resumed = self._resumed
+        what = (status.points, self.spec.autoscaling, self.spec.budget, resumed)
         if points and (what != self._seen or (self._failures and self._monotonic() >= self._retry_at)):
             step = await self._autoscale(status, generators, points)
-            self._seen = what
+            # A resumption that this step has taken in is no news any more; one that came meanwhile is.
+            self._seen = (*what[:3], resumed and self._resumed)
             return step
         if (
             load is not None
