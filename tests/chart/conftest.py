@@ -5,8 +5,10 @@ Tests that need none (`make test-unit`) look at snapshots; those marked `cluster
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,3 +76,22 @@ def control_plane() -> Iterator[Cluster]:
         pytest.skip(f"no control plane can be run here: {error}")
     with cluster:
         yield cluster
+
+
+PROMETHEUS_OPERATOR = "github.com/prometheus-operator/prometheus-operator@v0.85.0"
+PROMETHEUS_OPERATOR_SUM = "h1:M5xLCLEoaW2IJfnuCwFzzpL+jSVQu3KGT84Pye+fW8s="
+
+
+@pytest.fixture(scope="session")
+def prometheus_operator_crds() -> list[Path]:
+    """The definitions of the kinds by which the chart speaks to the Prometheus operator, from its Go module."""
+    done = subprocess.run(
+        ["go", "mod", "download", "-json", PROMETHEUS_OPERATOR],
+        capture_output=True, text=True, timeout=300, cwd="/",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    module = json.loads(done.stdout)
+    assert module["Sum"] == PROMETHEUS_OPERATOR_SUM
+    folder = Path(module["Dir"]) / "example" / "prometheus-operator-crd"
+    kinds = ("servicemonitors", "podmonitors", "prometheusrules")
+    return [folder / f"monitoring.coreos.com_{kind}.yaml" for kind in kinds]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
-from charts import RELEASE, VALUES, HelmError, Object, render
+from charts import NAMESPACE, RELEASE, VALUES, HelmError, Object, render
 from queries import CHART, ROOT
 from releases import CRD, Helm, older_chart
 from schemas import write_schemas
@@ -63,6 +63,29 @@ def test_an_api_server_takes_every_object_as_it_is(control_plane, helm, name):
     namespaces = {obj["metadata"]["namespace"] for obj in objects if "namespace" in obj["metadata"]}
     for wanted in namespaces:
         control_plane.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": wanted}})
+    control_plane.kubectl(
+        "apply", "--server-side", "--dry-run=server", "--validate=strict", "-f", "-",
+        stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}),
+    )  # fmt: skip
+
+
+def test_the_prometheus_operator_understands_what_is_for_it(control_plane, helm, prometheus_operator_crds):
+    objects = [
+        obj
+        for obj in render(helm, "--values", str(VALUES["everything"]))
+        if obj["apiVersion"].startswith(OF_THE_PROMETHEUS_OPERATOR)
+    ]
+    assert len(objects) == 3
+    control_plane.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
+    files = [word for path in prometheus_operator_crds for word in ("-f", str(path))]
+    control_plane.kubectl("apply", "--server-side", *files)
+    control_plane.kubectl(
+        "wait",
+        "crd",
+        *[f"{p.stem.split('_')[1]}.{OF_THE_PROMETHEUS_OPERATOR}" for p in prometheus_operator_crds],
+        "--for=condition=Established",
+        "--timeout=30s",
+    )
     control_plane.kubectl(
         "apply", "--server-side", "--dry-run=server", "--validate=strict", "-f", "-",
         stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}),
