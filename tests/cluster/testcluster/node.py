@@ -15,9 +15,9 @@ PROVISIONER = "scalerl.dev/directories"
 CLUSTER_DOMAIN = "cluster.local"
 
 # The runtime's shims, CNI and kubelet write below these whatever they are told.
-OWN_MOUNTS = ("/run", "/var/log")
+OWN_FOLDERS = ("/run", "/var/lib", "/var/log")
 # Of the whole machine, not of a namespace: a kubelet sets them at its start.
-KEPT_SETTINGS = (
+OWN_SETTINGS = (
     "/proc/sys/kernel/keys/root_maxbytes",
     "/proc/sys/kernel/keys/root_maxkeys",
     "/proc/sys/kernel/panic",
@@ -35,7 +35,7 @@ def network() -> list[Step]:
         Run(("ip", "address", "add", f"{NODE_ADDRESS}/24", "dev", "node")),
         Run(("ip", "link", "set", "node", "up")),
         Run(("ip", "route", "add", "default", "dev", "node")),
-        Run(("sysctl", "-q", "-w", "net.ipv4.ip_forward=1")),
+        Run(("sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")),
     ]
 
 
@@ -236,7 +236,7 @@ def _write_names_config(layout: Layout) -> None:
     layout.config("Corefile").write_text(
         textwrap.dedent(
             f"""\
-            .:53 {{
+            {CLUSTER_DOMAIN} in-addr.arpa ip6.arpa {{
                 bind {NODE_ADDRESS}
                 errors
                 ready 127.0.0.1:8181
@@ -244,6 +244,12 @@ def _write_names_config(layout: Layout) -> None:
                     kubeconfig {layout.kubeconfig_of("coredns")}
                     pods verified
                     ttl 1
+                }}
+            }}
+            . {{
+                bind {NODE_ADDRESS}
+                template ANY ANY {{
+                    rcode NXDOMAIN
                 }}
             }}
             """

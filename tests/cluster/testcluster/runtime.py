@@ -9,6 +9,7 @@ import os
 import subprocess
 import tarfile
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,7 +78,7 @@ class Loader:
 
 
 def load_basic_images(cluster: Cluster) -> None:
-    """pause, which every pod has, and busybox for tests; both are Debian's static busybox."""
+    """pause, which every pod has, and busybox with bash for tests."""
     assert cluster.layout is not None
     loader = Loader(cluster.layout)
     there = loader.names()
@@ -88,9 +89,19 @@ def load_basic_images(cluster: Cluster) -> None:
                 loader(Path(file.name))
 
 
+def _libraries(program: Path) -> Iterator[Path]:
+    """What a program is linked with, its loader too."""
+    said = subprocess.run(["ldd", program], capture_output=True, text=True, check=True, timeout=10).stdout
+    for line in said.splitlines():
+        yield from (Path(word) for word in line.split() if word.startswith("/"))
+
+
 def _busybox_archive(name: str, command: list[str]) -> bytes:
-    """A docker archive of one layer."""
-    busybox = Path("/bin/busybox")
+    """A docker archive of one layer.
+
+    A static busybox crashes when it looks a name up, in `wget` as in `nc`; bash's ``/dev/tcp/HOST/PORT`` works.
+    """
+    busybox, bash = Path("/bin/busybox"), Path("/bin/bash")
     applets = subprocess.run([busybox, "--list"], capture_output=True, text=True, check=True, timeout=10)
     users = f"root:x:0:0::/:/bin/sh\nuser:x:{NOT_ROOT}:{NOT_ROOT}::/tmp:/bin/sh\n"
     files = io.BytesIO()
@@ -99,13 +110,11 @@ def _busybox_archive(name: str, command: list[str]) -> bytes:
             entry = tarfile.TarInfo(folder)
             entry.type, entry.mode = tarfile.DIRTYPE, mode
             tar.addfile(entry)
-        for path, content, mode in (
-            ("bin/busybox", busybox.read_bytes(), 0o755),
-            ("etc/passwd", users.encode(), 0o644),
-        ):
-            _add(tar, path, content, mode)
+        _add(tar, "etc/passwd", users.encode(), 0o644)
+        for file in (busybox, bash, *_libraries(bash)):
+            _add(tar, str(file).lstrip("/"), file.read_bytes(), 0o755)
         for applet in applets.stdout.split():
-            if applet != "busybox":
+            if applet not in ("busybox", "bash"):
                 entry = tarfile.TarInfo(f"bin/{applet}")
                 entry.type, entry.linkname = tarfile.SYMTYPE, "busybox"
                 tar.addfile(entry)

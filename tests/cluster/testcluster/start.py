@@ -81,11 +81,30 @@ def start_cluster(root: Path | None = None, *, die_with_caller: bool = True) -> 
         raise MissingError("a node needs root: run as root, or set KUBECONFIG to use a cluster that is there")
     debian.installed(debian.NODE)
     kube, coredns = tools.tool("kube"), tools.tool("coredns")
-    layout = _new(root)
     images = runtime.store()
-    _write_identities(kube, layout, node.api_server())
+    if any(images.is_relative_to(folder) for folder in node.OWN_FOLDERS):
+        raise ClusterError(
+            f"{images} is below {', '.join(node.OWN_FOLDERS)}; set {cache.VARIABLE} to another folder"
+        )
+    with _only_one(images) as lock, socket.create_server(("127.0.0.1", 0)) as relay:
+        layout = _new(root)
+        _write_identities(kube, layout, node.api_server())
+        server = f"https://127.0.0.1:{relay.getsockname()[1]}"
+        controlplane.write_kubeconfig(layout.kubeconfig, layout, "admin", server)
+        cgroups.create(layout.cgroup)
+        plan = _whole(kube, coredns, layout, images)
+        _bring_up(layout, plan, _OWN, die_with_caller, relay, lock.fileno())
+    cluster = Cluster(
+        layout.kubeconfig, tools.kubectl(), layout, loader=runtime.Loader(layout), ender=lambda: end(layout)
+    )
+    runtime.load_basic_images(cluster)
+    return cluster
+
+
+def _whole(kube: Path, coredns: Path, layout: Layout, images: Path) -> Plan:
+    """A control plane and its node."""
     ports = Ports(NODE_API_PORT, 2379, 2380)
-    plan = Plan(
+    return Plan(
         steps=(
             *node.network(),
             *node.runtime(kube, layout, images),
@@ -96,21 +115,11 @@ def start_cluster(root: Path | None = None, *, die_with_caller: bool = True) -> 
         ),
         ca=str(layout.pki / "ca.crt"),
         relay=("127.0.0.1", NODE_API_PORT),
-        own_mounts=node.OWN_MOUNTS,
-        kept_settings=node.KEPT_SETTINGS,
-        stop_first=("kubelet",),
+        own_folders=node.OWN_FOLDERS,
+        own_settings=node.OWN_SETTINGS,
         last=node.last(kube, layout),
+        asked=("containerd",),
     )
-    with _only_one(images) as lock, socket.create_server(("127.0.0.1", 0)) as relay:
-        server = f"https://127.0.0.1:{relay.getsockname()[1]}"
-        controlplane.write_kubeconfig(layout.kubeconfig, layout, "admin", server)
-        cgroups.create(layout.cgroup)
-        _bring_up(layout, plan, _OWN, die_with_caller, relay, lock.fileno())
-    cluster = Cluster(
-        layout.kubeconfig, tools.kubectl(), layout, loader=runtime.Loader(layout), ender=lambda: end(layout)
-    )
-    runtime.load_basic_images(cluster)
-    return cluster
 
 
 def found(name: str) -> Cluster | None:
@@ -159,10 +168,12 @@ def _gone(pid: int, layout: Layout, seconds: float) -> bool:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)  # ours, if this process started it
         try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             return True
-        if str(layout.root).encode() not in command:  # ended, and its number is another's
+        # Another's command line: it ended, and its number was given again. None at all: it is just starting.
+        if state in "ZX" or (command and str(layout.root).encode() not in command):
             return True
     return False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +51,14 @@ class Plan:
     """Whose certificates the servers show that are waited for."""
     relay: tuple[str, int] | None = None
     """Where the port goes that is held open outside of the cluster's network; None: it has none of its own."""
-    own_mounts: tuple[str, ...] = ()
-    """Folders that become empty ones of the cluster's own: where programs insist on writing."""
-    kept_settings: tuple[str, ...] = ()
-    """Kernel settings that a kubelet changes and that are put back at the end."""
+    own_folders: tuple[str, ...] = ()
+    """Folders of the machine that programs insist on writing into: what they write goes elsewhere."""
+    own_settings: tuple[str, ...] = ()
+    """Settings of the whole machine that programs insist on changing: they see a copy."""
     last: tuple[Run, ...] = ()
-    """Done at the end, while the programs still run but those in ``stop_first``."""
-    stop_first: tuple[str, ...] = field(default=())
+    """Done at the end, when all programs have been killed but those of ``asked``."""
+    asked: tuple[str, ...] = ()
+    """Programs that are asked to end, as what they write outlives the cluster."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

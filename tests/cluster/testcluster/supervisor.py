@@ -45,7 +45,6 @@ class Supervisor:
         self.programs: dict[str, Program] = {}
         self.over = asyncio.Event()
         self.tls = ssl.create_default_context(cafile=self.plan["ca"])
-        self.settings: dict[Path, str] = {}
 
     async def main(self) -> None:
         loop = asyncio.get_running_loop()
@@ -73,12 +72,8 @@ class Supervisor:
 
     async def _up(self) -> None:
         self._say("starting")
-        for folder in self.plan["own_mounts"]:
-            await self._run(["mount", "-t", "tmpfs", "tmpfs", folder], 10)
-        if self.plan["own_mounts"]:
-            # The kubelet wants mounts that pods may share; they are shared with nothing outside.
-            await self._run(["mount", "--make-rshared", "/"], 10)
-        self._keep_settings()
+        if self.plan["own_folders"]:
+            await self._own()
         for step in self.plan["steps"]:
             match step["do"]:
                 case "run":
@@ -90,28 +85,32 @@ class Supervisor:
                     await self._wait(step)
 
     async def _down(self) -> None:
-        await asyncio.gather(*(self._stop(name) for name in self.plan["stop_first"]))
-        for step in self.plan["last"]:
+        asked = [p for name, p in self.programs.items() if name in self.plan["asked"]]
+        await asyncio.gather(*(p.kill() for p in self.programs.values() if p not in asked))
+        for step in self.plan["last"] if asked else ():
             with contextlib.suppress(StepError):  # what is not done here, the end of the namespace does
                 await self._run(step["argv"], step["seconds"])
-        await asyncio.gather(*(self._stop(name) for name in self.programs))
-        for path, value in self.settings.items():
-            with contextlib.suppress(OSError):
-                path.write_text(value)
+        await asyncio.gather(*(p.stop(_STOP_SECONDS) for p in asked))
 
-    def _keep_settings(self) -> None:
-        for path in map(Path, self.plan["kept_settings"]):
-            with contextlib.suppress(OSError):
-                self.settings[path] = path.read_text()
+    async def _own(self) -> None:
+        """In a mount namespace: what is written there stays there."""
+        for folder in self.plan["own_folders"]:
+            written, work = (self.layout.root / "written" / kind / folder[1:] for kind in ("files", "work"))
+            written.mkdir(parents=True)
+            work.mkdir(parents=True)
+            layers = f"lowerdir={folder},upperdir={written},workdir={work}"
+            await self._run(["mount", "-t", "overlay", "-o", layers, "overlay", folder], 10)
+        for setting in map(Path, self.plan["own_settings"]):
+            copy = self.layout.config(setting.name)
+            copy.write_text(setting.read_text())
+            await self._run(["mount", "--bind", str(copy), str(setting)], 10)
+        # The kubelet wants mounts that pods may share; they are shared with nothing outside.
+        await self._run(["mount", "--make-rshared", "/"], 10)
 
     # Programs.
 
     def _start(self, name: str) -> None:
         self.programs[name] = self.children.start(self.argv[name], self._log(name), self.layout.root)
-
-    async def _stop(self, name: str) -> None:
-        if name in self.programs:
-            await self.programs[name].stop(_STOP_SECONDS)
 
     async def _run(self, argv: list[str], seconds: float) -> None:
         code, output = await self._try(argv, seconds)

@@ -1,0 +1,163 @@
+"""The cluster with a node: pods as restricted as ours, names, services, shared volumes, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from testcluster import Cluster, ClusterError, cache, cgroups, start_cluster, tools
+
+NAMESPACE = "node-test"
+# Each of two pods writes into the shared folder, then asks for the other's name and file, then a Service's.
+SCRIPT = """
+id -u; touch /not-here 2>/dev/null && echo writable root
+echo $HOSTNAME > /data/$JOB_COMPLETION_INDEX; httpd -p 8080 -h /data
+other=$((1 - JOB_COMPLETION_INDEX))
+served() { exec 3<>/dev/tcp/$1/$2 && printf "GET /$other HTTP/1.0\\r\\n\\r\\n" >&3 && grep -q ^peer-$other$ <&3; }
+until served peer-$other.peers.node-test.svc 8080; do sleep 0.1; done
+until served web 80; do sleep 0.1; done
+nslookup elsewhere.example | grep -o NXDOMAIN | head -1
+touch /data/done-$JOB_COMPLETION_INDEX; until [ -e /data/done-$other ]; do sleep 0.1; done
+echo met
+"""
+
+
+def _objects() -> list[dict[str, Any]]:
+    service = {"apiVersion": "v1", "kind": "Service"}
+    container = {
+        "name": "peer",
+        "image": "localhost/busybox:1",
+        "command": ["bash", "-c", SCRIPT],
+        "volumeMounts": [{"name": "data", "mountPath": "/data", "subPath": "a-run"}],
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        },
+    }
+    pod = {
+        "subdomain": "peers",
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": 1,
+        "automountServiceAccountToken": False,
+        "containers": [container],
+        "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}],
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": 10001,
+            "runAsGroup": 10001,
+            "fsGroup": 10001,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+    }
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "Namespace",
+            "metadata": {"name": NAMESPACE, "labels": {"pod-security.kubernetes.io/enforce": "restricted"}},
+        },
+        {
+            "apiVersion": "v1",
+            "kind": "PersistentVolumeClaim",
+            "metadata": {"name": "data", "namespace": NAMESPACE},
+            "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}},
+        },
+        {
+            **service,
+            "metadata": {"name": "peers", "namespace": NAMESPACE},
+            "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"app": "peer"}},
+        },
+        {
+            **service,
+            "metadata": {"name": "web", "namespace": NAMESPACE},
+            "spec": {"selector": {"app": "peer"}, "ports": [{"port": 80, "targetPort": 8080}]},
+        },
+        {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {"name": "peer", "namespace": NAMESPACE},
+            "spec": {
+                "completions": 2,
+                "parallelism": 2,
+                "completionMode": "Indexed",
+                "backoffLimit": 0,
+                "template": {"metadata": {"labels": {"app": "peer"}}, "spec": pod},
+            },
+        },
+    ]
+
+
+def test_two_restricted_pods_meet_by_name_by_service_and_on_a_volume(cluster: Cluster) -> None:
+    cluster.apply(*_objects())
+    try:
+        cluster.kubectl(
+            "wait", "job/peer", "-n", NAMESPACE, "--for=condition=Complete", "--timeout=60s", seconds=70
+        )
+        for index in range(2):
+            selector = f"batch.kubernetes.io/job-completion-index={index}"
+            said = cluster.kubectl("logs", "--tail=-1", "-n", NAMESPACE, "-l", selector)
+            assert [line for line in said.splitlines() if ": " not in line] == [
+                "10001",
+                "NXDOMAIN",
+                "met",
+            ]
+    finally:
+        cluster.kubectl("delete", "namespace", NAMESPACE, seconds=90)
+
+
+def test_commands_run_in_pods_and_their_ends_are_seen(cluster: Cluster) -> None:
+    cluster.kubectl("run", "shell", "--image=localhost/busybox:1", "--", "sh", "-c", "sleep 1000 & wait")
+    try:
+        cluster.kubectl("wait", "pod/shell", "--for=condition=Ready", "--timeout=30s")
+        assert cluster.kubectl("exec", "shell", "--", "echo", "hello") == "hello\n"
+        assert "10.96.0.1" in cluster.kubectl(
+            "exec", "shell", "--", "nslookup", "kubernetes.default.svc.cluster.local"
+        )
+    finally:
+        cluster.kubectl("delete", "pod", "shell", "--grace-period=1")
+
+
+def _machine() -> dict[str, object]:
+    """What a node could change of a machine."""
+
+    def said(*argv: str) -> str:
+        return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=10).stdout
+
+    settings = ("vm/overcommit_memory", "kernel/panic", "net/ipv4/ip_forward")
+    return {
+        "links": sorted(Path("/sys/class/net").iterdir()),
+        "rules": said("iptables-save") if os.geteuid() == 0 else "",
+        "mounts": sorted(Path("/proc/self/mountinfo").read_text().splitlines()),
+        "settings": {name: Path("/proc/sys", name).read_text() for name in settings},
+        "folders": [sorted(Path(folder).iterdir()) for folder in ("/run", "/var/lib", "/opt")],
+    }
+
+
+@pytest.fixture
+def root() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("no node can be run here: it needs root")
+
+
+@pytest.mark.usefixtures("root")
+def test_a_node_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an image store of its own, it may run beside the session's."""
+    for program in ("kube", "coredns"):
+        built = tools.tool(program).parent.parent
+        (tmp_path / "cache").mkdir(exist_ok=True)
+        (tmp_path / "cache" / program).symlink_to(built)
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
+    before = _machine()
+    with start_cluster(tmp_path / "node") as cluster:
+        assert cluster.layout is not None
+        cluster.kubectl("run", "stays", "--image=localhost/busybox:1", "--", "sleep", "1000")
+        cluster.kubectl("wait", "pod/stays", "--for=condition=Ready", "--timeout=30s")
+        assert cgroups.left(cluster.layout.cgroup)
+        with pytest.raises(ClusterError, match="another cluster with a node is up"):
+            start_cluster(tmp_path / "second")
+    assert not cluster.layout.root.exists()
+    assert not cgroups.left(cluster.layout.cgroup)
+    assert _machine() == before
