@@ -133,6 +133,7 @@ def test_compute_zero_is_allowed_and_not_fitted() -> None:
         ({"discrepancy": (-0.1,), "discrepancy_weights": (1.0,)}, "discrepancy"),
         ({"discrepancy_weights": (1.0,)}, "discrepancy_weights"),
         ({"cmid_above": 0.5}, "cmid_above"),
+        ({"doubtful_trust": 1.5}, "doubtful_trust"),
         ({"ln_b_sd": float("nan")}, "ln_b_sd"),
         ({"families": ()}, "families"),
     ],

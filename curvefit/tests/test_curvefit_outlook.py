@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 import scalerl_curvefit as cf
 from scalerl_curvefit.families import compute_share, gain_share
+from scalerl_curvefit.forecasting import rewards
 from scalerl_curvefit.hindcast import Hindcast, discrepancy_weights
 from scalerl_curvefit.simulate import SCALERL, Truth, simulated
 
@@ -48,6 +50,28 @@ def test_gain_and_its_probability_agree(fitted: cf.Fit) -> None:
     assert gained.low < truth < gained.high
     assert cf.p_gain_above(fitted, 2 * fitted.now, gained.low) == pytest.approx(0.95, abs=0.01)
     assert cf.p_gain_above(fitted, 2 * fitted.now, gained.high) == pytest.approx(0.05, abs=0.01)
+
+
+@pytest.mark.parametrize("far", [0.5, 2.0, 4.0])
+def test_a_probability_is_that_of_the_draws_without_their_chance(fitted: cf.Fit, far: float) -> None:
+    at = far * fitted.now
+    drawn = cf.draws(fitted, 200_000)
+    many = rewards(fitted, drawn, np.array([fitted.now, at]))
+    for target in np.quantile(many[:, 1], (0.05, 0.5, 0.9)):
+        assert cf.p_reward_above(fitted, at, target) == pytest.approx(np.mean(many[:, 1] > target), abs=0.02)
+    if far > 1:
+        least = float(np.quantile(many[:, 1] - many[:, 0], 0.9))
+        assert cf.p_gain_above(fitted, at, least) == pytest.approx(0.1, abs=0.02)
+        unlucky = replace(fitted, drawn=replace(fitted.drawn, discrepancy=np.zeros(len(fitted.drawn))))
+        assert cf.p_gain_above(unlucky, at, least) == cf.p_gain_above(fitted, at, least)
+
+
+def test_rewards_stay_within_bounds_in_probabilities(fitted: cf.Fit) -> None:
+    wide = cf.fit(fitted.curve, cf.FitSettings(discrepancy=(5.0,), discrepancy_weights=(1.0,), look_back=()))
+    assert cf.p_reward_above(wide, 4 * wide.now, 1.0) == 0.0
+    assert 0.2 < cf.p_reward_above(wide, 4 * wide.now, 0.999) < 0.6
+    assert cf.p_gain_above(wide, 4 * wide.now, 1.0) == 0.0
+    assert cf.p_gain_above(wide, 4 * wide.now, -1.0) == 1.0
 
 
 def test_compute_to_a_target(fitted: cf.Fit) -> None:
@@ -110,10 +134,21 @@ def test_a_run_that_broke_its_forecasts_gets_wider_ones() -> None:
     def tau(error: float) -> float:
         past = [Hindcast(1.0, 2.0, error, 0.01)]
         choices = cf.FitSettings()
-        return float(discrepancy_weights(past, choices) @ np.array(choices.discrepancy))
+        return float(discrepancy_weights(past, choices, doubtful=False) @ np.array(choices.discrepancy))
 
     before = float(np.dot(cf.FitSettings().discrepancy, cf.FitSettings().discrepancy_weights))
     assert tau(0.0) < before < tau(0.1) < tau(0.3)
+
+
+def test_while_doubtful_half_of_the_prior_stays() -> None:
+    choices, past = cf.FitSettings(), [Hindcast(1.0, 2.0, 0.0, 0.001)]
+    learned, halved = (discrepancy_weights(past, choices, doubtful) for doubtful in (False, True))
+    np.testing.assert_allclose(halved, 0.5 * learned + 0.5 * np.array(choices.discrepancy_weights))
+    assert learned.sum() == pytest.approx(1.0)
+    young = cf.fit(simulated(n=40, reach=0.8, seed=1))
+    assert young.hindcasts
+    assert not young.identifiable
+    assert young.discrepancy_weights[-1] > 0.49 * choices.discrepancy_weights[-1]
 
 
 def test_too_few_points_make_no_past_forecast() -> None:

@@ -15,7 +15,7 @@ from .hindcast import MOST_P_BEFORE_CMID, Hindcast, discrepancy_weights, flatnes
 from .moments import Moments, moments
 from .point import PointFit, point_fit
 from .posterior import QUICK, Nodes, Prior, grid_posterior, make_prior
-from .sampling import Draws, interval, sample
+from .sampling import Draws, departures, interval, sample
 from .settings import FitSettings
 
 MIN_POINTS: Final = 4
@@ -133,14 +133,14 @@ def fit(curve: Curve, settings: FitSettings | None = None) -> Fit:
         points.compute, points.reward, settings, lambda count: past_posterior(curve, settings, count)
     )
     seed = content_seed(curve, settings)
-    discrepancy = discrepancy_weights(past, settings)
-    main = nodes[0]
-    tau = (np.array(settings.discrepancy), discrepancy)
-    drawn = sample((main,), np.ones(1), DRAWS, np.random.default_rng(seed), tau)
+    main, random = nodes[0], np.random.default_rng(seed)
+    drawn = sample((main,), np.ones(1), DRAWS, random)
     a, before = _estimate(drawn.A), float(np.mean(drawn.Cmid > curve.now))
     doubts = _doubts(len(points.compute), a, before)
     scale = settings.doubtful_factor if doubts else flatness(main, curve.now, settings)
-    drawn = replace(drawn, discrepancy=scale * drawn.discrepancy)
+    discrepancy = discrepancy_weights(past, settings, doubtful=bool(doubts))
+    tau = scale * np.array(settings.discrepancy)
+    drawn = replace(drawn, discrepancy=departures(tau, discrepancy, DRAWS, random))
     return Fit(
         curve=curve,
         settings=settings,
@@ -175,8 +175,10 @@ def draws(fitted: Fit, n: int = DRAWS) -> Draws:
     if n == DRAWS and len(fitted.nodes) == 1:
         return fitted.drawn
     weights = np.array([fitted.family_weights[node.family] for node in fitted.nodes])
-    tau = (fitted.discrepancy_scale * np.array(fitted.settings.discrepancy), fitted.discrepancy_weights)
-    return sample(fitted.nodes, weights, n, np.random.default_rng(fitted.seed), tau)
+    tau = fitted.discrepancy_scale * np.array(fitted.settings.discrepancy)
+    random = np.random.default_rng(fitted.seed)
+    drawn = sample(fitted.nodes, weights, n, random)
+    return replace(drawn, discrepancy=departures(tau, fitted.discrepancy_weights, n, random))
 
 
 def content_seed(curve: Curve, settings: FitSettings) -> int:

@@ -2,14 +2,16 @@
 
 No run follows the equation exactly. The forecast therefore departs from it by f·τ·log2(C/C_now)·N(0, 1)
 beyond now, where f is 2.5 while the asymptote is not identifiable, at most 1 once it is, and smaller for a
-curve that has become flat (`flatness`), and τ is learned from the run. The points up to C_now/2 (and C_now/4) are fitted as they
-stood then; over the doubling that followed, the rewards departed from that fit by d for each doubling of
-compute, d = Σ h·(seen − predicted)/Σ h² with h = log2(C/C_then). Each d weighs a grid of τ,
+curve that has become flat (`flatness`), and τ is learned from the run. The points up to C_now/2 (and
+C_now/4) are fitted as they stood then; over the doubling that followed, the rewards departed from that fit
+by d for each doubling of compute, d = Σ h·(seen − predicted)/Σ h² with h = log2(C/C_then). Each d weighs a
+grid of τ,
 
     p(τ | d) ∝ p(τ) Π N(d; 0, sd² + (fτ)²),
 
 sd being what the fit's own uncertainty and the evaluation noise explain. A run that keeps to its curve
-earns narrow forecasts; one that broke them gets wide ones.
+earns narrow forecasts; one that broke them gets wide ones. While the asymptote is not identifiable half of
+the prior of τ stays: on real curves two past doublings that went well said too much of the one to come.
 """
 
 from __future__ import annotations
@@ -73,15 +75,17 @@ def hindcasts(
     return tuple(made)
 
 
-def discrepancy_weights(made: Sequence[Hindcast], settings: FitSettings) -> FloatArray:
-    """(t,) posterior of τ over `settings.discrepancy`."""
+def discrepancy_weights(made: Sequence[Hindcast], settings: FitSettings, doubtful: bool) -> FloatArray:
+    """(t,) weights of τ over `settings.discrepancy`: its posterior, and the prior's share if doubtful."""
     tau = np.array(settings.discrepancy)
-    ln_weight = np.log(np.array(settings.discrepancy_weights))
+    prior = np.array(settings.discrepancy_weights) / sum(settings.discrepancy_weights)
+    ln_weight = np.log(prior)
     for past in made:
         variance = past.sd**2 + (past.scale * tau) ** 2
         ln_weight = ln_weight - 0.5 * np.log(variance) - 0.5 * past.departure**2 / variance
     weight = np.exp(ln_weight - ln_weight.max())
-    return np.asarray(weight / weight.sum())
+    trust = settings.doubtful_trust if doubtful else 1.0
+    return np.asarray(trust * weight / weight.sum() + (1.0 - trust) * prior)
 
 
 def flatness(nodes: Nodes, now: float, settings: FitSettings) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from scipy.special import ndtr
 
 from .curve import FloatArray
 from .errors import RequestError
@@ -20,6 +21,8 @@ BLOCK_DRAWS: Final = 500
 """Draws behind the expected gain of a block; a mean needs fewer than a quantile."""
 STEP: Final = 1e-4
 """Half step in ln C of the numeric derivative."""
+TINY: Final = 1e-12
+"""Stands for no discrepancy at all, up to now and where the settings have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +66,14 @@ def gain(fitted: Fit, to: float) -> Estimate:
 
 def p_gain_above(fitted: Fit, to: float, least: float) -> float:
     """P(R(to) − R(now) > least)."""
-    return float(np.mean(_gains(fitted, draws(fitted), np.array([_beyond(fitted, to)])) > least))
+    drawn = draws(fitted)
+    now = np.clip(drawn.reward(np.array([fitted.now]))[:, 0], 0.0, 1.0)
+    return _p_above(fitted, drawn, _beyond(fitted, to), now + least)
 
 
 def p_reward_above(fitted: Fit, at: float, target: float) -> float:
     """P(R(at) > target), the reward itself, without the noise of an evaluation."""
-    return float(np.mean(rewards(fitted, draws(fitted), np.array([_positive("at", at)])) > target))
+    return _p_above(fitted, draws(fitted), _positive("at", at), target)
 
 
 def p_asymptote_above(fitted: Fit, target: float) -> float:
@@ -114,6 +119,19 @@ def best_block(fitted: Fit, value: float, price: float, horizon: float) -> Block
     if net[best] <= 0:
         return Block(0.0, 0.0, 0.0)
     return Block(float(sizes[best]), float(expected[best]), float(net[best]))
+
+
+def _p_above(fitted: Fit, drawn: Draws, compute: float, level: FloatArray | float) -> float:
+    """P(R(compute) > level), level one number or one a draw.
+
+    The departures are integrated in closed form: decisions have thresholds on this, and a run near one
+    must not be decided by which departures a seed has drawn.
+    """
+    curve = drawn.reward(np.array([compute]))[:, 0]
+    doublings = max(float(np.log2(compute / fitted.now)), 0.0)
+    sd = fitted.discrepancy_scale * np.array(fitted.settings.discrepancy) * doublings
+    above = ndtr((curve - level)[:, None] / np.maximum(sd, TINY)) @ fitted.discrepancy_weights
+    return float(np.mean(np.where(np.less(level, 0.0), 1.0, np.where(np.less(level, 1.0), above, 0.0))))
 
 
 def _gains(fitted: Fit, drawn: Draws, compute: FloatArray) -> FloatArray:

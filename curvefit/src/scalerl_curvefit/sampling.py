@@ -19,8 +19,8 @@ class Draws:
     """Curves drawn from the posterior; all arrays (d,), one entry a draw.
 
     sigma: stationary sd of the evaluation noise. rho: its AR(1) coefficient. discrepancy: how
-    far this draw departs from its curve with each doubling of compute beyond now. noise: standard
-    normal, the noise of one evaluation. family: index into `families`.
+    far this draw departs from its curve with each doubling of compute beyond now (`departures`). noise:
+    standard normal, the noise of one evaluation. family: index into `families`.
     """
 
     A: FloatArray
@@ -66,26 +66,16 @@ def interval(values: FloatArray) -> FloatArray:
     return np.asarray(ordered[below] * (1.0 - part) + ordered[above] * part)
 
 
-def sample(
-    nodes: Sequence[Nodes],
-    weights: FloatArray,
-    n: int,
-    random: np.random.Generator,
-    discrepancy: tuple[FloatArray, FloatArray] | None = None,
-) -> Draws:
-    """`n` draws over families with the given weights: systematic over nodes, exact within them.
+def sample(nodes: Sequence[Nodes], weights: FloatArray, n: int, random: np.random.Generator) -> Draws:
+    """`n` draws over families with the given weights, systematic over nodes, exact within them.
 
-    discrepancy: values of τ and their weights; none means no discrepancy.
+    None departs from its curve yet: `discrepancy` is 0.
     """
     counts = _systematic(weights, n, random)
     parts = [_sample_family(node, count, random) for node, count in zip(nodes, counts, strict=True)]
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
     a, b, cmid, r0, sigma, rho = columns
     order = random.permutation(n)  # Nodes are sorted; a head of the draws must be a fair sample too.
-    departure = np.zeros(n)
-    if discrepancy is not None:
-        tau, tau_weights = discrepancy
-        departure = np.repeat(tau, _systematic(tau_weights, n, random)) * random.standard_normal(n)
     return Draws(
         A=a[order],
         B=b[order],
@@ -93,11 +83,16 @@ def sample(
         R0=r0[order],
         sigma=sigma[order],
         rho=rho[order],
-        discrepancy=departure,
+        discrepancy=np.zeros(n),
         noise=random.standard_normal(n),
         family=np.repeat(np.arange(len(nodes)), counts)[order],
         families=tuple(node.family for node in nodes),
     )
+
+
+def departures(tau: FloatArray, weights: FloatArray, n: int, random: np.random.Generator) -> FloatArray:
+    """(n,) τ·N(0, 1), with τ drawn from its values by their weights."""
+    return np.asarray(np.repeat(tau, _systematic(weights, n, random)) * random.standard_normal(n))
 
 
 def _systematic(weights: FloatArray, n: int, random: np.random.Generator) -> NDArray[np.intp]:

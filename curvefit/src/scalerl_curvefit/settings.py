@@ -31,6 +31,8 @@ class FitSettings:
         now, since no run follows the equation exactly, and prior weights; see `hindcast`.
     doubtful_factor: τ counts so many times while the asymptote is not identifiable: then the forecast
         rests on the assumed shape more than on the points.
+    doubtful_trust: and so much of what past forecasts say of τ is believed then, the rest stays with the
+        prior: what a curve has not shown yet can break as its beginning did not.
     flat_gain, flat_share: once it is, what has stopped moving departs less: τ counts in full where the
         curve gained at least flat_gain over its last doubling, in proportion below, never less than
         flat_share.
@@ -58,6 +60,7 @@ class FitSettings:
     discrepancy: tuple[float, ...] = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
     discrepancy_weights: tuple[float, ...] = (0.15, 0.25, 0.25, 0.15, 0.12, 0.08)
     doubtful_factor: float = 2.5
+    doubtful_trust: float = 0.5
     flat_gain: float = 0.04
     flat_share: float = 0.25
     look_back: tuple[float, ...] = (2.0, 4.0)
@@ -86,6 +89,8 @@ class FitSettings:
                 f"flat_gain is {self.flat_gain:g} and flat_share {self.flat_share:g}; "
                 "the gain must not be negative and the share in (0, 1]"
             )
+        if not 0 <= self.doubtful_trust <= 1:
+            raise SettingsError(f"doubtful_trust is {self.doubtful_trust:g}; it is a share in [0, 1]")
         for name in ("cmid_below", "cmid_above"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name} is {getattr(self, name):g}; it is a factor of at least 1")
