@@ -163,21 +163,21 @@ class KubeApi:
         *,
         since: str,
         label_selector: str | None = None,
-        seconds: int = 300,
-        silence: float = 90.0,
+        seconds: int = 120,
     ) -> AsyncGenerator[WatchEvent, None]:
-        """What happens to objects of a kind after the version ``since``, for ``seconds``; bookmarks among it.
+        """What happens to objects of a kind after the version ``since``, bookmarks among it; ends after ``seconds``.
 
-        :class:`~.errors.Expired`: list again. :class:`~.errors.Unreachable` also when nothing (not even the server's
-        minutely bookmark) came for ``silence`` seconds.
+        :class:`~.errors.Expired`: list again. :class:`~.errors.Unreachable` also when the server should have ended it
+        and did not: then it is dead, and a time-out is the only way to know.
         """
         query = {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(seconds)}
         query |= {"resourceVersion": since} | ({"labelSelector": label_selector} if label_selector else {})
         call = Call("watch", kind_of(kind), namespace, query=query)
-        limits = aiohttp.ClientTimeout(total=None, sock_connect=self._transport.timeout, sock_read=silence)
+        limit = seconds + self._transport.timeout
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=self._transport.timeout, sock_read=limit)
         response = await self._transport.send(call, limits)
         try:
-            with translated(call, f"silent for {silence:.0f} s"):
+            with translated(call, f"silent for {limit:.0f} s"):
                 async for line in response.content:
                     event = _EVENT.decode(line)
                     if event.type == "ERROR":

@@ -28,8 +28,9 @@ from scalerl_operator.cluster.kinds import RUN, Kind
 PAGE: Final = 200
 """Objects a page of a list; a quarter of it is taken in between two breaths of the event loop."""
 LONGEST_PAUSE_SECONDS: Final = 10.0
-WATCH_SECONDS: Final = (300, 600)
-"""How long one watch request may last: by chance between these, so that not all end together."""
+WATCH_SECONDS: Final = (90, 150)
+"""How long one watch request may last, by chance between these. A kind in which nothing happens is silent, and so is
+a server that is gone; that one ends nothing."""
 
 log = logging.getLogger(__name__)
 
