@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from operator_tests.virtual_time import run
 
+from operator_tests.virtual_time import run
 from scalerl_operator.cluster import errors
 from scalerl_operator.cluster.leader import Leader, steady_clock
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -10,8 +11,8 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from operator_tests.virtual_time import run
 
+from operator_tests.virtual_time import run
 from scalerl_operator.cluster.errors import Unreachable
 from scalerl_operator.cluster.queue import SOONEST_AFTER_FAILURE_SECONDS, Key, WorkQueue
 
@@ -105,7 +106,7 @@ def test_a_failing_key_is_never_hot_however_often_it_is_woken(pauses: list[float
             one.wake(A)
             await asyncio.sleep(pause)
         times = work.times(A)
-        gaps = [later - sooner for sooner, later in zip(times, times[1:], strict=False)]
+        gaps = [later - sooner for sooner, later in itertools.pairwise(times)]
         for row, gap in enumerate(gaps):
             assert gap >= min(SOONEST_AFTER_FAILURE_SECONDS, 0.75 * 2**row) - 1e-6
         await one.drain(10)
@@ -169,7 +170,7 @@ def test_back_off_doubles_to_its_ceiling_and_ends_with_a_success() -> None:
         one.wake(A)
         await asyncio.sleep(400)
         times = work.times(A)
-        gaps = [later - sooner for sooner, later in zip(times, times[1:], strict=False)]
+        gaps = [later - sooner for sooner, later in itertools.pairwise(times)]
         for gap, whole in zip(gaps, [1, 2, 4, 8, 16, 32, 60, 60, 60], strict=False):
             assert 0.75 * whole - 1e-3 <= gap <= whole + 1e-3
         assert one.failing() == 1
