@@ -630,6 +630,39 @@ def test_an_empty_coordinator_starts_from_the_checkpoints_snapshot(world):
     world.hello("t3", 1, b"\xc1garbage")
 
 
+@pytest.mark.parametrize(
+    ("points", "best"),
+    [
+        ([], -1),
+        ([(0, 0.2, False), (1, 0.5, False), (2, 0.4, False)], 1),
+        ([(0, 0.2, False), (1, 0.5, True), (2, float("nan"), False)], 0),
+        ([(0, 0.2, False), (1, 0.2, False)], 0),
+    ],
+)
+def test_a_checkpoint_is_told_where_the_run_was_best(world, points, best):
+    """Of several weight versions, or no number: such a point says nothing of one."""
+    train(world)
+    world.state.points = [
+        wire.EvaluationPoint(
+            version=version,
+            work_tokens=100 * version,
+            reward=reward,
+            standard_error=0.01,
+            samples=8,
+            prompts=2,
+            set_digest="set",
+            mixed_versions=mixed,
+            truncated_fraction=0.0,
+            mean_tokens=5.0,
+            wall_seconds=1.0,
+            device_seconds=1.0,
+        )
+        for version, reward, mixed in points
+    ]
+    begin = wire.CheckpointBegin(incarnation="t", step=1)
+    assert world.training.checkpoint_begin(begin, world.now).best_version == best
+
+
 def test_a_snapshot_is_the_whole_state(world):
     train(world)
     world.lease(world.member, 1, 2)

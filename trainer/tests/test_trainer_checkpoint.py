@@ -27,14 +27,14 @@ from scalerl_trainer.checkpoint import (
 SHAPE = {"ranks": "2"}
 
 
-def save(store: CheckpointStore, step: int, parts: int = 2) -> list[int]:
+def save(store: CheckpointStore, step: int, parts: int = 2, best: int = -1) -> list[int]:
     aside = store.begin(step)
     (aside.directory / "state").mkdir()
     for part in range(parts):
         (aside.directory / "state" / f"part{part}").write_bytes(content(step, part))
     files = list(files_in(aside.directory))
     records = [r for rank in range(2) for r in store.record(aside, files[rank::2])]
-    return store.commit(aside, b"snapshot %d" % step, records, SHAPE)
+    return store.commit(aside, b"snapshot %d" % step, records, SHAPE, best=best)
 
 
 def content(step: int, part: int) -> bytes:
@@ -220,6 +220,24 @@ def test_a_damaged_checkpoint_is_not_whole(tmp_path: Path, damage: Any) -> None:
     assert store.steps() == [10]
     assert save(store, 20) == [10, 20]
     assert newest_whole(store) == 20
+
+
+def test_the_checkpoint_of_the_best_evaluation_stays_beside_the_newest(tmp_path: Path) -> None:
+    """A run that has gone bad since can be taken back to it."""
+    store = CheckpointStore(RunPaths(tmp_path), keep=2)
+    # The best evaluation was at 25: 20 is the newest that is not after it.
+    assert [save(store, step, best=min(step, 25)) for step in (10, 20, 30, 40, 50)][2:] == [
+        [20, 30],
+        [30, 40],
+        [40, 50],
+    ]
+    assert store.steps() == [50, 40, 20]
+    assert store.snapshot(20) == b"snapshot 20"
+    assert save(store, 60, best=55) == [50, 60], "a better one"
+    assert store.steps() == [60, 50]
+    save(store, 70, best=5)
+    save(store, 80)
+    assert store.steps() == [80, 70], "none so old, and none asked for"
 
 
 def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:

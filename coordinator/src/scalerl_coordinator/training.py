@@ -366,7 +366,14 @@ class Training:
         self.check(request.incarnation)
         self._check_version("the checkpoint is of version", request.step)
         self.core.flush_usage(now)
-        return wire.CheckpointSnapshot(step=request.step, snapshot=self.core.state.detached().encode())
+        state = self.core.state
+        whole = (p for p in state.points if not p.mixed_versions and math.isfinite(p.reward))
+        best = max(whole, key=lambda p: p.reward, default=None)
+        return wire.CheckpointSnapshot(
+            step=request.step,
+            snapshot=state.detached().encode(),
+            best_version=-1 if best is None else best.version,
+        )
 
     def checkpoint_commit(self, request: wire.CheckpointCommit, now: float) -> None:
         """The checkpoint is on disk. Raises Refusal."""

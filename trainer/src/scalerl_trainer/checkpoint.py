@@ -163,9 +163,18 @@ class CheckpointStore:
         return records
 
     def commit(
-        self, aside: Aside, snapshot: bytes, records: list[FileRecord], shape: dict[str, str]
+        self,
+        aside: Aside,
+        snapshot: bytes,
+        records: list[FileRecord],
+        shape: dict[str, str],
+        *,
+        best: int = -1,
     ) -> list[int]:
-        """Make ``aside`` a checkpoint, remove those too many, and return the steps that are kept.
+        """Make ``aside`` a checkpoint, remove those too many, and return the newest, which a run goes on from.
+
+        Beside them the newest one not after step ``best`` is kept, for a person to take the run back to: it is not
+        among those returned, so what the coordinator remembers of its time may go (its snapshot has what is needed).
 
         ``records`` are those of all ranks together, and every file of the folder must be among them.
 
@@ -195,7 +204,7 @@ class CheckpointStore:
             self._disk.rename(target, self._paths.checkpoints / f"{ASIDE}old-{target.name}-{os.getpid()}")
         self._disk.rename(aside.directory, target)
         self._disk.sync(self._paths.checkpoints)
-        return self._prune()
+        return self._prune(best)
 
     def abandon(self, aside: Aside) -> None:
         """Remove what was written of a checkpoint that will not be; best effort."""
@@ -208,10 +217,13 @@ class CheckpointStore:
             with contextlib.suppress(OSError):
                 self._disk.remove(path)
 
-    def _prune(self) -> list[int]:
+    def _prune(self, best: int) -> list[int]:
         steps = self.steps()
-        kept, too_many = steps[: self._keep], steps[self._keep :]
-        for step in too_many:
+        kept, others = steps[: self._keep], steps[self._keep :]
+        spared = next((step for step in steps if step <= best), None)
+        for step in others:
+            if step == spared:
+                continue
             # Renamed first: a folder that is half removed must not look like a checkpoint.
             path = self._paths.checkpoint(step)
             aside = path.with_name(f"{ASIDE}old-{path.name}-{os.getpid()}")

@@ -120,10 +120,10 @@ class Coordinator:
         )
         self._call(endpoints.PUBLISH_COMMIT, message, wire.Ack)
 
-    def checkpoint_begin(self, step: int) -> bytes:
+    def checkpoint_begin(self, step: int) -> wire.CheckpointSnapshot:
         """The coordinator's state as of ``step``."""
         message = wire.CheckpointBegin(incarnation=self._incarnation, step=step)
-        return self._call(endpoints.CHECKPOINT_BEGIN, message, wire.CheckpointSnapshot).snapshot
+        return self._call(endpoints.CHECKPOINT_BEGIN, message, wire.CheckpointSnapshot)
 
     def checkpoint_commit(self, step: int, kept_steps: list[int], *, patient: bool) -> None:
         """``patient``: with retries, as most calls; else one attempt."""

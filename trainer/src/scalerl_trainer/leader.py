@@ -247,12 +247,14 @@ class Leader:
             return
         begin = time.perf_counter()
         try:
-            snapshot = self._coordinator.checkpoint_begin(w.version)
+            begun = self._coordinator.checkpoint_begin(w.version)
         except CoordinatorUnreachable as error:
             self._save_failed(str(error))
             return
         self._tell(Order.SAVE)
-        problem = w.saver.start(w.version, snapshot)
+        # Only a run whose curve is watched is taken back to where it was best: others save the space.
+        watched = w.spec.autoscaling.mode != "Off"
+        problem = w.saver.start(w.version, begun.snapshot, begun.best_version if watched else -1)
         self._checkpoint_seconds += time.perf_counter() - begin
         if problem is not None:
             self._save_failed(problem)

@@ -40,6 +40,7 @@ class Unusable(TrainerError):
 class _Pending:
     aside: Aside
     snapshot: bytes
+    best: int
     records: list[FileRecord] = field(default_factory=list)
     error: str | None = None
     thread: threading.Thread | None = None
@@ -85,8 +86,9 @@ class Saver:
 
     # --- writing ------------------------------------------------------------------------------------------
 
-    def start(self, step: int, snapshot: bytes | None) -> str | None:
-        """Write the state of ``step`` aside; None, or why it could not be. ``snapshot`` is rank 0's."""
+    def start(self, step: int, snapshot: bytes | None, best: int = -1) -> str | None:
+        """Write the state of ``step`` aside; None, or why it could not be. ``snapshot`` and ``best`` (see
+        :meth:`CheckpointStore.commit`) are rank 0's."""
         begun = time.perf_counter()
         aside, error = self._ranks.from_leader(self._begin(step) if self._ranks.leads else None)
         if aside is None:
@@ -102,7 +104,7 @@ class Saver:
             if self._ranks.leads:
                 self._store.abandon(aside)
             return failures[0]
-        pending = _Pending(aside, snapshot or b"")
+        pending = _Pending(aside, snapshot or b"", best)
         files = list(files_in(aside.directory))[self._ranks.rank :: self._ranks.world]
         pending.thread = threading.Thread(target=self._seal, args=(pending, files), name="seal", daemon=True)
         pending.thread.start()
@@ -143,7 +145,10 @@ class Saver:
         if error is None:
             try:
                 records = [record for records, _ in results for record in records]
-                return Saved(step, self._store.commit(pending.aside, pending.snapshot, records, self._shape))
+                kept = self._store.commit(
+                    pending.aside, pending.snapshot, records, self._shape, best=pending.best
+                )
+                return Saved(step, kept)
             except (OSError, CheckpointError) as problem:
                 error = f"{type(problem).__name__}: {problem}"
         self._store.abandon(pending.aside)
