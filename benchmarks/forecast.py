@@ -186,12 +186,17 @@ def real_jobs(size: Size) -> list[tuple[str, int, bool]]:
 
 
 def one_real(job: tuple[str, int, bool]) -> Row:
+    """One forecast, and beside it two that know more: the whole curve, or the same recipe's other two seeds."""
     name, origin, paper = job
-    data = json.loads((DATA / "procgen_curves.json").read_text())["curves"][name]
+    curves = json.loads((DATA / "procgen_curves.json").read_text())["curves"]
+    data = curves[name]
     compute, reward = np.array(data["compute"]), np.array(data["reward"])
     curve = cf.Curve(compute[:origin], reward[:origin])
     then = int(np.argmin(np.abs(compute - 2 * curve.now)))
     (ahead,) = cf.forecast(cf.fit(curve), [compute[then]])
+    whole = cf.fit(cf.Curve(compute, reward)).point.reward(compute[then : then + 1])[0]
+    recipe, game = name.split("-run")[0], name.split("_")[1]
+    seeds = [np.array(c["reward"]) for other, c in curves.items() if same_recipe(other, recipe, game, name)]
     theirs = None
     if paper:
         cmid = np.linspace(curve.compute[0], curve.now, 40)
@@ -204,7 +209,13 @@ def one_real(job: tuple[str, int, bool]) -> Row:
         "width": ahead.high - ahead.low,
         "persistence": reward[origin - 1] - reward[then],
         "paper": theirs,
+        "whole": whole - reward[then],
+        "seeds": reward[origin - 1] + np.mean([r[then] - r[origin - 1] for r in seeds]) - reward[then],
     }
+
+
+def same_recipe(other: str, recipe: str, game: str, but: str) -> bool:
+    return other != but and other.startswith(f"{recipe}-run") and other.endswith(f"_{game}")
 
 
 def real(results: Iterable[Row], figures: dict[str, float]) -> None:
@@ -236,6 +247,11 @@ def real(results: Iterable[Row], figures: dict[str, float]) -> None:
             f"{label}: median error",
             f"persistence {np.median(np.abs(stay)):.3f}",
             f"paper's search {np.median(np.abs(pairs[:, 2])):.3f}",
+        )
+        whole, seeds = (np.median(np.abs([r[key] for r in some])) for key in ("whole", "seeds"))
+        print(
+            f"    with what no forecast can know: a sigmoid through the whole curve {whole:.3f}; "
+            f"the gain that the same recipe's other two seeds made {seeds:.3f}"
         )
         check(
             figures,
