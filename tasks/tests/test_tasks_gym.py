@@ -172,3 +172,10 @@ def test_an_unknown_task(name, says):
 def test_a_task_that_ignores_its_seed_is_refused():
     with pytest.raises(SourceError, match="different prompt at each look"):
         open_reasoning_gym("list_functions")
+
+
+def test_one_task_needs_what_only_a_compiler_installs_and_says_so():
+    """The locks leave pycosat out; all the other tasks of its category work without it."""
+    assert open_reasoning_gym("propositional_logic", {}, seed=0, size=10)[0].text
+    with pytest.raises(SourceError, match=r"zebra_puzzles.*pycosat.*pip install"):
+        open_reasoning_gym("zebra_puzzles", {}, seed=0, size=10)[0]
