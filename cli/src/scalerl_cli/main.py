@@ -54,7 +54,13 @@ def parser() -> argparse.ArgumentParser:
     plot.add_argument("dir", type=Path, metavar="DIR")
 
     replay = commands.add_parser("replay", help="make the autoscaler's recorded decisions of a run again")
-    replay.add_argument("dir", type=Path, metavar="DIR", help="the run's directory")
+    replay.add_argument(
+        "source",
+        type=Path,
+        metavar="DIR|FILE",
+        help="the run's directory, or what `kubectl get configmap -l scalerl.dev/run=NAME -o yaml` printed (- for "
+        "standard input)",
+    )
     replay.add_argument(
         "--policy",
         type=Path,
@@ -97,7 +103,7 @@ def main(argv: Sequence[str] | None = None, *, planner: Callable[[ScaleRLRun], P
         if arguments.command == "replay":
             from scalerl_cli.replay import replay
 
-            return replay(arguments.dir, arguments.policy)
+            return replay(arguments.source, arguments.policy)
         from scalerl_cli.plot import plot
 
         return plot(arguments.dir)

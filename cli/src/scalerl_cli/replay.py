@@ -7,9 +7,9 @@ from pathlib import Path
 
 from scalerl_api.forecast import ForecastAnswer, ForecastRequest
 from scalerl_api.load import SpecError, load_run
-from scalerl_api.paths import RunPaths
 from scalerl_cli.exits import BAD_INPUT, DONE, FAILED
 from scalerl_cli.output import say
+from scalerl_cli.records import RecordProblem, recorded
 from scalerl_operator.autoscaling.record import Line
 from scalerl_operator.autoscaling.replay import Other, under, verify
 from scalerl_operator.policy.facts import Decision
@@ -18,17 +18,17 @@ _SHOWN = 20
 """Differences in full; a record written over from some line on has them in all that follow."""
 
 
-def replay(directory: Path, policy: Path | None = None) -> int:
+def replay(source: Path, policy: Path | None = None) -> int:
     """Fail on any difference between the record and what follows from it.
 
+    source: see :func:`.records.recorded`.
     policy: a run file; then its ``spec.autoscaling`` is put through the same moments instead, and what
     it would have done differently is printed, also if that is nothing.
     """
-    path = RunPaths(directory).decisions
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        say(f"{path}: {error.strerror}; a run writes it with autoscaling.mode Advisory or Auto", error=True)
+        path, content = recorded(source)
+    except RecordProblem as problem:
+        say(str(problem), error=True)
         return BAD_INPUT
     lines, differences = verify(content)
     for difference in differences[:_SHOWN]:
@@ -92,7 +92,7 @@ def _forecast(request: ForecastRequest) -> tuple[ForecastAnswer | None, str]:
 def _first_stop(others: Sequence[Other], *, recorded: bool) -> str:
     for other in others:
         decision = other.line.decision if recorded else other.decision
-        if decision.action.kind == "stop":
+        if decision.action.kind in ("stop", "hold"):
             return f"at version {other.line.observation.points.version}"
     return "never"
 
@@ -103,5 +103,10 @@ def _when(line: Line) -> str:
 
 def _words(decision: Decision) -> str:
     action = decision.action
-    done = {"none": "", "stop": f", stop ({action.on_stop})", "scale": f", to {action.generators} generators"}
+    done = {
+        "none": "",
+        "stop": f", stop ({action.on_stop})",
+        "scale": f", to {action.generators} generators",
+        "hold": ", hold",
+    }
     return f"{decision.state}{done[action.kind]}: {decision.reasons[0]}"
