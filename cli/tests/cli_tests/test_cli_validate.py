@@ -120,7 +120,7 @@ FIELDS: list[tuple[str, str, list[str]]] = [
     (
         "too large",
         changed(spec__recipe__optimizer={"learningRate": "1e999"}),
-        ["spec.recipe.optimizer.learningRate", "write a smaller one"],
+        ["spec.recipe.optimizer.learningRate", "its exponent of two digits at most"],
     ),
     (
         "no memory to grade",
