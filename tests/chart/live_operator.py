@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -62,15 +61,6 @@ class LiveOperator:
         with urllib.request.urlopen(self.url + path, timeout=5) as answer:
             return answer.read().decode()
 
-    def value(self, metric: str) -> float:
-        """Sum of a metric's series; ``metric`` may have matchers as the exposition writes them."""
-        rows = [
-            line
-            for line in self.get("/metrics").splitlines()
-            if re.match(re.escape(metric) + r"[{ ]", line + " ") or line.startswith(metric + " ")
-        ]
-        return sum(float(row.rsplit(" ", 1)[1]) for row in rows)
-
     def refused(self) -> list[str]:
         """Calls that its role did not allow."""
         return [line for line in self.get("/metrics").splitlines() if 'code="403"' in line]
@@ -117,5 +107,6 @@ def operator(
 
 def _answers(live: LiveOperator) -> bool:
     with contextlib.suppress(OSError):
-        return "ok" in live.get("/readyz").lower() or True
+        live.get("/readyz")
+        return True
     return False

@@ -96,9 +96,8 @@ def test_a_run_from_its_first_object_to_its_last_without_one_refusal(control_pla
     # Somebody's hand is undone.
     control_plane.kubectl("scale", "deployment", generators, "--replicas=1", "-n", here)
     until(lambda: control_plane.get("deployment", generators, "-n", here)["spec"]["replicas"] == 3, 30, told)
-    assert "Warning" in control_plane.kubectl(
-        "get", "events", "-n", here
-    ) or "Normal" in control_plane.kubectl("get", "events", "-n", here)
+    events = control_plane.get("events", "-n", here)["items"]
+    assert NAME in {event["involvedObject"]["name"] for event in events}
     assert live.refused() == []
 
     control_plane.kubectl("delete", RUNS, NAME, "-n", here, "--wait=false")
