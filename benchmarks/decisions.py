@@ -21,6 +21,9 @@ Terms
 - saved: 1 − evaluations used ÷ planned, of the runs that are over; 0 for one that was not stopped.
 - recall: broken runs with state BROKEN at an evaluation after the fall began. False alarm: a healthy run with state
   BROKEN at any evaluation.
+- hold: a broken run that `mode: Auto` suspends, once ``stopAfter`` evaluations in a row found it so. False hold: of a
+  healthy run; each of those goes through once more with somebody who lets it go on at once, and the most holds that
+  takes are counted.
 - reversal: a STOP or a BROKEN that is taken back (the state leaves it again).
 
     OMP_NUM_THREADS=1 python benchmarks/decisions.py [--quick] [--jobs 2]
@@ -87,6 +90,10 @@ class Result:
     states: tuple[State, ...]
     true_gain: tuple[float, ...]
     broke_at: int | None
+    held: tuple[int, ...]
+    """Numbers of evaluations after which it was held."""
+    held_again: int
+    """How often a healthy run is held where somebody lets it go on each time."""
 
     @property
     def stopped(self) -> int | None:
@@ -132,9 +139,10 @@ def one_run(job: int) -> Result:
         seen = seen - share * (seen - truth.R0)
     seen = np.clip(seen + ar1_noise(EVALUATIONS, sigma, rho, random), 0, 1)
     gain = reward(HORIZON * compute) - reward(compute)
-    states = driven(compute, seen, samples)
+    states, held = driven(compute, seen, samples)
+    again = len(driven(compute, seen, samples, lenient=True)[1]) if held and kind != "broken" else len(held)
     kept = "16,000" if samples == MANY_SAMPLES else "explain σ"
-    return Result(kind, sigma, rho, kept, tuple(states), tuple(gain.tolist()), broke_at)
+    return Result(kind, sigma, rho, kept, tuple(states), tuple(gain.tolist()), broke_at, tuple(held), again)
 
 
 def shape(kind: str, truth: Truth) -> Reward:
@@ -150,10 +158,16 @@ def shape(kind: str, truth: Truth) -> Reward:
     return reward
 
 
-def driven(compute_device_hours: np.ndarray, rewards: np.ndarray, samples: int) -> list[State]:
-    """The states that the operator's policy goes through."""
+def driven(
+    compute_device_hours: np.ndarray, rewards: np.ndarray, samples: int, *, lenient: bool = False
+) -> tuple[list[State], list[int]]:
+    """The states that the operator's policy goes through, and after which evaluations it would have held the run.
+
+    lenient: somebody lets a run that is held go on at once.
+    """
     points: list[Point] = []
     history, states = History(), []
+    held: list[int] = []
     for version, (hours, reward) in enumerate(
         zip(compute_device_hours.tolist(), rewards.tolist(), strict=True), 1
     ):
@@ -170,10 +184,15 @@ def driven(compute_device_hours: np.ndarray, rewards: np.ndarray, samples: int) 
                 device_seconds=3600.0 * hours,
             )
         )
-        decision = decide(SPEC, observed(points, history, compute_device_hours[-1]), history)
+        look = observed(points, history, compute_device_hours[-1])
+        decision = decide(SPEC, look, history)
+        if decision.action.kind == "hold":
+            held.append(version)
+            if lenient:
+                decision = decide(SPEC, replace(look, resumed=True), decision.history)
         history = decision.history
         states.append(decision.state)
-    return states
+    return states, held
 
 
 def observed(points: list[Point], history: History, budget_device_hours: float) -> Observation:
@@ -262,6 +281,15 @@ def report(results: list[Result]) -> dict[str, float]:
         "≤ .10",
         f"healthy runs with an alarm (n={len(healthy)})",
     )
+    held = [any(n > (r.broke_at or 0) for n in r.held) for r in broken]
+    check("held", mean(held), "–", "broken runs held")
+    after = [
+        next(n for n in r.held if n > (r.broke_at or 0)) - (r.broke_at or 0) for r in broken if any(r.held)
+    ]
+    check("held_after", float(np.median(after)), "–", "evaluations after the fall began, median")
+    check("false_holds", mean(bool(r.held) for r in healthy), "≤ .10", "healthy runs held")
+    again = max((r.held_again for r in healthy), default=0)
+    check("held_again", again, "–", "holds of one healthy run that is let go on each time, most")
     reversals = np.array([r.reversals for r in results])
     check(
         "reversals_p99",

@@ -310,7 +310,7 @@ def _degraded(seen: Looked) -> Said:
     return type_, False, Problem(Reason.AS_EXPECTED, "")
 
 
-_SUSPENDED_BY: Final = {FORECAST: Reason.SUSPENDED_BY_FORECAST, BROKEN: Reason.BROKEN}
+_SUSPENDED_BY: Final = {FORECAST: Reason.SUSPENDED_BY_FORECAST, BROKEN: Reason.SUSPENDED_AS_BROKEN}
 
 
 def _ends(course: Course, stop_reason: str | None) -> Sequence[Said]:
