@@ -384,7 +384,8 @@ async def test_a_standby_is_warm_and_does_nothing_until_it_leads(
             await api.apply(a_run(namespace, "r"))
             await until(lambda: leading and other.cache.run(namespace, "r"), 5)
             assert not standby
-            assert await asked(other, "/readyz") == (200, f"{'one' if leading is first else 'two'} leads\n")
+            await until(lambda: other.leader.holder == ("one" if leading is first else "two"), 5)
+            assert await asked(other, "/readyz") == (200, f"{other.leader.holder} leads\n")
             with pytest.raises(errors.Fenced):
                 await other.api.apply(config_map(namespace, "a"))
             two_led = two.leader.is_leader()

@@ -235,10 +235,10 @@ class Operator:
         app.router.add_get("/healthz", self._health)
         app.router.add_get("/readyz", self._ready)
         app.router.add_get("/metrics", self._metrics)
-        runner = web.AppRunner(app, access_log=None)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:
-            await web.TCPSite(runner, self._settings.host, self._settings.port, shutdown_timeout=1.0).start()
+            await web.TCPSite(runner, self._settings.host, self._settings.port).start()
             self.address = runner.addresses[0][:2]
             yield
         finally:
