@@ -43,6 +43,8 @@ def said(type_: ConditionType, value: bool, reason: Reason) -> Condition:
         (ConditionType.DEGRADED, False, Reason.AS_EXPECTED, False),
         (ConditionType.DEGRADED, True, Reason.CHECKPOINT_FAILED, True),
         (ConditionType.SUSPENDED, True, Reason.SUSPENDED_BY_SPEC, False),
+        (ConditionType.SUSPENDED, True, Reason.SUSPENDED_BY_FORECAST, False),
+        (ConditionType.SUSPENDED, True, Reason.SUSPENDED_AS_BROKEN, True),
         (ConditionType.SUSPENDED, False, Reason.NOT_SUSPENDED, False),
         (ConditionType.COMPLETED, False, Reason.NOT_FINISHED, False),
         (ConditionType.FAILED, False, Reason.NOT_FINISHED, False),

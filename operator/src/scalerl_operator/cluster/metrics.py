@@ -127,9 +127,12 @@ def problems(status: RunStatus) -> tuple[tuple[str, str], ...]:
     return tuple(
         (condition.type, condition.reason)
         for condition in status.conditions
-        if (condition.status == "True") is (condition.type in _BAD_IF_TRUE)
-        and condition.type not in _NEVER_BAD
-        and condition.reason not in _FINE
+        if condition.reason == Reason.SUSPENDED_AS_BROKEN
+        or (
+            (condition.status == "True") is (condition.type in _BAD_IF_TRUE)
+            and condition.type not in _NEVER_BAD
+            and condition.reason not in _FINE
+        )
     )
 
 
