@@ -317,6 +317,8 @@ class Reconciler:
         for condition in status.conditions:
             before = seen.before.condition(condition.type)
             loudness = _LOUD.get((condition.type, condition.status))
+            if condition.status == "False" and condition.reason in _TROUBLE_OF_PODS:
+                loudness = "Warning"
             if loudness is None or (
                 before is not None and (before.status, before.reason) == (condition.status, condition.reason)
             ):
@@ -378,3 +380,10 @@ _LOUD: Final[dict[tuple[str, str], Literal["Normal", "Warning"]]] = {
     (ConditionType.SUSPENDED, "True"): "Normal",
 }
 """Transitions that are worth an event; the others show in the conditions."""
+_TROUBLE_OF_PODS: Final = frozenset(
+    {
+        *(Reason.UNSCHEDULABLE, Reason.IMAGE_PULL_FAILED, Reason.CONTAINER_CONFIG_INVALID),
+        *(Reason.VOLUME_NOT_READY, Reason.OUT_OF_MEMORY, Reason.EVICTED),
+    }
+)
+"""What somebody has to see to, of whichever role: worth an event too."""
