@@ -12,6 +12,10 @@ BIN := $(VENV)/bin
 LOCKS := requirements/$(DEVICE).txt requirements/dev.txt
 BENCHMARKS := coordinator decisions forecast grading learning overlap publish
 INSTALLED := $(VENV)/.installed-$(DEVICE)
+IMAGE_BUILDER ?= $(if $(shell docker info >/dev/null 2>&1 && echo yes),docker,buildah)
+IMAGE_PREFIX ?= scalerl-
+TAG ?= dev
+BASE_IMAGE ?=
 PYTEST := $(BIN)/python -m pytest
 RUN_DIR ?=
 QUICK ?=
@@ -40,7 +44,7 @@ run: setup ## train the tiny model on this machine, end to end
 run-autostop: setup ## a run that its own forecast stops
 	$(BIN)/scalerl run examples/tiny-autostop/run.yaml $(if $(RUN_DIR),--dir $(RUN_DIR))
 
-test: lint test-unit test-local ## everything CI runs
+test: lint test-unit test-local test-cluster ## everything CI runs
 
 test-unit: setup ## members' tests, a few with a real vLLM server
 	@# Not by path, as tests are: the folder `operator` would become a module before the standard library's.
@@ -49,6 +53,22 @@ test-unit: setup ## members' tests, a few with a real vLLM server
 
 test-local: setup ## whole runs on this machine, with faults
 	$(PYTEST) tests/local
+
+test-cluster: setup ## the operator and whole runs on a real Kubernetes, made here unless KUBECONFIG names one
+	$(PYTEST) -m cluster tests/chart tests/cluster
+
+cluster: ## a Kubernetes on this machine, with the images in it; prints its KUBECONFIG line
+	@$(PYTHON) tests/cluster/cluster.py up --images
+
+cluster-down: ## end that Kubernetes, with everything it made
+	$(PYTHON) tests/cluster/cluster.py down
+
+# For GPUs unless DEVICE is given. With docker, or else buildah; to push them is the builder's own command.
+images: ## build the three images; IMAGE_PREFIX, TAG, DEVICE, BASE_IMAGE
+	@command -v $(IMAGE_BUILDER) >/dev/null || { echo "neither docker nor buildah is here; install one" >&2; exit 2; }
+	for role in operator trainer generator; do BUILDAH_LAYERS=true $(IMAGE_BUILDER) build -f Dockerfile.$$role \
+	  $(if $(filter-out file,$(origin DEVICE)),--build-arg DEVICE=$(DEVICE)) $(if $(BASE_IMAGE),--build-arg BASE_IMAGE=$(BASE_IMAGE)) \
+	  -t $(IMAGE_PREFIX)$$role:$(TAG) .; done
 
 lint: setup ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .
@@ -83,4 +103,4 @@ lock: $(BIN)/uv ## write requirements/*.txt again from the members' pyproject fi
 clean: ## remove the environment and all runs
 	rm -rf $(VENV) runs
 
-.PHONY: help setup run run-autostop test test-unit test-local lint format bench bench-trl crds dashboards docs lock clean
+.PHONY: help setup run run-autostop test test-unit test-local test-cluster cluster cluster-down images lint format bench bench-trl crds dashboards docs lock clean

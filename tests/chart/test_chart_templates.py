@@ -18,7 +18,7 @@ APPLY = {"create", "patch"}  # server-side apply is a PATCH, which creates only 
 # What the operator does to each kind; anything more would be somebody else's to do.
 NEEDED: dict[str, set[str]] = {
     RUN: READ | {"patch", "delete"},
-    "Pod": READ,
+    "Pod": READ | {"delete"},
     "Service": READ | APPLY | {"delete"},
     "ConfigMap": READ | APPLY | {"delete"},
     # No list and no watch: those show every secret of a namespace.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-from testcluster import Cluster, MissingError, start_cluster, start_control_plane
+from testcluster import Cluster, Images, MissingError, start_cluster, start_control_plane
 from testcluster.kind import start_kind, usable
 from testcluster.tools import kubectl
 
@@ -17,6 +17,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/cluster" in str(item.path):
             item.add_marker(pytest.mark.cluster)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Fixtures can ask how their test went: ``request.node.rep_call``."""
+    report = yield
+    setattr(item, f"rep_{report.when}", report)
+    return report
 
 
 @pytest.fixture(scope="session")
@@ -44,3 +52,12 @@ def cluster() -> Iterator[Cluster]:
         pytest.skip(f"no cluster can be run here: {error}")
     with cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def images(cluster: Cluster) -> dict[str, str]:
+    """The names of the project's images by role (operator, trainer, generator), built and where the nodes find them."""
+    try:
+        return Images(cluster).load()
+    except MissingError as error:
+        pytest.skip(f"no images can be made here: {error}")

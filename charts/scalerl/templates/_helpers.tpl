@@ -105,8 +105,9 @@ exec:
   resources: [secrets]
   verbs: [get, create]
 - apiGroups: [""]
+  # delete: what a failed gang has left, which may hang for minutes.
   resources: [pods]
-  verbs: [get, list, watch]
+  verbs: [get, list, watch, delete]
 - apiGroups: [apps]
   resources: [deployments, statefulsets]
   verbs: [get, list, watch, create, patch, delete]

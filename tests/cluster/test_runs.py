@@ -1,0 +1,273 @@
+"""Whole runs on a whole cluster: the chart by helm, the images by their Dockerfiles, the examples as they are shipped.
+
+One run goes through every fault and still ends as its spec says; each fault has a bound, and prints what was measured.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from installed import LEASE, OPERATORS, ROOT, Run, chart, leader, say, until
+from testcluster import Cluster
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
+
+NAMESPACE = "team"
+
+
+@pytest.fixture(scope="module")
+def installed(cluster: Cluster, images: dict[str, str]) -> Iterator[Cluster]:
+    cluster.kubectl("create", "namespace", NAMESPACE)
+    label = ("pod-security.kubernetes.io/enforce=restricted",)
+    cluster.kubectl("label", "namespace", NAMESPACE, *label)
+    with ExitStack() as stack:
+        stack.enter_context(chart(cluster, images))
+        yield cluster
+        cluster.kubectl("delete", "scalerlruns", "--all", "-n", NAMESPACE, "--timeout=120s", seconds=130)
+        cluster.kubectl("delete", "namespace", NAMESPACE, "--timeout=120s", seconds=130)
+
+
+def start(cluster: Cluster, example: str) -> Run:
+    """As the example's first lines say."""
+    folder = ROOT / "examples" / example
+    name = {"tiny": "tiny-addition", "tiny-autostop": "tiny-autostop"}[example]
+    data = f"--from-file={folder / 'data.jsonl'}"
+    cluster.kubectl("create", "configmap", f"{name}-data", data, "-n", NAMESPACE)
+    cluster.kubectl("apply", "-f", folder / "run-kubernetes.yaml", "-n", NAMESPACE)
+    return Run(cluster, name, NAMESPACE)
+
+
+@pytest.fixture(scope="module")
+def run(installed: Cluster) -> Run:
+    return start(installed, "tiny")
+
+
+@pytest.fixture(autouse=True)
+def told(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    failed = getattr(request.node, "rep_call", None)
+    if failed is not None and failed.failed and "run" in request.fixturenames:
+        print(request.getfixturevalue("run").tell())
+
+
+def test_a_run_starts_and_says_so(run: Run) -> None:
+    say("to the first step", until(lambda: run.step() >= 1, 600, "the first step", every=2), 600)
+    assert run.phase() == "Running"
+    table = run.cluster.kubectl("get", "scalerlruns", "-n", NAMESPACE)
+    assert table.splitlines()[0].split() == ["NAME", "PHASE", "STEP", "REWARD", "FORECAST", "DECISION", "AGE"]
+    for type_ in (
+        "Accepted",
+        "Prepared",
+        "CoordinatorReady",
+        "GeneratorsReady",
+        "TrainerReady",
+        "Progressing",
+    ):
+        until(lambda type_=type_: run.condition(type_)[0] == "True", 60, type_)
+
+
+def test_a_generator_is_deleted_and_replaced(run: Run) -> None:
+    (pod,) = run.pods("generator")
+    run.cluster.kubectl("delete", "pod", pod["metadata"]["name"], "-n", NAMESPACE, "--wait=false")
+    replaced = until(lambda: run.pods("generator", ready=True), 180, "another generator")
+    say("generator deleted, another one ready", replaced, 180)
+    say("and training goes on", run.goes_on(120), 120)
+    assert run.status()["trainer"]["attempt"] == 1, "the trainer noticed nothing"
+
+
+def test_a_trainer_pod_is_killed_and_the_gang_comes_back(run: Run) -> None:
+    attempt = run.status()["trainer"]["attempt"]
+    pod = run.pods("trainer")[0]["metadata"]["name"]
+    run.cluster.kubectl("delete", "pod", pod, "-n", NAMESPACE, "--grace-period=0", "--force")
+    took = until(lambda: run.status()["trainer"]["attempt"] > attempt, 60, "the next attempt")
+    say("trainer pod killed, next attempt", took, 60)
+    say("and it trains from its checkpoint", run.goes_on(240, steps=2), 240)
+    assert len(run.pods("generator")) == 1, "generators stayed up"
+
+
+def test_the_coordinator_is_killed(run: Run) -> None:
+    (pod,) = run.pods("coordinator")
+    run.cluster.kubectl(
+        "delete", "pod", pod["metadata"]["name"], "-n", NAMESPACE, "--grace-period=0", "--force"
+    )
+    ready = until(lambda: run.pods("coordinator", ready=True), 90, "the coordinator")
+    say("coordinator killed, ready again", ready, 90)
+    say("and training goes on", run.goes_on(120, steps=2), 120)
+
+
+def test_the_leading_operator_is_killed(run: Run) -> None:
+    cluster, first = run.cluster, leader(run.cluster)
+    before = {o["metadata"]["uid"] for o in owned(run)}
+    cluster.kubectl("delete", "pod", first, "-n", OPERATORS, "--grace-period=0", "--force")
+    took = until(lambda: leader(cluster) not in ("", first), 15, f"another holder of {LEASE}", every=0.2)
+    say("operator killed, another one leads", took, 15)
+    run.goes_on(120)
+    assert {o["metadata"]["uid"] for o in owned(run)} == before, "nothing made twice, nothing lost"
+
+
+def owned(run: Run) -> list[dict[str, Any]]:
+    kinds = "jobs,statefulsets,deployments,services,configmaps,secrets,networkpolicies,poddisruptionbudgets"
+    found = run.cluster.get(kinds, "-n", NAMESPACE, "-l", f"scalerl.dev/run={run.name}")["items"]
+    return [o for o in found if o["kind"] != "ConfigMap" or not o["metadata"]["name"].endswith("-curve")]
+
+
+def test_generators_are_scaled_by_kubectl(run: Run) -> None:
+    for count in (3, 1):
+        run.cluster.kubectl("scale", "scalerlrun", run.name, f"--replicas={count}", "-n", NAMESPACE)
+        took = until(
+            lambda count=count: len(run.pods("generator", ready=True)) == count, 300, f"{count} generators"
+        )
+        say(f"kubectl scale to {count}, all ready", took, 300)
+    run.goes_on(120)
+
+
+def test_what_is_edited_by_hand_is_repaired(run: Run) -> None:
+    deployment = f"{run.name}-generator"
+    edit = {"spec": {"template": {"spec": {"containers": [{"name": "actor", "image": "nowhere/else:1"}]}}}}
+    words = ("patch", "deployment", deployment, "-n", NAMESPACE, "-p")
+    mark = {"metadata": {"annotations": {"team": "blue"}}}
+    run.cluster.kubectl(*words, json.dumps(mark))
+    run.cluster.kubectl(*words, json.dumps(edit))
+
+    def repaired() -> bool:
+        live = run.cluster.get("deployment", deployment, "-n", NAMESPACE)
+        images = {c["image"] for c in live["spec"]["template"]["spec"]["containers"]}
+        return "nowhere/else:1" not in images and live["metadata"]["annotations"]["team"] == "blue"
+
+    say("edited by hand, repaired", until(repaired, 15, "repair", every=0.2), 15)
+    assert any(event.startswith("RepairedDrift") for event in run.events())
+    until(lambda: len(run.pods("generator", ready=True)) == 1, 180, "the generator")
+
+
+def test_the_api_server_is_away(run: Run) -> None:
+    if run.cluster.layout is None:
+        pytest.skip("this cluster is not ours to stop")
+    import time
+
+    before = run.step()
+    with run.cluster.without("kube-apiserver"):
+        time.sleep(30)
+    took = until(lambda: run.step() > before, 60, "news of the run")
+    say("API server back after 30 s, the run's status is news again", took, 60)
+    assert run.status()["trainer"]["attempt"] == run.status()["trainer"]["judged"] + 1, "no restart"
+
+
+def test_suspend_and_resume(run: Run) -> None:
+    run.patch({"suspend": True})
+    say("suspend: drained and gone", until(lambda: run.phase() == "Suspended", 180, "Suspended"), 180)
+    until(lambda: not any(run.pods(r) for r in ("coordinator", "generator", "trainer")), 90, "no pods")
+    step = run.step()
+    run.patch({"suspend": False})
+    say("resume: trains on", until(lambda: run.step() > step, 300, "a step more"), 300)
+
+
+def test_it_ends_as_its_spec_says(run: Run) -> None:
+    until(lambda: run.phase() in ("Completed", "Failed"), 900, "the end", every=3)
+    assert run.condition("Completed")[:2] == ("True", "BudgetReached")
+    status = run.status()
+    assert status["step"] == run.object()["spec"]["budget"]["maxSteps"]
+    curve = run.cluster.get("configmap", f"{run.name}-curve", "-n", NAMESPACE)["data"]["curve.csv"]
+    rewards = [float(row["reward"]) for row in csv.DictReader(io.StringIO(curve))]
+    print("measured: reward", rewards[0], "to", rewards[-1])
+    assert rewards[-1] > rewards[0] + 0.2
+    until(lambda: not run.pods("generator") and not run.pods("coordinator"), 60, "no pods")
+
+
+def test_after_its_time_only_what_the_policy_keeps_is_there(run: Run) -> None:
+    run.patch({"storage": {"onDelete": "Retain"}, "ttlSecondsAfterFinished": 1})
+    until(lambda: not run.cluster.get("scalerlruns", "-n", NAMESPACE)["items"], 60, "the run is gone")
+    until(lambda: not owned(run), 60, "and all it owned")
+    claims = [c["metadata"]["name"] for c in run.cluster.get("pvc", "-n", NAMESPACE)["items"]]
+    assert claims == [f"{run.name}-data"]
+    listing = in_volume(
+        run.cluster, claims[0], "ls run/checkpoints 2>/dev/null || ls */checkpoints checkpoints"
+    )
+    assert "step-" in listing
+    run.cluster.kubectl("delete", "pvc", claims[0], "-n", NAMESPACE, "--wait=false")
+
+
+def in_volume(cluster: Cluster, claim: str, command: str) -> str:
+    """What a command in a pod with that volume prints."""
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "look", "namespace": NAMESPACE},
+        "spec": {
+            "restartPolicy": "Never",
+            "securityContext": {
+                "runAsNonRoot": True, "runAsUser": 10001, "runAsGroup": 10001, "fsGroup": 10001,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [
+                {
+                    "name": "look",
+                    "image": "localhost/busybox:1",
+                    "command": ["sh", "-c", f"cd /data && {command}"],
+                    "volumeMounts": [{"name": "data", "mountPath": "/data"}],
+                    "securityContext": {
+                        "allowPrivilegeEscalation": False,
+                        "capabilities": {"drop": ["ALL"]},
+                    },
+                }
+            ],
+            "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": claim}}],
+        },
+    }
+    cluster.apply(pod)
+    try:
+        cluster.kubectl(
+            *(
+                "wait",
+                "pod/look",
+                "-n",
+                NAMESPACE,
+                "--for=jsonpath={.status.phase}=Succeeded",
+                "--timeout=60s",
+            ),
+            seconds=70,
+        )
+        return cluster.kubectl("logs", "look", "-n", NAMESPACE)
+    finally:
+        cluster.kubectl("delete", "pod", "look", "-n", NAMESPACE, "--wait=false")
+
+
+def test_a_run_is_stopped_by_its_forecast(installed: Cluster) -> None:
+    """Auto, on the curve that it really has; suspended as its spec says, and every decision can be made again."""
+    run = start(installed, "tiny-autostop")
+    try:
+        took = until(lambda: run.phase() in ("Suspended", "Failed", "Completed"), 1100, "the stop", every=3)
+        say("started, stopped by its forecast", took, 1100)
+        assert run.condition("Suspended")[:2] == ("True", "SuspendedByForecast")
+        status = run.status()
+        print(
+            "measured: stopped at step",
+            status["step"],
+            "forecast",
+            status["forecast"],
+            "reward",
+            status["reward"],
+        )
+        assert status["step"] < run.object()["spec"]["budget"]["maxSteps"]
+        assert status["decision"] == "STOP"
+        assert run.object()["spec"]["suspend"] is True
+        maps = installed.kubectl(
+            "get", "configmaps", "-n", NAMESPACE, "-l", f"scalerl.dev/run={run.name}", "-o", "yaml"
+        )
+        import tempfile
+        from pathlib import Path
+
+        from scalerl_cli.main import main as scalerl
+
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "decisions.yaml"
+            file.write_text(maps)
+            assert scalerl(["replay", str(file)]) == 0
+    except AssertionError:
+        print(run.tell())
+        raise
