@@ -202,3 +202,16 @@ def test_whatever_the_order_of_news_the_cache_ends_as_the_server_is(
             str(last_version + 1),
         )
         assert set(cache.owned("team", "r")) == {("Job", "j")}
+
+
+def test_what_a_record_holds_is_not_kept(cache: Cache) -> None:
+    """A megabyte for each few hundred decisions of each run: only whoever writes there reads it."""
+    record = thing("ConfigMap", "r-decisions", version=2, data={"decisions.jsonl": "x" * 1000})
+    record["metadata"]["labels"][names.COMPONENT] = names.DECISIONS
+    curve = thing("ConfigMap", "r-curve", version=3, data={"curve.csv": "compute"})
+    cache.observe(None, run_object())
+    cache.observe("ADDED", record)
+    cache.observe("ADDED", curve)
+    owned = cache.owned("team", "r")
+    assert "data" not in owned["ConfigMap", "r-decisions"]
+    assert owned["ConfigMap", "r-curve"]["data"] == {"curve.csv": "compute"}

@@ -1,8 +1,8 @@
 """Live copies of runs and of what belongs to them, fed by watch events: what a reconcile looks at first.
 
-Objects are kept as JSON without ``managedFields`` and decoded when read: a tenth of the memory of live dicts, and a
-reader may change what it got. A write's answer goes in too (:meth:`Cache.remember`), so that the next look already
-sees it, and the watch event that follows it wakes nobody.
+Objects are kept as JSON without ``managedFields``, records of decisions without what is recorded, and decoded when
+read: a tenth of the memory of live dicts, and a reader may change what it got. A write's answer goes in too
+(:meth:`Cache.remember`), so that the next look already sees it, and the watch event that follows it wakes nobody.
 
 Versions of one object only go up. An event older than what is kept is dropped, a deletion counts only for the object
 (uid) it names, and an answer that arrives after its object's deletion does not bring it back.
@@ -185,6 +185,8 @@ class Cache:
             return False
         if known is None and version <= self._buried_at(at):
             return False
+        if (metadata.labels or {}).get(names.COMPONENT) == names.DECISIONS:
+            item.data = msgspec.UNSET
         entry = _Entry(metadata.uid, version, msgspec.json.encode(item), (at[1], label))
         if known is not None and known.group != entry.group:
             self._leave(at, known)

@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 from scalerl_api.spec import GROUP, ScaleRLRun
 from scalerl_operator.autoscaling.storage import RecordError, RecordLost
 from scalerl_operator.cluster import errors
-from scalerl_operator.cluster.names import RUN_UID
+from scalerl_operator.cluster.names import DECISIONS, RUN_UID
 from scalerl_operator.cluster.render.shared import Scope
 from scalerl_operator.cluster.types import Images, Object
 
@@ -151,7 +151,7 @@ class ConfigMapStorage:
                     {
                         "apiVersion": "v1",
                         "kind": "ConfigMap",
-                        "metadata": scope.metadata(name),
+                        "metadata": scope.metadata(name, DECISIONS),
                         "data": {KEY: content.decode()},
                     }
                 )
