@@ -19,6 +19,7 @@ import aiohttp
 import pytest
 import yaml
 from testcluster import Cluster
+from testcluster.handle import KubectlError
 
 from scalerl_operator import main
 from scalerl_operator.cluster import connection, errors, names
@@ -37,9 +38,20 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def served(control_plane: Cluster) -> Cluster:
-    control_plane.kubectl("apply", "--server-side", "-f", ROOT / "crds")
-    control_plane.kubectl("wait", "--for=condition=Established", "crd/scalerlruns.scalerl.dev")
+    serve_runs(control_plane)
     return control_plane
+
+
+def serve_runs(cluster: Cluster) -> None:
+    """Apply the CRD and wait until its objects are served (its first conditions take a moment to be there)."""
+    cluster.kubectl("apply", "--server-side", "-f", ROOT / "crds")
+    deadline = time.monotonic() + 30
+    while True:
+        with contextlib.suppress(KubectlError):
+            cluster.kubectl("get", "scalerlruns", "-A")
+            return
+        assert time.monotonic() < deadline, "the CRD is not served"
+        time.sleep(0.2)
 
 
 @pytest.fixture
@@ -559,11 +571,10 @@ async def test_it_waits_for_its_crd(served: Cluster, namespace: str, tmp_path: P
             await asyncio.sleep(6)
             assert one.process.returncode is None
             assert await one.holder() is None
-            served.kubectl("apply", "--server-side", "-f", ROOT / "crds")
+            serve_runs(served)
             deadline = time.monotonic() + 30
             while await one.holder() != "one":
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.2)
     finally:
-        served.kubectl("apply", "--server-side", "-f", ROOT / "crds")
-        served.kubectl("wait", "--for=condition=Established", "crd/scalerlruns.scalerl.dev")
+        serve_runs(served)

@@ -31,7 +31,7 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.cluster import connection
 from scalerl_operator.cluster.api import KubeApi
 from scalerl_operator.cluster.cache import Cache
-from scalerl_operator.cluster.errors import ApiError
+from scalerl_operator.cluster.errors import ApiError, NotFound
 from scalerl_operator.cluster.handlers import Resync, Watches
 from scalerl_operator.cluster.informer import Informer, listed
 from scalerl_operator.cluster.kinds import KINDS, RUN
@@ -203,7 +203,8 @@ class Operator:
                     await listed(self.api, self.cache, KINDS[RUN], namespace)
                 break
             except ApiError as error:
-                log.warning("%s; tried again in %.0f s", error, pause)
+                hint = " (are the CRDs installed?)" if isinstance(error, NotFound) else ""
+                log.warning("%s%s; tried again in %.0f s", error, hint, pause)
                 await asyncio.sleep(pause)
                 pause = min(15.0, pause * 2)
         for informer in self._informers:

@@ -160,7 +160,7 @@ def decode(data: bytes) -> Object:
     try:
         answer = msgspec.json.decode(data)
     except msgspec.DecodeError:
-        return {"message": data[:200].decode(errors="replace")}
+        return {"message": data[:200].decode(errors="replace").strip()}
     return answer if isinstance(answer, dict) else {"message": str(answer)[:200]}
 
 
