@@ -75,17 +75,21 @@ async def is_gone(at: Stage) -> None:
 @pytest.mark.parametrize("case", [case for case in ROWS if not case.nodes], ids=lambda case: case.name)
 async def test_what_the_server_cannot_refuse_is_a_condition(control_plane: Any, case: Case) -> None:
     async with stage(control_plane, namespace(case)) as at:
-        await is_told(control_plane, at, case)
-        await is_calm(at)
-        await is_gone(at)
+        try:
+            await is_told(control_plane, at, case)
+            await is_calm(at)
+        finally:
+            await is_gone(at)
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("case", [case for case in ROWS if case.nodes], ids=lambda case: case.name)
 async def test_what_a_node_cannot_do_is_a_condition(cluster: Any, case: Case) -> None:
     async with stage(cluster, namespace(case)) as at:
-        await is_told(cluster, at, case)
-        await is_gone(at)
+        try:
+            await is_told(cluster, at, case)
+        finally:
+            await is_gone(at)
 
 
 async def test_a_name_of_63_characters_is_no_trouble(control_plane: Any) -> None:
