@@ -563,18 +563,31 @@ async def test_of_two_processes_one_leads_and_the_other_takes_over(served: Clust
         assert await asyncio.wait_for(third.process.wait(), 20) == 0
 
 
-async def test_it_waits_for_its_crd(served: Cluster, namespace: str, tmp_path: Path) -> None:
+async def test_it_waits_for_its_crd_and_lives_through_its_loss(
+    api: KubeApi, served: Cluster, namespace: str
+) -> None:
     """The chart may bring the operator before its CRDs; then it is not ready, and does not end."""
+    looks: list[Key] = []
     served.kubectl("delete", "crd", "scalerlruns.scalerl.dev", seconds=60)
     try:
-        async with replica(served, namespace, "one") as one:
-            await asyncio.sleep(6)
-            assert one.process.returncode is None
-            assert await one.holder() is None
+        async with running(await an_operator(served, namespace, looks)) as operator:
+            await asyncio.sleep(3)
+            assert (await asked(operator, "/readyz"))[0] == 503
+            assert (await asked(operator, "/healthz"))[0] == 200
             serve_runs(served)
-            deadline = time.monotonic() + 30
-            while await one.holder() != "one":
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.2)
+            await until(lambda: operator.leader.is_leader(), 20)
+            await api.apply(a_run(namespace, "r"))
+            await until(lambda: (namespace, "r") in looks, 20)
+            await asyncio.sleep(2)  # kopf is up
+
+            served.kubectl("delete", "crd", "scalerlruns.scalerl.dev", seconds=60)
+            await asyncio.sleep(8)
+            assert (await asked(operator, "/healthz"))[0] == 200
+            serve_runs(served)
+            await api.apply(a_run(namespace, "s"))
+            took = await until(lambda: (namespace, "s") in looks, 90)
+            print(f"hears of runs {took:.0f} s after their CRD is back")
+            await until(lambda: operator.cache.runs() == [(namespace, "s")], 30)
+            assert operator.watches.down_seconds() < 60
     finally:
         serve_runs(served)

@@ -31,9 +31,8 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.cluster import connection
 from scalerl_operator.cluster.api import KubeApi
 from scalerl_operator.cluster.cache import Cache
-from scalerl_operator.cluster.errors import ApiError, NotFound
 from scalerl_operator.cluster.handlers import Resync, Watches
-from scalerl_operator.cluster.informer import Informer, listed
+from scalerl_operator.cluster.informer import Informer
 from scalerl_operator.cluster.kinds import KINDS, RUN
 from scalerl_operator.cluster.leader import Leader
 from scalerl_operator.cluster.metrics import Metrics
@@ -90,11 +89,12 @@ class Operator:
             lambda key: self._reconcile(key), workers=settings.workers, observer=self.metrics
         )
         self.watches = Watches(
+            self.api,
             configuration,
             self.cache,
             settings.namespaces,
             on_event=self.metrics.event,
-            on_start=self._take_signals,
+            on_start=self._after_kopf,
         )
         self._scopes: Sequence[str | None] = settings.namespaces or (None,)
         self._informers = [
@@ -129,19 +129,18 @@ class Operator:
             await stack.enter_async_context(self._server())
             parts = Parts(self._settings, self.api, self.cache, self.metrics, self.queue.wake)
             self._reconcile = await stack.enter_async_context(self._make_reconcile(parts))
-            informers = asyncio.create_task(self._inform(), name="informers")
+            news = asyncio.create_task(self._inform(), name="news")
             try:
-                if not await self._until_stop(self._fill(), informers):
-                    await self._serve(informers)
+                if not await self._until_stop(self._warm(), news):
+                    await self._serve(news)
             finally:
-                await _cancelled(informers)
+                await _cancelled(news)
 
-    async def _serve(self, informers: asyncio.Task[None]) -> None:
+    async def _serve(self, news: asyncio.Task[None]) -> None:
         """The cache is warm: lead, or stand by, until told to stop."""
         tasks = {
             name: asyncio.create_task(part, name=name)
             for name, part in (
-                ("runs", self.watches.run()),
                 ("resync", self._resync.run()),
                 ("leader", self.leader.run()),
                 ("queue", self._lead()),
@@ -150,14 +149,16 @@ class Operator:
         }
         stop = asyncio.create_task(self._stopping.wait(), name="stop")
         try:
-            done, _ = await asyncio.wait(
-                [stop, informers, *tasks.values()], return_when=asyncio.FIRST_COMPLETED
-            )
+            done, _ = await asyncio.wait([stop, news, *tasks.values()], return_when=asyncio.FIRST_COMPLETED)
         finally:
             await self._end(tasks, stop)
         for task in done - {stop}:
             task.result()
             raise RuntimeError(f"{task.get_name()} ended by itself")
+
+    def _after_kopf(self) -> None:
+        self._take_signals()
+        self._resync.soon()
 
     def _take_signals(self) -> None:
         """SIGTERM and SIGINT are ours. Again after each start of kopf, which takes them for itself."""
@@ -189,26 +190,16 @@ class Operator:
             await _cancelled(task, stop)
 
     async def _inform(self) -> None:
-        """All informers; each waits out what the API server says, so one that ends is a mistake of ours."""
+        """All that listens; each part waits out what the API server says, so one that ends is a mistake of ours."""
         async with asyncio.TaskGroup() as group:
+            group.create_task(self.watches.run())
             for informer in self._informers:
                 group.create_task(informer.run())
 
-    async def _fill(self) -> None:
-        """The first lists. Until the API server gives them (its CRD may come after us), try again."""
-        pause = 1.0
-        while True:
-            try:
-                for namespace in self._scopes:
-                    await listed(self.api, self.cache, KINDS[RUN], namespace)
-                break
-            except ApiError as error:
-                hint = " (are the CRDs installed?)" if isinstance(error, NotFound) else ""
-                log.warning("%s%s; tried again in %.0f s", error, hint, pause)
-                await asyncio.sleep(pause)
-                pause = min(15.0, pause * 2)
-        for informer in self._informers:
-            await informer.synced.wait()
+    async def _warm(self) -> None:
+        """Until the first lists are complete."""
+        for first in (self.watches.listed, *(informer.synced for informer in self._informers)):
+            await first.wait()
         self._filled = True
         log.info("%d runs and what belongs to them: %d objects", len(self.cache.runs()), len(self.cache))
 

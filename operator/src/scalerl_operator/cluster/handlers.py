@@ -5,13 +5,15 @@ writes no events, and knows no peers; who leads is our Lease's business. A stand
 warm when it leads. What belongs to runs comes by :mod:`.informer`.
 
 kopf tells nobody when its first list is complete, nor which runs went while its stream was cut off for long. So runs
-are listed before it starts (:func:`~.informer.listed`), and :class:`Resync` compares from time to time.
+are listed before each start of it (:func:`~.informer.listed`), and :class:`Resync` compares from time to time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -22,12 +24,16 @@ from scalerl_api.spec import GROUP
 from scalerl_operator.cluster import connection
 from scalerl_operator.cluster.api import KubeApi
 from scalerl_operator.cluster.cache import Cache
-from scalerl_operator.cluster.errors import ApiError
+from scalerl_operator.cluster.errors import ApiError, NotFound
+from scalerl_operator.cluster.informer import LONGEST_PAUSE_SECONDS, listed
 from scalerl_operator.cluster.kinds import KINDS, RUN
 
 PAGE: Final = 50
 """Runs a page of kopf's list: what it parses at once must not keep the event loop for long."""
 SOON_SECONDS: Final = 20.0
+"""After a start of kopf its stream is up; what went between our list and its own is found by comparing."""
+STEADY_SECONDS: Final = 30.0
+"""What has been up for so long is up."""
 SETTLED_SECONDS: Final = 5.0
 """After so long a watch has brought what a list already showed, or it will not bring it."""
 STOP_SECONDS: Final = 10.0
@@ -56,17 +62,25 @@ class Resync:
         self._namespaces = namespaces
         self._every = every
         self._on_repair = on_repair
+        self._asked = asyncio.Event()
+
+    def soon(self) -> None:
+        """Compare in a short while: kopf has been started."""
+        self._asked.set()
 
     async def run(self) -> None:
-        """Compare soon after the start (what went between the first list and the stream), then every so often."""
-        await asyncio.sleep(min(SOON_SECONDS, self._every))
+        """Compare every so often, and soon after :meth:`soon`, until cancelled."""
         while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._every):
+                    await self._asked.wait()
+                self._asked.clear()
+                await asyncio.sleep(SOON_SECONDS)
             for namespace in self._namespaces:
                 try:
                     await self.compare(namespace)
                 except ApiError as error:
                     log.warning("comparing runs with a list: %s", error)
-            await asyncio.sleep(self._every)
 
     async def compare(self, namespace: str | None) -> int:
         """One namespace, or all; returns how many runs had to be mended."""
@@ -92,14 +106,15 @@ class Resync:
 
 
 class Watches:
-    """kopf's stream of runs as one task: :meth:`run`. When kopf ends by itself it is started again, with a pause.
+    """The stream of runs as one task, :meth:`run`: a list of all, then kopf; when kopf ends by itself, again.
 
-    ``on_event(kind)`` hears of everything that comes, ``on_start()`` of each start of kopf (which takes the process's
-    signals for itself).
+    kopf ends when runs are no longer served (their CRD was deleted), and by its own mistakes. ``on_event(kind)`` hears
+    of everything that comes, ``on_start()`` of each start of kopf (which takes the process's signals for itself).
     """
 
     def __init__(
         self,
+        api: KubeApi,
         configuration: Configuration,
         cache: Cache,
         namespaces: Sequence[str] = (),
@@ -107,20 +122,30 @@ class Watches:
         on_event: Callable[[str], None] = lambda kind: None,
         on_start: Callable[[], None] = lambda: None,
     ) -> None:
-        self._on_start = on_start
+        self._api = api
+        self._cache = cache
         self._namespaces = namespaces
+        self._on_start = on_start
         self._registry = _registry(configuration, cache, on_event)
-        self._down_since: float | None = None
+        self._broken_since: float | None = None
+        self._up_since = math.inf
+        self.listed = asyncio.Event()
+        """Set once all runs are in the cache."""
         self.started = asyncio.Event()
+        """Set once kopf was started."""
 
     def down_seconds(self) -> float:
-        """For how long there have been no streams; 0 while there are (also those that wait for the API server)."""
-        return 0.0 if self._down_since is None else asyncio.get_running_loop().time() - self._down_since
+        """For how long kopf could not be kept up; 0 while it is, and while the API server has no runs to give."""
+        now = asyncio.get_running_loop().time()
+        if self._broken_since is None or now - self._up_since > STEADY_SECONDS:
+            return 0.0
+        return now - self._broken_since
 
     async def run(self) -> None:
-        """Keep the streams up until cancelled."""
+        """Keep the stream up until cancelled."""
         pause = 1.0
         while True:
+            await self._list()
             began = asyncio.get_running_loop().time()
             try:
                 await self._streams()
@@ -128,10 +153,29 @@ class Watches:
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
             now = asyncio.get_running_loop().time()
-            self._down_since = self._down_since if self._down_since is not None else now
-            pause = 1.0 if now - began > 60 else min(30.0, pause * 2)
+            steady = now - began > STEADY_SECONDS
+            self._up_since = math.inf
+            self._broken_since = now if steady or self._broken_since is None else self._broken_since
+            pause = 1.0 if steady else min(30.0, pause * 2)
             log.error("kopf stopped (%s); started again in %.0f s", reason, pause)
             await asyncio.sleep(pause)
+
+    async def _list(self) -> None:
+        """All runs into the cache. Until the API server gives them (their CRD may come after us), try again."""
+        pause = 1.0
+        while True:
+            try:
+                for namespace in self._namespaces or (None,):
+                    await listed(self._api, self._cache, KINDS[RUN], namespace)
+            except ApiError as error:
+                hint = " (are the CRDs installed?)" if isinstance(error, NotFound) else ""
+                log.warning("%s%s; tried again in %.0f s", error, hint, pause)
+                self._broken_since = None
+                await asyncio.sleep(pause)
+                pause = min(LONGEST_PAUSE_SECONDS, pause * 2)
+            else:
+                self.listed.set()
+                return
 
     async def _streams(self) -> None:
         """kopf, until it ends or fails. Not by ``kopf.operator``: that cancels every task of the loop at its end."""
@@ -143,7 +187,7 @@ class Watches:
             namespaces=tuple(self._namespaces),
         )
         self._on_start()
-        self._down_since = None
+        self._up_since = asyncio.get_running_loop().time()
         self.started.set()
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
