@@ -351,12 +351,11 @@ def test_two_attempts_are_never_wanted_at_once_and_every_run_ends(day: list[str]
                     prepare = Job(JobState.ACTIVE)
                 if not course.prepare:
                     prepare = Job()
-                if course.trainer is None or course.trainer != trainer.attempt:
-                    if trainer.state is not JobState.ABSENT:
-                        assert course.trainer is None, (
-                            "beside one whose pods may still be there, no other is made"
-                        )
-                        trainer = replace(trainer, state=JobState.LEAVING)
+                if course.trainer != trainer.attempt and trainer.state is not JobState.ABSENT:
+                    assert course.trainer is None, (
+                        "beside one whose pods may still be there, no other is made"
+                    )
+                    trainer = replace(trainer, state=JobState.LEAVING)
                 if course.trainer is not None and trainer.state is JobState.ABSENT:
                     trainer = Job(JobState.ACTIVE, course.trainer)
                     word = Word.FINISHING if reason else Word.RUNNING

@@ -17,7 +17,8 @@ def network_policy(scope: Scope) -> Object:
     What goes out is not restricted: the preparation downloads, and a user's variables may name any service.
     """
     operator = {
-        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": scope.operator_namespace}}
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": scope.operator_namespace}},
+        "podSelector": {"matchLabels": {"app.kubernetes.io/name": "scalerl", names.COMPONENT: "operator"}},
     }
     prometheus = {"namespaceSelector": {"matchLabels": {names.SCRAPE: "true"}}}
     return {

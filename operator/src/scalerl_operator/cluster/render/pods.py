@@ -220,10 +220,9 @@ def _volumes(scope: Scope, given: PodTemplate, containers: Sequence[Container]) 
 
 def _mounts(scope: Scope, container: Container, main: bool) -> list[Object]:
     shared = [volume for volume in container.volumes if expand(volume.path, {api.DIR: RUN_DIR}) == RUN_DIR]
-    run: Object = {"name": _RUN, "mountPath": RUN_DIR}
-    if scope.spec.storage.claim_name is not None:
-        # A claim that others use too: each run has a folder of its name, where a later run of that name goes on.
-        run["subPath"] = scope.run.metadata.name
+    # In a claim that others use too, and in one that outlives its run: a later run of that name, given the claim, goes
+    # on from what is there.
+    run: Object = {"name": _RUN, "mountPath": RUN_DIR, "subPath": scope.run.metadata.name}
     if not any(volume.writable for volume in shared):
         run["readOnly"] = True
     return [
