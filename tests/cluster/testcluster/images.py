@@ -1,4 +1,258 @@
-ROLES = ()
+"""The project's images, built from its Dockerfiles without a registry, for tests: CPUs, on a base made here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from testcluster import cache, debian, layouts
+from testcluster.errors import ClusterError, MissingError
+from testcluster.handle import Cluster
+from testcluster.runtime import Loader
+
+PROJECT = Path(__file__).resolve().parents[3]
+ROLES = ("operator", "trainer", "generator")
+_INPUTS = {
+    "operator": ("control", ("api", "tasks", "curvefit", "coordinator", "operator", "cli")),
+    "trainer": ("cpu", ("api", "tasks", "trainer")),
+    "generator": ("cpu", ("api", "tasks", "generator")),
+}
+VARIABLE = "SCALERL_TEST_IMAGES"
+DEFAULT_BASE = "the Dockerfiles' own"
+# The release of Debian whose Python the locks are for.
+_SUITE = "bookworm"
+_PACKAGES = ("python3", "python3-venv", "ca-certificates")
+_CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
+_BUILD_SECONDS = 1800
 
 
-class Images: ...
+@dataclass(frozen=True)
+class Buildah:
+    """buildah with a store of its own in the cache folder: layers stay, so a later build makes only what changed."""
+
+    root: Path
+
+    @classmethod
+    def here(cls) -> Buildah:
+        """Root only: layers are unpacked as their owners."""
+        if os.geteuid() != 0:
+            raise MissingError("building images without Docker needs root")
+        debian.installed(debian.IMAGES)
+        return cls(cache.folder() / "buildah")
+
+    def run(self, *words: str | Path, seconds: float = _BUILD_SECONDS) -> str:
+        """What buildah printed."""
+        (self.root / "tmp").mkdir(parents=True, exist_ok=True)
+        store = [
+            "--root",
+            str(self.root / "store"),
+            "--runroot",
+            str(self.root / "run"),
+            "--storage-driver",
+            "overlay",
+        ]
+        argv = [debian.program("buildah"), *store, *map(str, words)]
+        done = subprocess.run(
+            argv,
+            cwd=PROJECT,
+            env={**os.environ, "TMPDIR": str(self.root / "tmp"), "BUILDAH_ISOLATION": "chroot"},
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+        )
+        if done.returncode != 0:
+            said = (done.stdout + done.stderr).strip()[-4000:]
+            raise ClusterError(f"`buildah {' '.join(map(str, words))}` exited {done.returncode}:\n{said}")
+        return done.stdout
+
+    def has(self, name: str) -> bool:
+        return bool(self.run("images", "--quiet", "--filter", f"reference={name}", seconds=60).strip())
+
+    def build(self, role: str, built: Collection[str] = ()) -> str:
+        """The image of a role, named by what it is made from; nothing is done for a name in ``built``."""
+        base = _base_name()
+        name = f"localhost/scalerl-{role}:{tag(role, base)}"
+        if name in built:
+            return name
+        with cache.lock(self.root.parent / ".images"):
+            self._base(base)
+            if not self.has(name):
+                with _said(f"building {name}"), _package_index() as secrets:
+                    self.run(
+                        "build",
+                        *("--layers", "--file", PROJECT / f"Dockerfile.{role}", "--tag", name),
+                        *("--build-arg", f"BASE_IMAGE={base}", "--build-arg", "DEVICE=cpu"),
+                        *secrets,
+                        PROJECT,
+                    )
+        return name
+
+    def export(self, name: str, folder: Path) -> None:
+        """Write an image into an OCI layout; layers that it already has are not written again."""
+        self.run("push", "--quiet", "--format=oci", "--disable-compression", name, f"oci:{folder}:{name}")
+
+    def _base(self, name: str) -> None:
+        """Debian's smallest system and its Python, from the mirror that this machine uses."""
+        if self.has(name):
+            return
+        with _said(f"building {name}"):
+            container = self.run("from", "scratch").strip()
+            try:
+                tree = Path(self.run("mount", container).strip())
+                _debootstrap(tree)
+                self.run("commit", "--quiet", container, name)
+            finally:
+                self.run("rm", container)
+
+
+def _base_name() -> str:
+    return f"localhost/scalerl-test-base:{cache.digest([_CERTIFICATES], _SUITE, *_PACKAGES)}"
+
+
+def tag(role: str, base: str) -> str:
+    """By what an image is made from."""
+    lock, members = _INPUTS[role]
+    files = [PROJECT / f"Dockerfile.{role}", PROJECT / ".dockerignore", PROJECT / "requirements" / "uv.txt"]
+    files += [PROJECT / "requirements" / f"{lock}.txt"]
+    files += [PROJECT / member / part for member in members for part in ("pyproject.toml", "src")]
+    return cache.digest(files, base)
+
+
+def _debootstrap(tree: Path) -> None:
+    said = subprocess.run(
+        [
+            debian.program("debootstrap"),
+            "--variant=minbase",
+            f"--include={','.join(_PACKAGES)}",
+            _SUITE,
+            str(tree),
+            _mirror(),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=_BUILD_SECONDS,
+    )
+    if said.returncode != 0:
+        raise ClusterError(f"debootstrap exited {said.returncode}:\n{said.stdout[-2000:]}")
+    # Certificates of a proxy or mirror that this machine trusts; without them a build cannot fetch packages.
+    shutil.copyfile(_CERTIFICATES, tree / _CERTIFICATES.relative_to("/"))
+    for folder in ("var/cache/apt/archives", "var/lib/apt/lists", "var/log"):
+        shutil.rmtree(tree / folder)
+        (tree / folder).mkdir()
+
+
+def _mirror() -> str:
+    """Where this machine's apt has Debian from."""
+    formats = "$(SUITE) $(CODENAME) $(COMPONENT) $(CREATED_BY) $(SITE)"
+    argv = ["apt-get", "indextargets", "--format", formats]
+    if shutil.which(argv[0]) is None:
+        raise MissingError("the base image is made with Debian's tools, and this machine has no apt-get")
+    targets = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=30).stdout
+    for line in targets.splitlines():
+        suite, codename, component, kind, site = line.split(maxsplit=4)
+        if _SUITE in (suite, codename) and component == "main" and kind == "Packages":
+            return site
+    raise MissingError(f"this machine's apt knows no mirror of Debian {_SUITE}; add one to its sources")
+
+
+@contextlib.contextmanager
+def _package_index() -> Iterator[list[str]]:
+    """Where this machine's pip and uv have packages from, for the time of a build: never in an image."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = {"pip.conf": Path(folder, "pip.conf"), "uv.toml": Path(folder, "uv.toml")}
+        index = (
+            _pip_setting("index-url") or os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("UV_INDEX_URL")
+        )
+        if index:
+            files["pip.conf"].write_text(f"[global]\nindex-url = {index}\n")
+            files["uv.toml"].write_text(f'index-url = "{index}"\n')
+        for path in (Path("/etc/uv/uv.toml"), Path.home() / ".config/uv/uv.toml"):
+            if path.exists():
+                shutil.copyfile(path, files["uv.toml"])
+        there = {name: path for name, path in files.items() if path.exists()}
+        yield [word for name, path in there.items() for word in ("--secret", f"id={name},src={path}")]
+
+
+def _pip_setting(name: str) -> str | None:
+    argv = [sys.executable, "-m", "pip", "config", "list"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    found = re.findall(rf"^[^=\n]*\.{name}='(.+)'$", done.stdout, re.MULTILINE)
+    return found[-1] if found else None
+
+
+@contextlib.contextmanager
+def _said(what: str) -> Iterator[None]:
+    began = time.monotonic()
+    print(f"{what} ...", file=sys.stderr, flush=True)
+    yield
+    print(f"{what}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Images:
+    """Builds the project's images and gives them to a cluster.
+
+    Into a cluster that is not ours nothing can be loaded; what its nodes pull is named by ``SCALERL_TEST_IMAGES``,
+    like ``registry.example/scalerl-{role}:tag``.
+    """
+
+    cluster: Cluster
+
+    def load(self, *roles: str) -> dict[str, str]:
+        """Each role's image name, there to be run; all roles when none is named. Minutes once, seconds later."""
+        roles = roles or ROLES
+        named = os.environ.get(VARIABLE)
+        if named:
+            return {role: named.replace("{role}", role) for role in roles}
+        if self.cluster.loader is None:
+            raise MissingError(
+                f"set {VARIABLE} to images that the cluster of {self.cluster.kubeconfig} can pull"
+            )
+        if self.cluster.layout is None:
+            return {role: self._by_docker(role) for role in roles}
+        buildah = Buildah.here()
+        return {role: self._by_buildah(buildah, Loader(self.cluster.layout), role) for role in roles}
+
+    def _by_buildah(self, buildah: Buildah, loader: Loader, role: str) -> str:
+        there = loader.names()
+        name = buildah.build(role, built=there)
+        if name not in there:
+            with _said(f"loading {name}"):
+                layouts.load(buildah, loader, name)
+            loader.remove(*(n for n in there if n.startswith(f"localhost/scalerl-{role}:")))
+        return name
+
+    def _by_docker(self, role: str) -> str:
+        name = f"localhost/scalerl-{role}:{tag(role, DEFAULT_BASE)}"
+        argv = [
+            "docker",
+            "build",
+            "--file",
+            f"Dockerfile.{role}",
+            "--tag",
+            name,
+            "--build-arg",
+            "DEVICE=cpu",
+            ".",
+        ]
+        with _said(f"building {name}"), tempfile.NamedTemporaryFile(suffix=".tar") as archive:
+            for command in (argv, ["docker", "save", "--output", archive.name, name]):
+                done = subprocess.run(
+                    command, cwd=PROJECT, capture_output=True, text=True, timeout=_BUILD_SECONDS
+                )
+                if done.returncode != 0:
+                    raise ClusterError(
+                        f"`{' '.join(command)}` exited {done.returncode}:\n{done.stderr[-4000:]}"
+                    )
+            self.cluster.load_image(Path(archive.name))
+        return name

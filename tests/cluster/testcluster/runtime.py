@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -9,9 +10,11 @@ import os
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from testcluster import cache, debian
 from testcluster.errors import ClusterError
@@ -60,21 +63,36 @@ class Loader:
         if names:
             self._ctr("images", "remove", "--sync", *names)
 
+    def write(self, archive: Callable[[IO[bytes]], None]) -> None:
+        """Load what ``archive`` writes into the file it is given; nothing of it lies on the disk on its way."""
+        with tempfile.TemporaryFile() as said, self._popen(said, "images", "import", "-") as ctr:
+            watch = threading.Timer(_IMPORT_SECONDS, ctr.kill)
+            watch.start()
+            try:
+                assert ctr.stdin is not None
+                with contextlib.suppress(BrokenPipeError), ctr.stdin:  # its exit says why it stopped reading
+                    archive(ctr.stdin)
+                code = ctr.wait()
+            finally:
+                watch.cancel()
+            if code != 0:
+                said.seek(0)
+                raise ClusterError(f"`ctr images import` exited {code}: {said.read().decode()[-2000:]}")
+
     def _ctr(self, *words: str) -> str:
-        argv = [
-            debian.program("ctr"),
-            "--address",
-            str(self.layout.containerd_socket),
-            "--namespace",
-            "k8s.io",
-            *words,
-        ]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=_IMPORT_SECONDS)
+        done = subprocess.run(self._argv(*words), capture_output=True, text=True, timeout=_IMPORT_SECONDS)
         if done.returncode != 0:
             raise ClusterError(
                 f"`ctr {' '.join(words)}` exited {done.returncode}: {done.stderr.strip()[-2000:]}"
             )
         return done.stdout
+
+    def _popen(self, said: IO[bytes], *words: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(self._argv(*words), stdin=subprocess.PIPE, stdout=said, stderr=said)
+
+    def _argv(self, *words: str) -> list[str]:
+        address = str(self.layout.containerd_socket)
+        return [debian.program("ctr"), "--address", address, "--namespace", "k8s.io", *words]
 
 
 def load_basic_images(cluster: Cluster) -> None:
