@@ -44,7 +44,8 @@ def spec_map(scope: Scope) -> Object:
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": scope.metadata(scope.names.spec),
-        "data": {SPEC_KEY: yaml.safe_dump(manifest, sort_keys=False, allow_unicode=True)},
+        # At every look at every run: libyaml's writer, or this would be most of what a look costs.
+        "data": {SPEC_KEY: yaml.dump(manifest, Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True)},
     }
 
 
