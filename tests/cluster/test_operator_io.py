@@ -305,19 +305,25 @@ async def running(operator: main.Operator) -> AsyncIterator[main.Operator]:
         await asyncio.wait_for(task, 30)
 
 
-async def an_operator(
-    served: Cluster, namespace: str, looks: list[Key], identity: str = "test"
-) -> main.Operator:
+def noting(looks: list[Key]) -> main.MakeReconcile:
+    """A reconcile that only writes down what it was asked to look at."""
+
     @contextlib.asynccontextmanager
-    async def noting(parts: main.Parts) -> AsyncIterator[main.Reconcile]:
+    async def make(parts: main.Parts) -> AsyncIterator[main.Reconcile]:
         async def reconcile(key: Key) -> float | None:
             looks.append(key)
             return None
 
         yield reconcile
 
+    return make
+
+
+async def an_operator(
+    served: Cluster, namespace: str, looks: list[Key], identity: str = "test"
+) -> main.Operator:
     chosen = settings(served, namespace, identity)
-    return main.Operator(chosen, await connection.load(chosen.kubeconfig), noting)
+    return main.Operator(chosen, await connection.load(chosen.kubeconfig), noting(looks))
 
 
 async def asked(operator: main.Operator, path: str) -> tuple[int, str]:
@@ -431,6 +437,46 @@ async def test_without_the_api_server_it_goes_on_and_catches_up(
         with pytest.raises(errors.Expired):  # what a server that has just started no longer knows
             await anext(api.watch("ConfigMap", namespace, since="1"))
         print(f"hears of runs again after {await until(lambda: (namespace, 's') in looks, 20):.1f} s")
+
+
+async def test_a_token_that_runs_out_is_replaced(api: KubeApi, served: Cluster, namespace: str) -> None:
+    """A pod's token lives for an hour and its file is written anew before that; the client and kopf have to follow."""
+    account = f"--serviceaccount={namespace}:default"
+    served.kubectl("create", "clusterrolebinding", namespace, "--clusterrole=cluster-admin", account)
+    served.kubectl("-n", namespace, "create", "secret", "generic", "life")
+    bound = ("--bound-object-kind=Secret", "--bound-object-name=life")
+    current = served.kubectl("-n", namespace, "create", "token", "default", *bound).strip()
+
+    def reread(configuration: Any) -> None:
+        configuration.api_key["BearerToken"] = f"bearer {current}"
+
+    chosen = settings(served, namespace)
+    configuration = await connection.load(chosen.kubeconfig)
+    configuration.cert_file = configuration.key_file = None
+    configuration.refresh_api_key_hook = reread
+    reread(configuration)
+    looks: list[Key] = []
+    await api.apply(a_run(namespace, "r"))
+    async with running(main.Operator(chosen, configuration, noting(looks))) as operator:
+        await until(lambda: looks)
+        await until(operator.watches.started.is_set)
+        await asyncio.sleep(2)
+        served.kubectl(
+            "-n", namespace, "delete", "secret", "life"
+        )  # the first token is worth nothing any more
+        current = served.kubectl("-n", namespace, "create", "token", "default").strip()
+        with served.without("kube-apiserver"):  # so that streams have to begin anew
+            await until(lambda: not operator.leader.is_leader(), 10)
+        await until(operator.leader.is_leader, 20)
+        looks.clear()
+        await api.apply(a_run(namespace, "s"))
+        print(
+            f"hears of runs with a new token after {await until(lambda: (namespace, 's') in looks, 40):.1f} s"
+        )
+        looks.clear()
+        await api.apply(config_map(namespace, "a"))
+        await until(lambda: looks, 20)
+        assert operator.watches.down_seconds() == 0
 
 
 async def test_long_lists_do_not_hold_the_event_loop_up(
