@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -200,6 +201,9 @@ class Operator:
         """Until the first lists are complete."""
         for first in (self.watches.listed, *(informer.synced for informer in self._informers)):
             await first.wait()
+        # All modules are there, and stay: a full collection need not look at them again, 40 ms each time.
+        gc.collect()
+        gc.freeze()
         self._filled = True
         log.info("%d runs and what belongs to them: %d objects", len(self.cache.runs()), len(self.cache))
 
