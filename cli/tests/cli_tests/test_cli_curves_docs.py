@@ -91,7 +91,7 @@ def test_the_page_states_the_constants_of_the_code() -> None:
     assert f"floor of {chosen.noise_floor:g}".replace("0.", ".") in PAGE
     assert f"near {chosen.noise_guess:g}".replace("0.", ".") in PAGE
     assert (chosen.discrepancy[0], chosen.discrepancy[-1]) == (0.005, 0.16)
-    assert f"{chosen.doubtful_factor:g} times while" in PAGE
+    assert f"it counts {chosen.doubtful_factor:g} times then" in PAGE
     assert f"under {chosen.flat_gain:g}".replace("0.", ".") in PAGE
     assert (chosen.flat_share, chosen.burn_in_fraction, chosen.burn_in_keeps) == (0.25, 0.2, 10)
     assert f"{chosen.burn_in_sd_factor:g} times the sd" in PAGE
