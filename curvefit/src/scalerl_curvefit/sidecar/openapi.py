@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -26,7 +25,7 @@ def document() -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {
             "title": "scalerl curve fit",
-            "version": version("scalerl-curvefit"),
+            "version": "1",  # of what is served below /v1, not of the package
             "description": "Fits and forecasts compute–reward curves. Stateless and deterministic.",
         },
         "paths": {
