@@ -636,7 +636,7 @@ def test_an_empty_coordinator_starts_from_the_checkpoints_snapshot(world):
         ([], -1),
         ([(0, 0.2, False), (1, 0.5, False), (2, 0.4, False)], 1),
         ([(0, 0.2, False), (1, 0.5, True), (2, float("nan"), False)], 0),
-        ([(0, 0.2, False), (1, 0.2, False)], 0),
+        ([(0, 0.2, False), (1, 0.2, False)], 1),
     ],
 )
 def test_a_checkpoint_is_told_where_the_run_was_best(world, points, best):

@@ -368,7 +368,7 @@ class Training:
         self.core.flush_usage(now)
         state = self.core.state
         whole = (p for p in state.points if not p.mixed_versions and math.isfinite(p.reward))
-        best = max(whole, key=lambda p: p.reward, default=None)
+        best = max(whole, key=lambda p: (p.reward, p.version), default=None)
         return wire.CheckpointSnapshot(
             step=request.step,
             snapshot=state.detached().encode(),

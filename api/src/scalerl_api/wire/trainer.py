@@ -136,7 +136,7 @@ class CheckpointSnapshot(Struct, frozen=True, kw_only=True):
     step: int
     snapshot: bytes
     best_version: int = -1
-    """Version of the best evaluation so far; -1 with none. A run that goes bad after it can be taken back to there."""
+    """Version of the best evaluation so far, of several the newest; -1 with none. A run that goes bad after it can be taken back to there."""
 
 
 class CheckpointCommit(Struct, frozen=True, kw_only=True):
