@@ -7,6 +7,7 @@ go 1.24.0
 require (
 	github.com/coredns/coredns v1.12.3
 	github.com/spf13/cobra v1.10.1
+	github.com/vbatts/tar-split v0.12.1
 	go.etcd.io/etcd/server/v3 v3.6.4
 	google.golang.org/grpc v1.73.0
 	k8s.io/api v0.34.4

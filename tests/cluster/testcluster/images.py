@@ -14,9 +14,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from testcluster import cache, debian, layouts
+from testcluster import cache, debian
 from testcluster.errors import ClusterError, MissingError
 from testcluster.handle import Cluster
+from testcluster.layers import Built
 from testcluster.runtime import Loader
 
 PROJECT = Path(__file__).resolve().parents[3]
@@ -49,18 +50,15 @@ class Buildah:
         debian.installed(debian.IMAGES)
         return cls(cache.folder() / "buildah")
 
+    @property
+    def store(self) -> Path:
+        return self.root / "store"
+
     def run(self, *words: str | Path, seconds: float = _BUILD_SECONDS) -> str:
         """What buildah printed."""
         (self.root / "tmp").mkdir(parents=True, exist_ok=True)
-        store = [
-            "--root",
-            str(self.root / "store"),
-            "--runroot",
-            str(self.root / "run"),
-            "--storage-driver",
-            "overlay",
-        ]
-        argv = [debian.program("buildah"), *store, *map(str, words)]
+        where = ("--root", self.store, "--runroot", self.root / "run", "--storage-driver", "overlay")
+        argv = [debian.program("buildah"), *map(str, (*where, *words))]
         done = subprocess.run(
             argv,
             cwd=PROJECT,
@@ -94,11 +92,15 @@ class Buildah:
                         *secrets,
                         PROJECT,
                     )
+                self._forget(role, but=name)
         return name
 
-    def export(self, name: str, folder: Path) -> None:
-        """Write an image into an OCI layout; layers that it already has are not written again."""
-        self.run("push", "--quiet", "--format=oci", "--disable-compression", name, f"oci:{folder}:{name}")
+    def _forget(self, role: str, but: str) -> None:
+        """Remove the role's earlier images, and with them layers that none is made of any more."""
+        names = self.run("images", "--format", "{{.Name}}:{{.Tag}}", seconds=60).split()
+        old = [name for name in names if name.startswith(f"localhost/scalerl-{role}:") and name != but]
+        if old:
+            self.run("rmi", *old, seconds=300)
 
     def _base(self, name: str) -> None:
         """Debian's smallest system and its Python, from the mirror that this machine uses."""
@@ -228,7 +230,7 @@ class Images:
         name = buildah.build(role, built=there)
         if name not in there:
             with _said(f"loading {name}"):
-                layouts.load(buildah, loader, name)
+                Built(buildah.store, name).load(loader)
             loader.remove(*(n for n in there if n.startswith(f"localhost/scalerl-{role}:")))
         return name
 

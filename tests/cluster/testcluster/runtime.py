@@ -40,11 +40,6 @@ def has_blob(digest: str) -> bool:
     return (store() / _CONTENT / digest.removeprefix("sha256:")).exists()
 
 
-def blob(digest: str) -> Path:
-    """The file of a blob in the store."""
-    return store() / _CONTENT / digest.removeprefix("sha256:")
-
-
 @dataclass(frozen=True)
 class Loader:
     """Gives images to the containerd of a cluster."""

@@ -1,8 +1,8 @@
 // Command kube is a whole Kubernetes in one binary: its own name or else the first argument says which part runs.
 //
-// Beside Kubernetes's own programs there are etcd and four small helpers that a test cluster needs: pki writes its
+// Beside Kubernetes's own programs there are etcd and five small helpers that a test cluster needs: pki writes its
 // certificates, volumes provisions directories as persistent volumes, sandboxes clears a node of its pods, unreal
-// plays nodes that are not there.
+// plays nodes that are not there, layer reads an image builder's store.
 package main
 
 import (
@@ -37,6 +37,7 @@ var programs = map[string]func() *cobra.Command{
 }
 
 var helpers = map[string]func(arguments []string) error{
+	"layer":     layer,
 	"etcd":      func(arguments []string) error { etcdmain.Main(append([]string{"etcd"}, arguments...)); return nil },
 	"pki":       pki,
 	"volumes":   volumes,
