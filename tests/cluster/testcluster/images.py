@@ -13,6 +13,7 @@ import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from testcluster import cache, debian
 from testcluster.errors import ClusterError, MissingError
@@ -76,24 +77,30 @@ class Buildah:
         return bool(self.run("images", "--quiet", "--filter", f"reference={name}", seconds=60).strip())
 
     def build(self, role: str, built: Collection[str] = ()) -> str:
-        """The image of a role, named by what it is made from; nothing is done for a name in ``built``."""
+        """The image of a role, named by what it is made from; nothing is done for a name in ``built``.
+
+        For a holder of ``lock`` only: the role's earlier images go.
+        """
         base = _base_name()
         name = f"localhost/scalerl-{role}:{tag(role, base)}"
         if name in built:
             return name
-        with cache.lock(self.root.parent / ".images"):
-            self._base(base)
-            if not self.has(name):
-                with _said(f"building {name}"), _package_index() as secrets:
-                    self.run(
-                        "build",
-                        *("--layers", "--file", PROJECT / f"Dockerfile.{role}", "--tag", name),
-                        *("--build-arg", f"BASE_IMAGE={base}", "--build-arg", "DEVICE=cpu"),
-                        *secrets,
-                        PROJECT,
-                    )
-                self._forget(role, but=name)
+        self._base(base)
+        if not self.has(name):
+            with _said(f"building {name}"), _package_index() as secrets:
+                self.run(
+                    "build",
+                    *("--layers", "--file", PROJECT / f"Dockerfile.{role}", "--tag", name),
+                    *("--build-arg", f"BASE_IMAGE={base}", "--build-arg", "DEVICE=cpu"),
+                    *secrets,
+                    PROJECT,
+                )
+            self._forget(role, but=name)
         return name
+
+    def lock(self) -> IO[str]:
+        """One process at a time makes images, and moves them: another's newer one would take a layer away."""
+        return cache.lock(self.root.parent / ".images")
 
     def _forget(self, role: str, but: str) -> None:
         """Remove the role's earlier images, and with them layers that none is made of any more."""
@@ -227,11 +234,12 @@ class Images:
 
     def _by_buildah(self, buildah: Buildah, loader: Loader, role: str) -> str:
         there = loader.names()
-        name = buildah.build(role, built=there)
-        if name not in there:
-            with _said(f"loading {name}"):
-                Built(buildah.store, name).load(loader)
-            loader.remove(*(n for n in there if n.startswith(f"localhost/scalerl-{role}:")))
+        with buildah.lock():
+            name = buildah.build(role, built=there)
+            if name not in there:
+                with _said(f"loading {name}"):
+                    Built(buildah.store, name).load(loader)
+        loader.remove(*(n for n in there if n.startswith(f"localhost/scalerl-{role}:") and n != name))
         return name
 
     def _by_docker(self, role: str) -> str:
