@@ -284,7 +284,9 @@ async def reconciler(parts: Parts) -> AsyncIterator[Reconcile]:
         if sidecar is None:
             return RunScaling(uid, None)
         return RunScaling(
-            uid, lambda: ClusterSteering(run, uid, parts.api, sidecar, wake=lambda: parts.wake(key))
+            uid,
+            lambda: ClusterSteering(run, uid, parts.api, sidecar, wake=lambda: parts.wake(key)),
+            parts.metrics.decision,
         )
 
     made = Reconciler(

@@ -33,11 +33,19 @@ class RunScaling:
     """The autoscaling of one run with that uid. steersman: None while no forecast is wanted; the curve is shown all
     the same.
 
-    stop: why the run is to end, for the coordinator; empty while it is not.
+    stop: why the run is to end, for the coordinator; empty while it is not. on_decision: told of the state of each
+    decision made here; those of an earlier operator are not counted again.
     """
 
-    def __init__(self, uid: str, steersman: Callable[[], Steersman] | None) -> None:
+    def __init__(
+        self,
+        uid: str,
+        steersman: Callable[[], Steersman] | None,
+        on_decision: Callable[[str], None] = lambda state: None,
+    ) -> None:
         self.stop = ""
+        self._on_decision = on_decision
+        self._counted: int | None = None
         self._uid = uid
         self._make_steersman = steersman
         self._steersman: Steersman | None = None
@@ -57,6 +65,7 @@ class RunScaling:
         facts = Generators(wanted=now.wanted, ready=ready, devices_each=max(1, spec.generator.devices))
         word = self._word = self._steersman.look(run, heard, facts, resumed=resumed)
         self.stop = BROKEN if word.hold else FORECAST if word.stop else ""
+        self._count(word)
         then = replicas.decide(
             spec.generator.replicas,
             spec.autoscaling,
@@ -73,6 +82,14 @@ class RunScaling:
             reason=word.reason,
             message=word.message,
         )
+
+    def _count(self, word: Word) -> None:
+        if not word.known:
+            return
+        for decision in word.decisions:
+            if self._counted is not None and decision.sequence > self._counted:
+                self._on_decision(decision.state)
+        self._counted = word.decisions[-1].sequence if word.decisions else -1
 
     def event(self) -> tuple[str, bool]:
         """What a person should hear of, once, and whether it is an alarm."""
