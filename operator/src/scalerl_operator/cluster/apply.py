@@ -113,7 +113,8 @@ class Applier:
     ) -> Problem | None:
         """What keeps a run that has nothing yet from being started: found out before anything is made.
 
-        everything: all objects that the run will ever have, for one that brings raw Kubernetes of its own.
+        everything: all objects that the run will ever have, for one that brings raw Kubernetes of its own: those
+        with pods are tried.
         """
         storage = run.spec.storage
         if storage.claim_name is not None:
@@ -136,8 +137,14 @@ class Applier:
             if problem is not None:
                 return problem
         if _has_raw_parts(run):
+            asked = {(obj["kind"], obj["metadata"]["name"]) for obj in wanted}
             for obj in everything():
-                problem = await self._taken(obj, place) or await self._write(obj, dry_run=True)
+                kind = obj["kind"]
+                problem = None
+                if (kind, obj["metadata"]["name"]) not in asked:
+                    problem = await self._taken(obj, place)
+                if problem is None and kind in WORKLOADS:  # what a user writes of pods is in nothing else
+                    problem = await self._write(obj, dry_run=True)
                 if problem is not None:
                     return problem
         return None

@@ -193,9 +193,13 @@ class Reconciler:
         return min((wait for wait in waits if wait is not None), default=None)
 
     def _next_start_look(self, seen: _Seen, observed: Observed, desired: Desired) -> float | None:
-        """The longer a start takes, the rarer."""
-        awaited = desired.prepare and observed.prepare.state is not JobState.COMPLETE
-        if not awaited and all(pod.ready or pod.leaving or pod.ends for pod in observed.pods):
+        """For what only events tell: why a pod is not made, or is scheduled and does not begin. All else wakes us.
+
+        The longer a start takes, the rarer.
+        """
+        preparing = desired.prepare and observed.prepare.state is not JobState.COMPLETE
+        unmade = preparing and not observed.of(Role.PREPARE)
+        if not unmade and not any(pod.creating and not pod.leaving for pod in observed.pods):
             return None
         first, last = START_LOOKS
         return min(max(first, (seen.unix_seconds - seconds(seen.before.start_time)) / 2), last)
