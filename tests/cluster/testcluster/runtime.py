@@ -58,7 +58,7 @@ class Loader:
         if names:
             self._ctr("images", "remove", "--sync", *names)
 
-    def write(self, archive: Callable[[IO[bytes]], None]) -> None:
+    def write(self, archive: Callable[[IO[bytes]], object]) -> None:
         """Load what ``archive`` writes into the file it is given; nothing of it lies on the disk on its way."""
         with tempfile.TemporaryFile() as said, self._popen(said, "images", "import", "-") as ctr:
             watch = threading.Timer(_IMPORT_SECONDS, ctr.kill)
@@ -94,12 +94,8 @@ def load_basic_images(cluster: Cluster) -> None:
     """pause, which every pod has, and busybox with bash for tests."""
     assert cluster.layout is not None
     loader = Loader(cluster.layout)
-    there = loader.names()
     for name, command in ((PAUSE_IMAGE, ["sleep", "2000000000"]), (BUSYBOX_IMAGE, ["sh"])):
-        if name not in there:
-            with tempfile.NamedTemporaryFile(suffix=".tar") as file:
-                Path(file.name).write_bytes(_busybox_archive(name, command))
-                loader(Path(file.name))
+        loader.write(lambda into, of=(name, command): into.write(_busybox_archive(*of)))
 
 
 def _libraries(program: Path) -> Iterator[Path]:
