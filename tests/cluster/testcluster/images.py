@@ -123,6 +123,14 @@ class Buildah:
                 self.run("rm", container)
 
 
+def build_all() -> None:
+    """Every role's image, for clusters to come."""
+    buildah = Buildah.here()
+    for role in ROLES:
+        with buildah.lock():
+            buildah.build(role)
+
+
 def _base_name() -> str:
     return f"localhost/scalerl-test-base:{cache.digest([_CERTIFICATES], _SUITE, *_PACKAGES)}"
 

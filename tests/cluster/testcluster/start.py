@@ -144,9 +144,12 @@ def end(layout: Layout) -> None:
     pidfile = layout.root / _PIDFILE
     if pidfile.exists():
         pid = int(pidfile.read_text())
-        with contextlib.suppress(OSError, ValueError):
+        try:
             tell(layout, {"do": "down"})
-        if not _gone(pid, layout, _DOWN_SECONDS):
+            asked = True
+        except (OSError, ValueError):
+            asked = False
+        if not _gone(pid, layout, _DOWN_SECONDS if asked else 0.01):
             os.kill(pid, signal.SIGKILL)  # takes its namespaces, or its programs, with it
             if not _gone(pid, layout, 10):
                 raise ClusterError(f"process {pid} of the cluster in {layout.root} does not end")
