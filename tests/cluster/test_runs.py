@@ -185,9 +185,7 @@ def test_after_its_time_only_what_the_policy_keeps_is_there(run: Run) -> None:
     until(lambda: not owned(run), 60, "and all it owned")
     claims = [c["metadata"]["name"] for c in run.cluster.get("pvc", "-n", NAMESPACE)["items"]]
     assert claims == [f"{run.name}-data"]
-    listing = in_volume(
-        run.cluster, claims[0], "ls */checkpoints"
-    )
+    listing = in_volume(run.cluster, claims[0], "ls */checkpoints")
     assert "step-" in listing
     run.cluster.kubectl("delete", "pvc", claims[0], "-n", NAMESPACE, "--wait=false")
 
@@ -201,7 +199,10 @@ def in_volume(cluster: Cluster, claim: str, command: str) -> str:
         "spec": {
             "restartPolicy": "Never",
             "securityContext": {
-                "runAsNonRoot": True, "runAsUser": 10001, "runAsGroup": 10001, "fsGroup": 10001,
+                "runAsNonRoot": True,
+                "runAsUser": 10001,
+                "runAsGroup": 10001,
+                "fsGroup": 10001,
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
             "containers": [

