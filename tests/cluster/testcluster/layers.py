@@ -74,7 +74,10 @@ class Built:
 
     def _image(self) -> dict[str, Any]:
         images: list[dict[str, Any]] = json.loads((self.store / "overlay-images" / "images.json").read_text())
-        return next(image for image in images if self.name in (image.get("names") or ()))
+        for image in images:
+            if self.name in (image.get("names") or ()):
+                return image
+        raise ClusterError(f"{self.store} has no image {self.name}")
 
     def _data(self, key: str) -> bytes:
         """What the store keeps beside an image: files whose names are encoded unless they are plain words."""
