@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -115,3 +118,31 @@ def test_ends_also_when_its_supervisor_was_killed(tmp_path: Path) -> None:
     end(Layout(root))
     assert not root.exists()
     assert not _running(pids.values())
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder for sockets, whose paths may not be long."""
+    with tempfile.TemporaryDirectory(prefix="s") as folder:
+        yield Path(folder)
+
+
+def test_what_a_killed_caller_left_is_swept_away_by_the_next(
+    short: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(short))
+    left, used = (short / f"scalerl-test-cluster-{name}" for name in ("left", "used"))
+    left.mkdir()
+    used.mkdir()
+    (left / "pid").write_text(str(2**22 - 1))
+    program = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(100)", str(used)]
+    )  # as a supervisor, it names its folder
+    (used / "pid").write_text(str(program.pid))
+    try:
+        with start_control_plane():
+            assert not left.exists()
+            assert used.exists()
+    finally:
+        program.kill()
+        program.wait(10)

@@ -28,6 +28,7 @@ _UP_SECONDS = 180.0
 _DOWN_SECONDS = 150.0
 _LEFTOVER_SECONDS = 10.0
 _PIDFILE = "pid"
+_PREFIX = "scalerl-test-cluster-"
 _OWN = ["--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc", "--propagation", "private"]
 
 
@@ -183,16 +184,28 @@ def _gone(pid: int, layout: Layout, seconds: float) -> bool:
 
 def _new(root: Path | None) -> Layout:
     if root is None:
-        root = Path(tempfile.mkdtemp(prefix="scalerl-test-cluster-"))
+        _sweep()
+        root = Path(tempfile.mkdtemp(prefix=_PREFIX))
     elif root.exists():
         raise ClusterError(f"{root} exists: a cluster is up there, or did not go down; run `cluster.py down`")
     layout = Layout(root.resolve())
     if len(str(layout.control)) > 100:
+        if root.exists():
+            root.rmdir()
         raise ClusterError(f"{layout.root} is too long for sockets in it")
     for folder in (layout.root, layout.logs, layout.volumes, layout.root / "config"):
         folder.mkdir(parents=True, exist_ok=True)
     layout.root.chmod(0o711)  # volumes are below, and their users are not root
     return layout
+
+
+def _sweep() -> None:
+    """Remove what clusters left whose callers were killed: their programs ended with them, their files did not."""
+    for pidfile in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_PIDFILE}"):
+        layout = Layout(pidfile.parent)
+        with contextlib.suppress(OSError, ValueError):  # another user's, or it just ended
+            if _gone(int(pidfile.read_text()), layout, 0.01):
+                end(layout)
 
 
 def _write_identities(kube: Path, layout: Layout, server: str) -> None:
