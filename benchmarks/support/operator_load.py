@@ -1,0 +1,548 @@
+"""A thousand runs on a real API server, and the operator as a process of its own.
+
+All of it on two cores: etcd, API server, controller-manager, scheduler, four nodes without machines (a pod is Running
+as soon as it is scheduled, and runs nothing, so a preparation goes on for ever), this client, and the operator: its
+``main``, as the image runs it, with a service account's token.
+
+The runs are ``examples/tiny/run-kubernetes.yaml``, which brings a pod template of its own, so every object that the run
+will ever have goes through a dry run first. Nothing is cached before; the volumes for their claims are there.
+
+1. *reconciled*: all runs are created by 16 connections as quickly as they are taken. A run is reconciled when its
+   status has its ``observedGeneration`` and phase Preparing, which is written last; then the claim, the token, the
+   spec's ConfigMap, the NetworkPolicy and the preparation's Job of each are counted. Seconds from the first request
+   to the last run's status, as a watch brings it.
+2. *idle, preparing*: once nothing has been written for a while, CPU time and writes of the operator over the idle
+   seconds. Beside its own count of writes stands the API server's, of all writers but those of Leases (nodes renew
+   theirs, the operator its own every three seconds: told apart).
+3. *first write*: a hundred runs get another budget, ten a second, and then another one, by 16 connections at once.
+   From the request's start to the first thing that the operator writes of that run, its spec's ConfigMap or its status,
+   as a watch brings it: so it holds the API server's part twice, and this client's.
+4. *idle, suspended*: the same as 2, after ``suspend: true`` on all runs.
+5. *event loop*: how late it came back to a task that sleeps half a second, over all of this, by the operator's own
+   histogram (what is given is the upper bound of the highest bucket that is not empty). That counts the time in which
+   others had the core. So beside it: the CPU time of the longest callback, by a clock around each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from scalerl_api import metric_names
+from scalerl_api.conditions import Phase
+from scalerl_operator.cluster import connection, names
+from scalerl_operator.cluster.api import KubeApi
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "cluster"))
+
+from testcluster import Cluster, ClusterError, start_control_plane  # noqa: E402
+from testcluster.handle import KubectlError  # noqa: E402
+
+CORES, NODES, CONNECTIONS, CHANGED = 2, 4, 16, 100
+PER_SECOND = 10.0
+"""Runs that are changed, where they are not changed all at once."""
+NAMESPACE = "benchmark"
+OWN_NAMESPACE = "scalerl-system"
+LONGEST = "longest-callback"
+OBJECTS = ("PersistentVolumeClaim", "Secret", "ConfigMap", "NetworkPolicy", "Job")
+"""What a run has while it is prepared."""
+LIMIT_SECONDS = 600.0
+"""No phase takes longer; then the benchmark fails."""
+
+Object = dict[str, Any]
+
+
+# --- what the API server says -----------------------------------------------------------------------
+
+
+class _Metadata(msgspec.Struct):
+    name: str
+    resourceVersion: str
+    generation: int = 0
+
+
+class _Status(msgspec.Struct):
+    observedGeneration: int = 0
+    phase: str = ""
+
+
+class _Item(msgspec.Struct):
+    metadata: _Metadata
+    status: _Status | None = None
+
+
+_ITEM = msgspec.json.Decoder(_Item)
+
+
+@dataclass
+class Seen:
+    """What the watches have brought, with this process's monotonic clock."""
+
+    runs: dict[str, tuple[int, int, str]] = field(default_factory=dict)
+    """Generation, observed generation and phase by name."""
+    written: dict[str, float] = field(default_factory=dict)
+    """By run: the first write of the operator since :meth:`watch_for`."""
+    last: float = 0.0
+    """When anything came last."""
+    all_written: asyncio.Event = field(default_factory=asyncio.Event)
+    """Of all that are watched for."""
+    _awaited: dict[str, int] = field(default_factory=dict)
+
+    def watch_for(self, runs: list[str]) -> None:
+        """From now on, note the operator's first write for each of these."""
+        self.written.clear()
+        self.all_written.clear()
+        self._awaited = {name: self.runs[name][0] for name in runs}
+
+    def run(self, item: _Item) -> None:
+        status = item.status or _Status()
+        name, generation = item.metadata.name, item.metadata.generation
+        self.runs[name] = (generation, status.observedGeneration, status.phase)
+        if status.observedGeneration > self._awaited.get(name, generation):
+            self._wrote(name)
+
+    def config_map(self, item: _Item) -> None:
+        name = item.metadata.name.removesuffix("-spec")
+        if name in self._awaited:
+            self._wrote(name)
+
+    def _wrote(self, name: str) -> None:
+        self.written.setdefault(name, time.monotonic())
+        if len(self.written) == len(self._awaited):
+            self.all_written.set()
+
+    def are(self, phase: Phase) -> int:
+        """How many runs are in a phase that is of their present spec."""
+        return sum(now == phase and observed == wanted for wanted, observed, now in self.runs.values())
+
+    async def follow(self, api: KubeApi, kind: str, take: Callable[[_Item], None], since: str) -> None:
+        """Until cancelled. A run's objects only ever come in order."""
+        while True:
+            async for event in api.watch(kind, NAMESPACE, since=since, seconds=300):
+                item = _ITEM.decode(event.object) if event.type != "BOOKMARK" else None
+                if item is None:
+                    since = msgspec.json.decode(event.object)["metadata"]["resourceVersion"]
+                    continue
+                since = item.metadata.resourceVersion
+                self.last = time.monotonic()
+                take(item)
+
+
+def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Prometheus' text format, by name and labels."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+_REQUEST = re.compile(r"^apiserver_request_total\{(.*)\} (\S+)$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+_WRITING = {"POST", "PUT", "PATCH", "APPLY", "DELETE", "DELETECOLLECTION"}
+
+
+def written_to(cluster: Cluster) -> Counter[str]:
+    """Writes that the API server took from anybody since its start, by resource; without Leases."""
+    text = cluster.kubectl("get", "--raw", "/metrics")
+    counted: Counter[str] = Counter()
+    for labels, value in _REQUEST.findall(text):
+        of = dict(_LABEL.findall(labels))
+        taken = of["verb"] in _WRITING and of["code"].startswith("2") and not of.get("dry_run")
+        if taken and of["resource"] != "leases":
+            counted["/".join(filter(None, (of["resource"], of["subresource"])))] += int(float(value))
+    return counted
+
+
+def cpu_seconds(pid: int) -> float:
+    stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+
+
+# --- the operator's process -------------------------------------------------------------------------
+
+
+@dataclass
+class Operator:
+    """The process under measurement."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+    session: aiohttp.ClientSession
+
+    async def ready(self) -> None:
+        """Until it leads."""
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                break
+            with contextlib.suppress(aiohttp.ClientError):
+                async with self.session.get(f"{self.url}/readyz") as answer:
+                    if answer.status == 200 and (await answer.text()).strip() == "leads":
+                        return
+            await asyncio.sleep(0.1)
+        raise SystemExit(f"the operator does not lead:\n{self.log.read_text()[-4000:]}")
+
+    async def metrics(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+        async with self.session.get(f"{self.url}/metrics") as answer:
+            return samples(await answer.text())
+
+    async def writes(self) -> Counter[str]:
+        """What it has written, by kind."""
+        found = await self.metrics()
+        return Counter({dict(of)["kind"]: int(v) for (n, of), v in found.items() if n == metric_names.WRITES})
+
+    async def calls(self) -> Counter[str]:
+        """What it has asked of the API server, by verb."""
+        calls: Counter[str] = Counter()
+        for (name, of), value in (await self.metrics()).items():
+            if name == metric_names.API_REQUESTS and dict(of)["kind"] != "Lease":
+                calls[dict(of)["verb"]] += int(value)
+        return calls
+
+    def cpu_seconds(self) -> float:
+        return cpu_seconds(self.process.pid)
+
+    def memory_mb(self, what: str) -> float:
+        """``VmRSS`` now, or ``VmHWM``, its highest; in MB of a million bytes."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        kib = re.search(rf"^{what}:\s+(\d+) kB", status, re.MULTILINE)
+        assert kib is not None
+        return int(kib[1]) * 1024 / 1e6
+
+
+@contextlib.contextmanager
+def running(cluster: Cluster, work: Path, session: aiohttp.ClientSession) -> Iterator[Operator]:
+    """The operator's process, ended with SIGTERM."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    images = {
+        f"SCALERL_{role}_IMAGE": f"{role.lower()}:1" for role in ("TRAINER", "GENERATOR", "COORDINATOR")
+    }
+    environ = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LANG")}
+    environ |= images | {
+        "POD_NAME": "scalerl-operator-0",
+        "POD_NAMESPACE": OWN_NAMESPACE,
+        "KUBECONFIG": str(_as_service_account(cluster, work)),
+        "SCALERL_LISTEN": f"127.0.0.1:{port}",
+    }
+    log = work / "operator.log"
+    with log.open("wb") as sink:
+        command = [sys.executable, str(Path(__file__).with_name("timed_operator.py")), str(work / LONGEST)]
+        process = subprocess.Popen(command, env=environ, stdout=sink, stderr=sink, stdin=subprocess.DEVNULL)
+    try:
+        yield Operator(process, f"http://127.0.0.1:{port}", log, session)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(10)
+
+
+def _as_service_account(cluster: Cluster, work: Path) -> Path:
+    """A kubeconfig as its pod would have it: the API server's fairness counts it, unlike an administrator."""
+    cluster.kubectl("create", "namespace", OWN_NAMESPACE)
+    cluster.kubectl("create", "serviceaccount", "operator", "-n", OWN_NAMESPACE)
+    account = f"--serviceaccount={OWN_NAMESPACE}:operator"
+    cluster.kubectl("create", "clusterrolebinding", "operator", "--clusterrole=cluster-admin", account)
+    config = yaml.safe_load(cluster.kubeconfig.read_text())
+    (user,) = config["users"]
+    user["user"] = {
+        "token": cluster.kubectl("create", "token", "operator", "-n", OWN_NAMESPACE, "--duration=2h").strip()
+    }
+    path = work / "kubeconfig"
+    path.touch(mode=0o600)
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+# --- the load ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Load:
+    """The client's side."""
+
+    cluster: Cluster
+    api: KubeApi
+    operator: Operator
+    seen: Seen
+    runs: list[str]
+
+    async def each(self, runs: list[str], call: Callable[[str], Awaitable[object]]) -> None:
+        """``call`` for each run, over a bounded number of connections."""
+        free = asyncio.Semaphore(CONNECTIONS)
+
+        async def one(name: str) -> None:
+            async with free:
+                await call(name)
+
+        async with asyncio.timeout(LIMIT_SECONDS), asyncio.TaskGroup() as group:
+            for name in runs:
+                group.create_task(one(name))
+
+    async def make_volumes(self) -> None:
+        """One for each run's claim: nobody provisions here, and without a volume no pod is scheduled."""
+        volumes = [_volume(name) for name in self.runs]
+        manifest = "\n---\n".join(json.dumps(volume) for volume in volumes)
+        create = ("create", "-f", "-", "-o", "name")
+        await asyncio.to_thread(self.cluster.kubectl, *create, stdin=manifest, seconds=LIMIT_SECONDS)
+
+    async def create(self) -> float:
+        """All runs; seconds until the last is reconciled."""
+        manifest = yaml.safe_load((ROOT / "examples/tiny/run-kubernetes.yaml").read_text())
+
+        async def make(name: str) -> None:
+            await self.api.create({**manifest, "metadata": {"name": name, "namespace": NAMESPACE}})
+
+        began = time.monotonic()
+        await self.each(self.runs, make)
+        created = time.monotonic() - began
+        print(f"{len(self.runs)} runs created in {created:.1f} s", flush=True)
+        seconds = await self.until(Phase.PREPARING, began)
+        for kind in OBJECTS:
+            found = await self.api.list(kind, NAMESPACE, label_selector=names.RUN, metadata_only=True)
+            there = {o["metadata"]["labels"][names.RUN] for o in found}
+            missing = [name for name in self.runs if name not in there]
+            if missing:
+                raise SystemExit(f"{len(missing)} runs without their {kind}, as {missing[0]}")
+        return seconds
+
+    async def suspend(self) -> float:
+        """All runs; seconds until the last is."""
+        began = time.monotonic()
+        await self.each(self.runs, lambda name: self._patch(name, {"suspend": True}))
+        return await self.until(Phase.SUSPENDED, began)
+
+    async def change(self, budget: int, rate: float | None) -> tuple[list[float], list[float]]:
+        """Another budget for some, all at once or ``rate`` of them a second.
+
+        Seconds to the operator's first write of each, and those of the requests alone; sorted.
+        """
+        some = self.runs[:: max(1, len(self.runs) // CHANGED)][:CHANGED]
+        self.seen.watch_for(some)
+        sent: dict[str, float] = {}
+        answered: dict[str, float] = {}
+
+        async def patch(name: str) -> None:
+            sent[name] = time.monotonic()
+            await self._patch(name, {"budget": {"maxSteps": budget}})
+            answered[name] = time.monotonic()
+
+        if rate is None:
+            await self.each(some, patch)
+        else:
+            async with asyncio.timeout(LIMIT_SECONDS), asyncio.TaskGroup() as group:
+                for name in some:
+                    group.create_task(patch(name))
+                    await asyncio.sleep(1 / rate)
+        async with asyncio.timeout(LIMIT_SECONDS):
+            await self.seen.all_written.wait()
+        firsts = sorted(self.seen.written[name] - sent[name] for name in some)
+        return firsts, sorted(answered[name] - sent[name] for name in some)
+
+    async def until(self, phase: Phase, began: float) -> float:
+        """Seconds from ``began`` until all runs are in ``phase``."""
+        shown = time.monotonic()
+        while (count := self.seen.are(phase)) < len(self.runs):
+            now = time.monotonic()
+            if self.operator.process.poll() is not None or now - began > LIMIT_SECONDS:
+                tail = self.operator.log.read_text()[-4000:]
+                raise SystemExit(f"{count} of {len(self.runs)} runs are {phase}; the operator says:\n{tail}")
+            if now - shown > 10:
+                print(f"{now - began:6.1f} s: {count} are {phase}", flush=True)
+                shown = now
+            await asyncio.sleep(0.05)
+        seconds = self.seen.last - began
+        print(f"all {phase} after {seconds:.1f} s", flush=True)
+        return seconds
+
+    async def _patch(self, name: str, spec: Object) -> None:
+        await self.api.patch("ScaleRLRun", NAMESPACE, name, {"spec": spec})
+
+    async def idle(self, what: str, seconds: float, quiet: float) -> dict[str, float]:
+        """What ``seconds`` cost in which nothing happens, once nobody has written anything for ``quiet`` seconds."""
+        end = time.monotonic() + LIMIT_SECONDS
+        while True:
+            all_before = await asyncio.to_thread(written_to, self.cluster)
+            await asyncio.sleep(quiet)
+            if all_before == await asyncio.to_thread(written_to, self.cluster):
+                break
+            if time.monotonic() > end:
+                raise SystemExit(f"{what}: after {LIMIT_SECONDS:.0f} s something is still written")
+        before, cpu = await self.operator.writes(), self.operator.cpu_seconds()
+        began = time.monotonic()
+        await asyncio.sleep(seconds)
+        cpu, lasted = self.operator.cpu_seconds() - cpu, time.monotonic() - began
+        own = await self.operator.writes() - before
+        everybody = await asyncio.to_thread(written_to, self.cluster) - all_before
+        leases = own.pop("Lease", 0)
+        print(f"idle, {what}: the operator wrote {dict(own)}, all together {dict(everybody)}", flush=True)
+        per_minute = 60 / lasted
+        return {
+            f"{what}_cpu_percent_of_a_core": round(100 * cpu / lasted, 2),
+            f"{what}_writes_per_minute": round(own.total() * per_minute, 1),
+            f"{what}_writes_per_minute_of_all": round(everybody.total() * per_minute, 1),
+            f"{what}_lease_renewals_per_minute": round(leases * per_minute, 1),
+        }
+
+
+def _volume(run: str) -> Object:
+    claim = names.Names(run).claim
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": claim},
+        "spec": {
+            "capacity": {"storage": "1Gi"},
+            "accessModes": ["ReadWriteOnce"],
+            "claimRef": {"namespace": NAMESPACE, "name": claim},
+            "hostPath": {"path": "/nobody/mounts/it"},
+        },
+    }
+
+
+# --- all of it --------------------------------------------------------------------------------------
+
+
+async def measure(cluster: Cluster, work: Path, count: int, idle: float, quiet: float) -> dict[str, float]:
+    await asyncio.to_thread(_serve_runs, cluster)
+    async with contextlib.AsyncExitStack() as stack:
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        api = await stack.enter_async_context(
+            KubeApi(await connection.load(str(cluster.kubeconfig)), timeout=60)
+        )
+        operator = stack.enter_context(running(cluster, work, session))
+        seen = Seen()
+        await stack.enter_async_context(_followed(seen, api))
+        load = Load(cluster, api, operator, seen, [f"run-{i:04d}" for i in range(count)])
+        await load.make_volumes()
+        await operator.ready()
+        fresh = operator.memory_mb("VmRSS")
+        programs = cluster.programs()
+        cpu, others = operator.cpu_seconds(), {name: cpu_seconds(pid) for name, pid in programs.items()}
+        figures: dict[str, float] = {"runs": count, "reconciled_seconds": round(await load.create(), 1)}
+        figures["cpu_seconds_per_run"] = round((operator.cpu_seconds() - cpu) / count, 4)
+        others = {name: cpu_seconds(pid) - others[name] for name, pid in programs.items()}
+        print("CPU seconds beside it:", ", ".join(f"{name} {used:.1f}" for name, used in others.items()))
+        figures["cpu_seconds_per_run_of_the_cluster"] = round(sum(others.values()) / count, 4)
+        calls = await operator.calls()
+        figures["calls_per_run"] = round(calls.total() / count, 1)
+        print("calls:", ", ".join(f"{verb} {number}" for verb, number in calls.most_common()), flush=True)
+        figures |= await load.idle("preparing", idle, quiet)
+        figures["changed"] = CHANGED
+        for how, budget, rate in (("paced", 161, PER_SECOND), ("at_once", 162, None)):
+            firsts, requests = await load.change(budget, rate)
+            figures[f"first_write_p50_seconds_{how}"] = round(firsts[len(firsts) // 2], 3)
+            figures[f"first_write_p99_seconds_{how}"] = round(firsts[len(firsts) * 99 // 100], 3)
+            figures[f"of_that_the_request_p50_seconds_{how}"] = round(requests[len(requests) // 2], 3)
+        figures["suspended_seconds"] = round(await load.suspend(), 1)
+        figures |= await load.idle("suspended", idle, quiet)
+        figures["rss_fresh_mb"] = round(fresh, 1)
+        figures["rss_mb"] = round(operator.memory_mb("VmRSS"), 1)
+        figures["rss_highest_mb"] = round(operator.memory_mb("VmHWM"), 1)
+        figures |= _lag(await operator.metrics())
+    return figures
+
+
+def _lag(found: dict[tuple[str, tuple[tuple[str, str], ...]], float]) -> dict[str, float]:
+    """Of the operator's histogram of how late its event loop was."""
+    name = f"{metric_names.LOOP_LAG_SECONDS}_bucket"
+    buckets = sorted((float(dict(of)["le"]), value) for (n, of), value in found.items() if n == name)
+    total = buckets[-1][1]
+    within = dict(buckets)
+    return {
+        "loop_lag_longest_under_seconds": next(bound for bound, value in buckets if value == total),
+        "loop_lag_over_100ms": total - within[0.1],
+        "loop_lag_samples": total,
+    }
+
+
+@contextlib.asynccontextmanager
+async def _followed(seen: Seen, api: KubeApi) -> AsyncIterator[None]:
+    tasks = []
+    for kind, take in (("ScaleRLRun", seen.run), ("ConfigMap", seen.config_map)):
+        _, version = await api.list_at(kind, NAMESPACE, metadata_only=True)
+        tasks.append(asyncio.create_task(seen.follow(api, kind, take, version), name=f"watch of {kind}"))
+    try:
+        yield
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _control_plane() -> Cluster:
+    try:
+        return start_control_plane(unreal_nodes=NODES)
+    except ClusterError as error:
+        raise SystemExit(f"no API server can be run here: {error}") from error
+
+
+def _serve_runs(cluster: Cluster) -> None:
+    """The CRD, until its objects are served, and the namespace."""
+    cluster.kubectl("apply", "--server-side", "-f", ROOT / "crds")
+    end = time.monotonic() + 30
+    while True:
+        try:
+            cluster.kubectl("get", "scalerlruns", "-A")
+            break
+        except KubectlError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.2)
+    cluster.kubectl("create", "namespace", NAMESPACE)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description="the operator with a thousand runs on a real API server")
+    parser.add_argument("--quick", action="store_true", help="100 runs, 10 idle seconds")
+    parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--idle", type=float, default=60.0, help="seconds of each idle state")
+    parser.add_argument("--keep-log", type=Path, help="where the operator's log goes (default: nowhere)")
+    arguments = parser.parse_args()
+    count = min(arguments.runs, 100) if arguments.quick else arguments.runs
+    idle = min(arguments.idle, 10.0) if arguments.quick else arguments.idle
+    quiet = 2.0 if arguments.quick else 5.0
+    cores = sorted(os.sched_getaffinity(0))[:CORES]
+    os.sched_setaffinity(0, cores)  # of all that is started here, too
+    print(f"load average at the start: {os.getloadavg()[0]:.1f}", flush=True)
+    with tempfile.TemporaryDirectory() as work, _control_plane() as cluster:
+        figures = asyncio.run(measure(cluster, Path(work), count, idle, quiet))
+        longest = float((Path(work) / LONGEST).read_text())
+        figures["longest_callback_cpu_milliseconds"] = round(1000 * longest, 1)
+        if arguments.keep_log is not None:
+            arguments.keep_log.write_bytes((Path(work) / "operator.log").read_bytes())
+    figures["cores"] = len(cores)
+    for name, value in figures.items():
+        print(f"{name.replace('_', ' '):<44} {value:g}")
+    print(json.dumps({"benchmark": "operator", "figures": figures}))
