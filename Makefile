@@ -54,8 +54,12 @@ test-unit: setup ## members' tests, a few with a real vLLM server
 test-local: setup ## whole runs on this machine, with faults
 	$(PYTEST) tests/local
 
-test-cluster: setup ## the operator and whole runs on a real Kubernetes, made here unless KUBECONFIG names one
-	$(PYTEST) -m cluster tests/chart tests/cluster
+test-cluster: setup ## the operator and the chart on a real Kubernetes, made here unless KUBECONFIG names one
+	$(if $(KUBECONFIG),,$(BIN)/python tests/cluster/cluster.py prepare)
+	$(PYTEST) -m cluster tests/chart tests/cluster --ignore=tests/cluster/test_runs.py
+
+test-runs: setup ## whole runs on that Kubernetes, with every fault: half an hour
+	$(PYTEST) -s tests/cluster/test_runs.py
 
 cluster: ## a Kubernetes on this machine, with the images in it; prints its KUBECONFIG line
 	@$(PYTHON) tests/cluster/cluster.py up --images
@@ -103,4 +107,4 @@ lock: $(BIN)/uv ## write requirements/*.txt again from the members' pyproject fi
 clean: ## remove the environment and all runs
 	rm -rf $(VENV) runs
 
-.PHONY: help setup run run-autostop test test-unit test-local test-cluster cluster cluster-down images lint format bench bench-trl crds dashboards docs lock clean
+.PHONY: help setup run run-autostop test test-unit test-local test-cluster test-runs cluster cluster-down images lint format bench bench-trl crds dashboards docs lock clean
