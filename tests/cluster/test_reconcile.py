@@ -197,6 +197,58 @@ async def test_one_rank_dies_and_the_gang_starts_again(there: Stage) -> None:
     await there.looks(lambda r: condition(r, "TrainerReady") == "Ready")
 
 
+async def test_a_token_that_somebody_deletes_comes_back_as_it_was(there: Stage) -> None:
+    """The operator cannot watch Secrets: it hears of it from the kubelet, when a pod does not find it."""
+    await there.start(tiny())
+    token = await there.get("Secret", "tiny-addition-token")
+    assert token is not None
+    await there.delete("Secret", "tiny-addition-token")
+    (pod,) = await there.pods("generator")
+    waiting = [
+        {
+            "name": c["name"],
+            "ready": False,
+            "restartCount": 0,
+            "image": c["image"],
+            "imageID": "",
+            "state": {"waiting": {"reason": "ContainerCreating"}},
+        }
+        for c in pod["spec"]["containers"]
+    ]
+    status = {
+        "phase": "Pending",
+        "conditions": [{"type": "Ready", "status": "False"}],
+        "containerStatuses": waiting,
+    }
+    await there.edit("Pod", pod["metadata"]["name"], {"status": status}, "status")
+    message = 'MountVolume.SetUp failed for volume "scalerl-token": secret "tiny-addition-token" not found'
+    regarding = {
+        "kind": "Pod",
+        "name": pod["metadata"]["name"],
+        "namespace": there.namespace,
+        "uid": pod["metadata"]["uid"],
+    }
+    await there.create(
+        {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": "mount"},
+            "involvedObject": regarding,
+            "reason": "FailedMount",
+            "message": message,
+            "type": "Warning",
+            "source": {"component": "kubelet"},
+        }
+    )
+    there.now = 20.0
+    run = await there.looks(lambda r: condition(r, "Degraded") == "SecretNotFound")
+    assert run["status"]["phase"] == "Running"
+    await there.look()
+    again = await there.get("Secret", "tiny-addition-token")
+    assert again is not None
+    assert again["data"] == token["data"]
+
+
 async def test_suspend_and_resume(there: Stage) -> None:
     await there.start(tiny())
     await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"suspend": True}})

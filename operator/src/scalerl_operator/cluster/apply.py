@@ -87,11 +87,14 @@ class Applier:
         self._cache = cache
         self._repairs: dict[str, dict[tuple[str, str], tuple[int, float]]] = {}
         self._tokens: dict[str, str] = {}
+        self._doubted: set[str] = set()
+        """Runs whose Secret, which cannot be watched, a pod did not find."""
 
     def forget(self, uid: str) -> None:
         """The run is gone."""
         self._repairs.pop(uid, None)
         self._tokens.pop(uid, None)
+        self._doubted.discard(uid)
 
     async def token(self, place: Place) -> str:
         """The run's token; empty while it has none."""
@@ -203,11 +206,13 @@ class Applier:
 
     async def _make_token(self, run: ScaleRLRun, place: Place) -> Problem | None:
         """The run's token: made once; whoever made it first is right."""
-        if await self.token(place):
+        if place.uid not in self._doubted and await self.token(place):
             return None
         name = Names(place.name).token
+        # One that somebody has deleted comes back as it was: pods that run still hold it.
+        token = self._tokens.get(place.uid) or secrets.token_urlsafe(32)
         try:
-            held: Object | None = await self._api.create(secret(run, place.uid, secrets.token_urlsafe(32)))
+            held: Object | None = await self._api.create(secret(run, place.uid, token))
         except errors.AlreadyExists:
             held = await self._api.get("Secret", place.namespace, name)
         except (errors.Invalid, errors.Forbidden) as error:
@@ -215,6 +220,7 @@ class Applier:
         if held is None or not place.mine(held):
             return Problem(Reason.NAME_TAKEN, f"Secret {name} exists and is not this run's")
         self._tokens[place.uid] = _token(held)
+        self._doubted.discard(place.uid)
         return None
 
     async def _bring(self, wanted: Object, place: Place) -> Problem | None:
@@ -285,6 +291,8 @@ class Applier:
                 reasons = ("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox")
                 message = await self._last_event(place, pod.uid, reasons)
                 if message:
+                    if Names(place.name).token in message:
+                        self._doubted.add(place.uid)
                     return Problem(mount_problem(message), f"{pod.name}: {message}")
         return None
 
