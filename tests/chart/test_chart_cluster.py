@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from charts import NAMESPACE, RELEASE, VALUES, HelmError, Object, render
 from queries import CHART, ROOT
 from releases import CRD, Helm, older_chart
 from schemas import write_schemas
+from testcluster import KubectlError
 
 if TYPE_CHECKING:
     from testcluster import Cluster
@@ -79,13 +81,19 @@ def test_the_prometheus_operator_understands_what_is_for_it(control_plane, helm,
     control_plane.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
     files = [word for path in prometheus_operator_crds for word in ("-f", str(path))]
     control_plane.kubectl("apply", "--server-side", *files)
-    control_plane.kubectl(
-        "wait",
-        "crd",
-        *[f"{p.stem.split('_')[1]}.{OF_THE_PROMETHEUS_OPERATOR}" for p in prometheus_operator_crds],
-        "--for=condition=Established",
-        "--timeout=30s",
-    )
+    names = [f"{p.stem.split('_')[1]}.{OF_THE_PROMETHEUS_OPERATOR}" for p in prometheus_operator_crds]
+    for last in (
+        False,
+        False,
+        True,
+    ):  # a definition that is new has no conditions yet, which kubectl takes for an error
+        try:
+            control_plane.kubectl("wait", "crd", *names, "--for=condition=Established", "--timeout=30s")
+            break
+        except KubectlError:
+            if last:
+                raise
+            time.sleep(1)
     control_plane.kubectl(
         "apply", "--server-side", "--dry-run=server", "--validate=strict", "-f", "-",
         stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}),

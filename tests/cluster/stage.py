@@ -6,6 +6,7 @@ Here are a coordinator that says what it is told to say, and pods that begin, wo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import time
@@ -18,6 +19,7 @@ from typing import Any
 import msgspec
 import yaml
 from aiohttp import web
+from testcluster import KubectlError
 
 from scalerl_api import endpoints, wire
 from scalerl_operator.cluster import connection
@@ -296,11 +298,22 @@ def tiny(name: str = "tiny-addition", **spec: Any) -> Object:
     return run
 
 
+def serve_runs(cluster: Any) -> None:
+    """Apply the CRD and wait until its objects are served (its first conditions take a moment to be there)."""
+    cluster.kubectl("apply", "--server-side", "-f", CRD)
+    deadline = time.monotonic() + 30
+    while True:
+        with contextlib.suppress(KubectlError):
+            cluster.kubectl("get", "scalerlruns", "-A")
+            return
+        assert time.monotonic() < deadline, "the CRD is not served"
+        time.sleep(0.2)
+
+
 @asynccontextmanager
 async def stage(cluster: Any, namespace: str) -> AsyncIterator[Stage]:
     """A stage in a namespace of its own."""
-    cluster.kubectl("apply", "--server-side", "-f", CRD)
-    cluster.kubectl("wait", "--for=condition=Established", "crd/scalerlruns.scalerl.dev")
+    serve_runs(cluster)
     cluster.kubectl("create", "namespace", namespace)
     configuration = await connection.load(str(cluster.kubeconfig))
     calls = Calls()

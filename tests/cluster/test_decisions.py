@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from msgspec.structs import replace
+from stage import serve_runs
 from testcluster import Cluster
 
 from scalerl_api.load import run_from_object
@@ -42,8 +43,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def served(control_plane: Cluster) -> Cluster:
-    control_plane.kubectl("apply", "--server-side", "-f", ROOT / "crds")
-    control_plane.kubectl("wait", "--for=condition=Established", "crd/scalerlruns.scalerl.dev")
+    serve_runs(control_plane)
     return control_plane
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import aiohttp
 import pytest
 import yaml
+from stage import serve_runs
 from testcluster import Cluster
-from testcluster.handle import KubectlError
 
 from scalerl_operator import main
 from scalerl_operator.cluster import connection, errors, names
@@ -40,18 +40,6 @@ ROOT = Path(__file__).resolve().parents[2]
 def served(control_plane: Cluster) -> Cluster:
     serve_runs(control_plane)
     return control_plane
-
-
-def serve_runs(cluster: Cluster) -> None:
-    """Apply the CRD and wait until its objects are served (its first conditions take a moment to be there)."""
-    cluster.kubectl("apply", "--server-side", "-f", ROOT / "crds")
-    deadline = time.monotonic() + 30
-    while True:
-        with contextlib.suppress(KubectlError):
-            cluster.kubectl("get", "scalerlruns", "-A")
-            return
-        assert time.monotonic() < deadline, "the CRD is not served"
-        time.sleep(0.2)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import yaml
 from stage import ROOT, Stage, condition, stage, tiny
 
 from scalerl_api import wire
+from scalerl_operator.cluster.observed import rfc3339
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
@@ -236,6 +237,7 @@ async def test_a_token_that_somebody_deletes_comes_back_as_it_was(there: Stage) 
             "involvedObject": regarding,
             "reason": "FailedMount",
             "message": message,
+            "lastTimestamp": rfc3339(there.clock()),
             "type": "Warning",
             "source": {"component": "kubelet"},
         }
@@ -321,7 +323,14 @@ async def test_a_run_that_has_ended_goes_when_its_time_is_over(there: Stage) -> 
     await there.start(tiny(ttlSecondsAfterFinished=60))
     there.coordinator.phase, there.coordinator.stop_reason = wire.Phase.FINISHED, "maxSteps"
     await there.end("trainer", 0, count=2)
-    await there.looks(phase("Completed"))
+    waits = []
+    for _ in range(60):
+        waits.append(await there.look())
+        run = await there.get("ScaleRLRun", "tiny-addition")
+        if phase("Completed")(run):
+            break
+        await asyncio.sleep(0.1)
+    assert waits[-1] == 0.0, "our own write wakes nobody, so the look that ends a run asks for another"
     wait = await there.look()
     assert wait is not None
     assert 50 < wait <= 60
@@ -346,10 +355,54 @@ async def test_a_spec_that_changes_rolls_what_reads_it(there: Stage) -> None:
     }
     changed = {name for name in after if after[name] != before.get(name)}
     assert changed == {"tiny-addition-coordinator"}
+    await there.begin("coordinator")
+    before = after
     await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"recipe": {"promptsPerStep": 32}}})
     await there.looks(phase("Preparing"))
-    trainer = await there.get("Job", "tiny-addition-trainer-1")
-    assert trainer is not None
-    assert "deletionTimestamp" not in trainer["metadata"], (
-        "training goes on until the change has been prepared"
+    assert there.coordinator.told == ["interrupted"], (
+        "training is saved first, on the spec that it began with"
     )
+    after = {
+        o["metadata"]["name"]: o["metadata"]["generation"] for k in WORKLOADS for o in await there.all(k)
+    }
+    assert after == before
+    there.coordinator.phase = wire.Phase.FINISHED
+    await there.end("trainer", 0, count=2)
+    for _ in range(100):
+        await there.look()
+        left = await names(there, *WORKLOADS)
+        if left == {"tiny-addition-prepare"}:
+            break
+        await asyncio.sleep(0.1)
+    assert left == {"tiny-addition-prepare"}
+    await there.end("prepare")
+    await there.looks(phase("Running"))
+    await there.begin("coordinator")
+    await there.begin("trainer", 2)
+    await there.looks(lambda r: condition(r, "TrainerReady") == "Ready" and there.coordinator.told[-1] == "")
+
+
+async def test_what_the_forecast_stops_is_suspended_until_a_person_resumes_it(there: Stage) -> None:
+    await there.start(tiny(autoscaling={"mode": "Auto"}))
+    there.coordinator.phase, there.coordinator.stop_reason = wire.Phase.FINISHED, "forecast"
+    await there.end("trainer", 0, count=2)
+    run = await there.looks(lambda r: r["spec"].get("suspend") is True)
+    assert run["status"]["rest"] == "Asked", "first it is written down, then asked for"
+    run = await there.looks(lambda r: r["status"]["rest"] == "Resting")
+    assert condition(run, "Suspended") == "SuspendedByForecast"
+    await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"suspend": False}})
+    await there.looks(phase("Preparing"))
+    await there.end("prepare")
+    await there.looks(phase("Running"))
+    await there.begin("coordinator")
+    await there.begin("trainer", 2)
+    run = await there.looks(lambda r: there.coordinator.told == [""] and not r["status"]["resumed"])
+    assert run["spec"]["suspend"] is False
+
+
+async def test_the_preparation_is_tried_again_where_that_could_help(there: Stage) -> None:
+    await there.create(tiny())
+    await there.looks(phase("Preparing"))
+    await there.end("prepare", 1, "the hub is away")
+    run = await there.looks(lambda r: True)
+    assert run["status"]["phase"] == "Preparing"

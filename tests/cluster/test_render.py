@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import yaml
+from stage import serve_runs
 from testcluster.handle import Cluster, KubectlError
 
 from scalerl_api.load import run_from_object
 from scalerl_api.spec import ScaleRLRun
-from scalerl_operator import crd
 from scalerl_operator.cluster import names
 from scalerl_operator.cluster.drift import differs
 from scalerl_operator.cluster.names import FIELD_OWNER
@@ -117,8 +117,7 @@ class Namespace:
 
 @pytest.fixture(scope="module")
 def namespace(control_plane: Cluster) -> Iterator[Namespace]:
-    control_plane.apply(crd.definition())
-    control_plane.kubectl("wait", "--for=condition=Established", "crd", crd.definition()["metadata"]["name"])
+    serve_runs(control_plane)
     name = f"render-{time.time_ns():x}"
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
     control_plane.apply(

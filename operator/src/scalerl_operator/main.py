@@ -62,6 +62,8 @@ class Parts:
         self.cache = cache
         self.metrics = metrics
         self.wake = wake
+        self.on_lost: list[Callable[[], Awaitable[None]]] = []
+        """Called when this replica no longer leads and nothing is in work."""
 
 
 class Operator:
@@ -128,8 +130,8 @@ class Operator:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self.api)
             await stack.enter_async_context(self._server())
-            parts = Parts(self._settings, self.api, self.cache, self.metrics, self.queue.wake)
-            self._reconcile = await stack.enter_async_context(self._make_reconcile(parts))
+            self._parts = Parts(self._settings, self.api, self.cache, self.metrics, self.queue.wake)
+            self._reconcile = await stack.enter_async_context(self._make_reconcile(self._parts))
             news = asyncio.create_task(self._inform(), name="news")
             try:
                 if not await self._until_stop(self._warm(), news):
@@ -217,6 +219,8 @@ class Operator:
             await self.leader.lost.wait()
             await self.queue.halt()
             self.metrics.forget_runs()
+            for forget in self._parts.on_lost:
+                await forget()
 
     async def _pulse(self) -> None:
         loop = asyncio.get_running_loop()
@@ -297,6 +301,7 @@ async def reconciler(parts: Parts) -> AsyncIterator[Reconcile]:
         scaling=scaling,
         on_status=parts.metrics.run,
     )
+    parts.on_lost.append(made.forget_all)
     try:
         yield made.reconcile
     finally:

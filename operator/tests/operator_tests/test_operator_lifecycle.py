@@ -159,16 +159,61 @@ def test_training_that_diverges_again_is_over() -> None:
     assert "ratio 1e9" in outcome.message
 
 
-@pytest.mark.parametrize("role", ["coordinator", "generators"])
-def test_services_have_a_budget_of_restarts(role: str) -> None:
-    fine = replace(RUNNING, **{role: Service(restarts=20)})
-    assert decide(SPEC, fine, FIRST).memory.outcome is None
-    spent = decide(SPEC, replace(RUNNING, **{role: Service(restarts=21)}), FIRST).memory.outcome
+def test_the_coordinator_has_a_budget_of_restarts_and_generators_may_fail() -> None:
+    assert decide(SPEC, replace(RUNNING, coordinator=Service(restarts=20)), FIRST).memory.outcome is None
+    spent = decide(SPEC, replace(RUNNING, coordinator=Service(restarts=21)), FIRST).memory.outcome
     assert spent is not None
     assert spent.reason == "RestartsExhausted"
-    wrong = decide(SPEC, replace(RUNNING, **{role: Service(bad_input=Ended(2, "no tokenizer"))}), FIRST)
+    wrong = decide(SPEC, replace(RUNNING, coordinator=Service(bad_input=Ended(2, "no tokenizer"))), FIRST)
     assert wrong.memory.outcome is not None
     assert (wrong.memory.outcome.reason, "no tokenizer" in wrong.memory.outcome.message) == ("BadInput", True)
+    for service in (Service(restarts=1000), Service(bad_input=Ended(2, "a bad device"))):
+        assert decide(SPEC, replace(RUNNING, generators=service), FIRST).memory.outcome is None
+
+
+def test_a_rank_that_fails_after_the_last_checkpoint_loses_nothing() -> None:
+    over = replace(
+        RUNNING, heard=heard(Word.FINISHED, "maxSteps"), trainer=Job(JobState.FAILED, 1, (Ended(139),))
+    )
+    outcome = decide(SPEC, over, FIRST).memory.outcome
+    assert outcome is not None
+    assert outcome.end is End.COMPLETED
+
+
+def test_what_never_began_has_nothing_to_save() -> None:
+    """It waits for a queue, for a node or for an image that there is not."""
+    waiting = replace(RUNNING, heard=None, deleting=True)
+    assert decide(SPEC, waiting, Memory(attempt=1)).release
+    held = replace(waiting, trainer=Job(JobState.ACTIVE, 1, held=True))
+    assert decide(SPEC, held, FIRST).release
+    assert not decide(SPEC, waiting, FIRST).release
+
+
+def test_a_drain_that_was_taken_back_is_forgotten() -> None:
+    memory = decide(SPEC, replace(RUNNING, suspend=True), FIRST).memory
+    assert memory.drain_since == 100.0
+    memory = decide(SPEC, replace(RUNNING, unix_seconds=110.0), memory).memory
+    later = decide(SPEC, replace(RUNNING, suspend=True, unix_seconds=100.0 + DRAIN_SECONDS), memory)
+    assert later.phase == "Suspending"
+
+
+def test_a_changed_spec_is_drained_on_the_old_one_then_prepared_then_begun() -> None:
+    stale = replace(
+        RUNNING, prepare=Job(JobState.COMPLETE, stale=True), trainer=Job(JobState.ACTIVE, 1, stale=True)
+    )
+    course = decide(SPEC, stale, FIRST)
+    assert (course.tell, course.frozen, exists(course)) == (INTERRUPTED, True, (True, True, 1, 1))
+    left = replace(
+        stale, heard=heard(Word.FINISHED, INTERRUPTED), trainer=Job(JobState.COMPLETE, 1, stale=True)
+    )
+    course = decide(SPEC, left, course.memory)
+    assert exists(course) == (False, False, 0, None)
+    gone = replace(left, heard=None, prepare=Job(), trainer=Job())
+    course = decide(SPEC, gone, course.memory)
+    assert exists(course) == (True, False, 0, None)
+    course = decide(SPEC, replace(gone, prepare=DONE), course.memory)
+    assert exists(course) == (True, True, 1, 1)
+    assert course.memory.drain_since is None
 
 
 def test_a_job_made_from_an_earlier_spec_leaves_before_the_next_comes() -> None:
@@ -251,6 +296,7 @@ def test_what_the_forecast_stops_is_suspended_until_a_person_resumes_it() -> Non
         (replace(RUNNING, heard=None), False),
         (replace(RUNNING, trainer=Job(JobState.COMPLETE, 1)), True),
         (replace(RUNNING, trainer=Job(JobState.FAILED, 1)), True),
+        (replace(RUNNING, trainer=Job(JobState.LEAVING, 1)), False),
     ],
 )
 def test_a_run_that_is_deleted_saves_what_it_trained(seen: Facts, released: bool) -> None:

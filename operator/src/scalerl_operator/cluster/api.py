@@ -149,8 +149,10 @@ class KubeApi:
         """
         query = {"limit": str(limit)} | ({"labelSelector": label_selector} if label_selector else {})
         while True:
-            data = await self._transport.ask(Call("list", kind_of(kind), namespace, query=query))
-            page = _PAGE.decode(data)
+            call = Call("list", kind_of(kind), namespace, query=query)
+            data = await self._transport.ask(call)
+            with translated(call, ""):
+                page = _PAGE.decode(data)
             yield page.items or [], page.metadata.resource_version
             if not page.metadata.more:
                 return

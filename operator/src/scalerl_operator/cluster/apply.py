@@ -41,6 +41,12 @@ SILENT_SECONDS: Final = 10.0
 REPAIR_SECONDS: Final = 2.0
 """The first repair of an object comes at once, the next after so long, then twice that, up to five minutes."""
 LONGEST_REPAIR_SECONDS: Final = 300.0
+ASK_SECONDS: Final = 15.0
+"""Between two questions of why something has come to nothing."""
+RECENT_SECONDS: Final = 300.0
+"""What an event says that is older may be mended: those who cannot make or start a pod say so again and again."""
+_MAKING: Final = ("FailedCreate",)
+_BEGINNING: Final = ("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox")
 HURRIED_SECONDS: Final = 5
 """What the rest of a failed gang gets to end."""
 WORKLOADS: Final = frozenset({"Job", "Deployment", "StatefulSet"})
@@ -89,12 +95,14 @@ class Applier:
         self._tokens: dict[str, str] = {}
         self._doubted: set[str] = set()
         """Runs whose Secret, which cannot be watched, a pod did not find."""
+        self._stuck: dict[str, tuple[float, Problem | None]] = {}
 
     def forget(self, uid: str) -> None:
         """The run is gone."""
         self._repairs.pop(uid, None)
         self._tokens.pop(uid, None)
         self._doubted.discard(uid)
+        self._stuck.pop(uid, None)
 
     async def token(self, place: Place) -> str:
         """The run's token; empty while it has none."""
@@ -172,8 +180,13 @@ class Applier:
 
     # --- every look -----------------------------------------------------------------------------------
 
-    async def apply(self, run: ScaleRLRun, place: Place, wanted: Sequence[Object]) -> Problem | None:
+    async def apply(
+        self, run: ScaleRLRun, place: Place, wanted: Sequence[Object], *, frozen: bool = False
+    ) -> Problem | None:
         """Make what is wanted, repair what differs, remove the rest. Returns what the cluster did not let us make.
+
+        frozen: what exists is left as it is, and what is missing is not made for a run that is being deleted: somebody
+        who deletes in the foreground takes away what a run owns before the run.
 
         Raises:
             ApiError: no answer, or one that another try may change.
@@ -187,6 +200,9 @@ class Applier:
                 )
             if kind == "Job" and (kind, name) not in names and place.mine(live) and is_settled(live):
                 await self._hurry(place, name)
+        if frozen:
+            present = place.objects.keys() if not leaving(place.run) else names
+            wanted = [obj for obj in wanted if (obj["kind"], obj["metadata"]["name"]) not in present]
         problem = await self._make_token(run, place)
         for obj in wanted:
             problem = problem or await self._bring(obj, place)
@@ -272,7 +288,30 @@ class Applier:
     # --- what came to nothing -------------------------------------------------------------------------
 
     async def stuck(self, place: Place, observed: Observed, desired: Desired) -> Problem | None:
-        """Why a pod that should be there is not, or does not begin: only events tell."""
+        """Why a pod that should be there is not, or does not begin: only events tell. Asked now and then, of one object:
+        of many pods that wait, the others wait for the same."""
+        asked, problem = self._stuck.get(place.uid, (0.0, None))
+        silent = self._silent(place, observed, desired)
+        if silent is None:
+            self._stuck.pop(place.uid, None)
+            return None
+        if 0 <= place.unix_seconds - asked < ASK_SECONDS:
+            return problem
+        what, uid, reasons = silent
+        message = await self._last_event(place, uid, reasons)
+        problem = None
+        if message:
+            made = reasons is _MAKING
+            problem = Problem((creation_problem if made else mount_problem)(message), f"{what}: {message}")
+            if Names(place.name).token in message:
+                self._doubted.add(place.uid)
+        self._stuck[place.uid] = (place.unix_seconds, problem)
+        return problem
+
+    def _silent(
+        self, place: Place, observed: Observed, desired: Desired
+    ) -> tuple[str, str, tuple[str, ...]] | None:
+        """The first object that has come to nothing: its name, its uid, and which events of it would say why."""
         for (kind, name), obj in place.objects.items():
             role = label(obj, COMPONENT)
             old = place.unix_seconds - seconds(obj["metadata"].get("creationTimestamp")) > SILENT_SECONDS
@@ -280,20 +319,11 @@ class Applier:
                 continue
             job = observed.trainer if role == Role.TRAINER else observed.prepare
             wanted = kind == "StatefulSet" and desired.coordinator
-            wanted = wanted or (kind == "Job" and job.state is JobState.ACTIVE and not job.held)
-            message = (
-                await self._last_event(place, obj["metadata"]["uid"], ("FailedCreate",)) if wanted else ""
-            )
-            if message:
-                return Problem(creation_problem(message), f"{kind} {name}: {message}")
+            if wanted or (kind == "Job" and job.state is JobState.ACTIVE and not job.held):
+                return f"{kind} {name}", obj["metadata"]["uid"], _MAKING
         for pod in observed.pods:
             if pod.creating and not pod.leaving and place.unix_seconds - pod.created > SILENT_SECONDS:
-                reasons = ("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox")
-                message = await self._last_event(place, pod.uid, reasons)
-                if message:
-                    if Names(place.name).token in message:
-                        self._doubted.add(place.uid)
-                    return Problem(mount_problem(message), f"{pod.name}: {message}")
+                return pod.name, pod.uid, _BEGINNING
         return None
 
     async def _last_event(self, place: Place, uid: str, reasons: Sequence[str]) -> str:
@@ -303,9 +333,13 @@ class Applier:
             )
         except errors.Forbidden:
             return ""
-        told = [e for e in events if e.get("reason") in reasons]
+        told = [e for e in events if e.get("reason") in reasons and _is_recent(e, place.unix_seconds)]
         told.sort(key=lambda e: seconds(e.get("lastTimestamp") or e.get("eventTime")))
         return str(told[-1].get("message", "")) if told else ""
+
+
+def _is_recent(event: Object, now: float) -> bool:
+    return now - seconds(event.get("lastTimestamp") or event.get("eventTime")) < RECENT_SECONDS
 
 
 def pinned(place: Place, images: Images) -> Images:

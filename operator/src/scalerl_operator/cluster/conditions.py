@@ -6,9 +6,9 @@ its last word as ``False``, ``NotStarted``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.spec import ScaleRLRun
@@ -112,6 +112,21 @@ def remembered(status: RunStatus) -> Memory:
     )
 
 
+def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON merge patch (RFC 7386) that makes ``before`` into ``after``: what is not in ``after`` is null, however deep.
+
+    >>> merge_patch({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1}, "e": 4})
+    {'a': {'b': 1, 'c': None}, 'e': 4, 'd': None}
+    """
+    patch: dict[str, Any] = {}
+    for name, value in after.items():
+        old = before.get(name)
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            value = merge_patch(old, value)
+        patch[name] = value
+    return patch | {name: None for name in before if name not in after}
+
+
 def waits_for_progress_only(before: RunStatus, now: RunStatus) -> bool:
     """Whether only what moves all the time is different."""
     return _without_progress(before) == _without_progress(now)
@@ -154,7 +169,7 @@ def _progress(status: RunStatus, before: RunStatus, heard: Status, now: str) -> 
     return status.model_copy(
         update={
             "step": heard.step,
-            "last_step_time": now if heard.step != before.step else before.last_step_time,
+            "last_step_time": now if heard.step > (before.step or 0) else before.last_step_time,
             "reward": before.reward if newest is None else f"{newest.reward:.4f}",
             "points": len(heard.points),
             "stop_reason": heard.stop_reason or None,
@@ -280,9 +295,10 @@ def _progressing(before: RunStatus, seen: Looked) -> Said:
         return type_, False, Problem(Reason.NOT_RUNNING, "")
     if seen.heard is None:
         return type_, False, Problem(Reason.COORDINATOR_UNREACHABLE, seen.course.note)
-    if seen.heard.step == 0 and before.last_step_time is None:
+    if seen.heard.step == 0:
         return type_, False, Problem(Reason.NO_STEPS, seen.heard.waiting_for)
-    since = seconds(before.last_step_time)
+    # Time without a trainer, as in a suspension, is not held against it.
+    since = max(seconds(before.last_step_time), seen.course.memory.ready_since or seen.unix_seconds)
     stalled = seen.heard.step == before.step and seen.unix_seconds - since > STALLED_SECONDS
     if stalled:
         return (
@@ -297,16 +313,17 @@ def _degraded(seen: Looked) -> Said:
     type_ = ConditionType.DEGRADED
     if seen.blocked is not None:
         return type_, True, seen.blocked
-    heard = seen.heard
-    if heard is not None and heard.checkpoint_failures:
-        return type_, True, Problem(Reason.CHECKPOINT_FAILED, f"{heard.checkpoint_failures} so far")
-    if heard is not None and heard.grading_errors:
-        return type_, True, Problem(Reason.GRADING_FAILED, f"{heard.grading_errors} so far")
     if seen.course.phase in (Phase.RUNNING, Phase.FINISHING) and seen.observed is not None:
         for role in (Role.COORDINATOR, Role.TRAINER, Role.GENERATOR):
             problem = seen.observed.problem(role)
             if problem is not None:
                 return type_, True, replace(problem, message=f"{role}: {problem.message}")
+    # Without the numbers, which move: a condition is written when it says something new.
+    heard = seen.heard
+    if heard is not None and heard.checkpoint_failures:
+        return type_, True, Problem(Reason.CHECKPOINT_FAILED, "")
+    if heard is not None and heard.grading_errors:
+        return type_, True, Problem(Reason.GRADING_FAILED, "")
     return type_, False, Problem(Reason.AS_EXPECTED, "")
 
 

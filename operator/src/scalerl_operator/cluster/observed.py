@@ -19,8 +19,8 @@ from scalerl_operator.policy.lifecycle import Ended, Job, JobState, Service
 from scalerl_operator.workloads import Role
 
 JOB_NAME: Final = "batch.kubernetes.io/job-name"
-QUIET_SECONDS: Final = 600.0
-"""A container that worked for so long before it ended starts with a clean record, as with the kubelet's back-off."""
+LONGEST_BACK_OFF: Final = "back-off 5m0s"
+"""In the kubelet's words for a container that it will start again."""
 
 _WAITING: Final = {
     "ErrImagePull": Reason.IMAGE_PULL_FAILED,
@@ -231,11 +231,11 @@ def _problem(
 
 
 def _quick_restarts(container: Object) -> int:
-    before = (container.get("lastState") or {}).get("terminated")
-    if before is None or container.get("ready"):
-        return 0
-    worked = seconds(before.get("finishedAt")) - seconds(before.get("startedAt"))
-    return 0 if worked >= QUIET_SECONDS else int(container.get("restartCount", 0))
+    """Restarts, of a container that the kubelet has given its longest back-off: it ended again and again, with no ten
+    minutes of work in between, which would have taken the back-off back."""
+    waiting = (container.get("state") or {}).get("waiting") or {}
+    looping = waiting.get("reason") == "CrashLoopBackOff" and LONGEST_BACK_OFF in waiting.get("message", "")
+    return int(container.get("restartCount", 0)) if looping else 0
 
 
 def _bad_inputs(container: Object) -> Iterable[Ended]:

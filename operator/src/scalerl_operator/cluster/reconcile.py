@@ -25,6 +25,7 @@ from scalerl_operator.cluster.cache import Cache
 from scalerl_operator.cluster.conditions import (
     Looked,
     Steered,
+    merge_patch,
     remembered,
     report,
     waits_for_progress_only,
@@ -101,8 +102,13 @@ class Reconciler:
 
     async def close(self) -> None:
         """Let go of all connections and of what is under way."""
-        for uid in list(self._scalings):
-            self._scalings.pop(uid).close()
+        await self.forget_all()
+
+    async def forget_all(self) -> None:
+        """Another leads now: what is known here, above all of decisions, is not what will be true when we lead again."""
+        for uid in [*self._uids.values(), *self._scalings]:
+            await self._forget(uid)
+        self._uids.clear()
         await self._coordinators.close()
 
     async def reconcile(self, key: Key) -> float | None:
@@ -170,11 +176,9 @@ class Reconciler:
             await self._release(seen)
             return None
         desired = Desired(course.prepare, course.coordinator, course.generators, course.trainer)
-        accepted, blocked = await self._apply(run, seen, observed, desired, heard)
+        accepted, blocked = await self._apply(run, seen, observed, desired, heard, course.frozen)
         if accepted is not None:
             course = Course(Phase.PENDING, seen.memory, again_seconds=BLOCKED_SECONDS)
-        elif course.ask_suspend:
-            await self._api.patch(KIND, seen.namespace, seen.name, {"spec": {"suspend": True}})
         if course.tell is not None and accepted is None:
             await self._tell(seen, observed, course.tell)
         await self._tell_people(seen)
@@ -182,6 +186,8 @@ class Reconciler:
             seen.unix_seconds, seen.generation, accepted, blocked, observed, course, heard, steered
         )
         put_off = await self._report(run, seen, looked)
+        if course.ask_suspend and accepted is None:
+            await self._suspend(seen)
         if course.memory.outcome is not None:
             return await self._expire(run, seen)
         waits = (
@@ -248,7 +254,13 @@ class Reconciler:
     # --- render, apply ----------------------------------------------------------------------------
 
     async def _apply(
-        self, run: ScaleRLRun, seen: _Seen, observed: Observed, desired: Desired, heard: Status | None
+        self,
+        run: ScaleRLRun,
+        seen: _Seen,
+        observed: Observed,
+        desired: Desired,
+        heard: Status | None,
+        frozen: bool,
     ) -> tuple[Problem | None, Problem | None]:
         """What keeps the run from being started at all, and what keeps an object of it from being made."""
         images = pinned(seen, self._images)
@@ -263,7 +275,7 @@ class Reconciler:
             )
             if accepted is not None:
                 return accepted, None
-        blocked = await self._applier.apply(run, seen, wanted)
+        blocked = await self._applier.apply(run, seen, wanted, frozen=frozen)
         return None, blocked or await self._applier.stuck(seen, observed, desired)
 
     def _render(self, run: ScaleRLRun, seen: _Seen, desired: Desired, images: Images) -> list[Object]:
@@ -306,11 +318,12 @@ class Reconciler:
             KIND,
             seen.namespace,
             seen.name,
-            {"status": new | {name: None for name in old if name not in new}},
+            {"status": merge_patch(old, new)},
             subresource="status",
             resource_version=seen.run["metadata"]["resourceVersion"],
         )
         self._cache.remember(made)
+        seen.run["metadata"] = made["metadata"]
         await self._announce(seen, status)
         return None
 
@@ -337,6 +350,17 @@ class Reconciler:
         """The drain is over: the finalizer goes, and with the run all that it owns."""
         await self._set_finalizers(seen, [f for f in seen.finalizers if f != FINALIZER])
 
+    async def _suspend(self, seen: _Seen) -> None:
+        """As Kueue does: what holds a run back is to be seen in its spec, where a person takes it back."""
+        made = await self._api.patch(
+            KIND,
+            seen.namespace,
+            seen.name,
+            {"spec": {"suspend": True}, "metadata": {"uid": seen.uid}},
+            resource_version=seen.run["metadata"]["resourceVersion"],
+        )
+        self._cache.remember(made)
+
     async def _set_finalizers(self, seen: _Seen, finalizers: list[str]) -> None:
         try:
             made = await self._api.patch(
@@ -355,8 +379,10 @@ class Reconciler:
     async def _expire(self, run: ScaleRLRun, seen: _Seen) -> float | None:
         """A run that has ended is deleted once its time to be looked at is over."""
         ttl = run.spec.ttl_seconds_after_finished
-        if ttl is None or leaving(seen.run) or seen.before.completion_time is None:
+        if ttl is None or leaving(seen.run):
             return None
+        if seen.before.completion_time is None:
+            return 0.0  # written just now: our own writes wake nobody
         left = seconds(seen.before.completion_time) + ttl - seen.unix_seconds
         if left > 0:
             return left

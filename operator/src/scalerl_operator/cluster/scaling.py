@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final, Protocol
 
 from scalerl_api.spec import ScaleRLRun
@@ -93,7 +94,9 @@ class RunScaling:
 
     def event(self) -> tuple[str, bool]:
         """What a person should hear of, once, and whether it is an alarm."""
-        return self._word.event, self._word.alarming
+        text, alarming = self._word.event, self._word.alarming
+        self._word = replace(self._word, event="", alarming=False)
+        return text, alarming
 
     def decorate(self, status: RunStatus) -> RunStatus:
         """The status with forecast and decisions; as it was while the record is still being read."""

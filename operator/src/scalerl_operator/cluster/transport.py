@@ -149,6 +149,9 @@ def translated(call: Call, silence: str) -> Iterator[None]:
     """What the network does to a call, as :class:`~.errors.Unreachable`; ``silence``: what a time-out is called."""
     try:
         yield
+    except msgspec.DecodeError as error:
+        # A proxy's page, or an answer that was cut: nothing that the API server said.
+        raise errors.Unreachable(f"no answer that can be read: {error}", what=call.what) from error
     except TimeoutError as error:
         raise errors.Unreachable(silence, what=call.what) from error
     except (aiohttp.ClientError, OSError) as error:

@@ -158,6 +158,7 @@ class Course:
     """What follows.
 
     tell: the reason that the coordinator has to stop for; empty takes a stop back; None says nothing.
+    frozen: what exists is left as it is, also where the spec wants it otherwise.
     ask_suspend: ``spec.suspend`` is to become true. release: the finalizer can go.
     again_seconds: look again after so long; None waits for something to change.
     """
@@ -168,6 +169,7 @@ class Course:
     coordinator: bool = False
     generators: int = 0
     trainer: int | None = None
+    frozen: bool = False
     tell: str | None = None
     ask_suspend: bool = False
     release: bool = False
@@ -185,7 +187,10 @@ def decide(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
         return _over(seen, memory, memory.outcome)
     if seen.deleting or seen.suspend or memory.rest is not Rest.NO:
         return _at_rest(seen, memory)
-    if seen.prepare.state is not JobState.COMPLETE or seen.prepare.stale:
+    if seen.prepare.stale:
+        return _update(seen, memory)
+    memory = replace(memory, drain_since=None)
+    if seen.prepare.state is not JobState.COMPLETE:
         return _prepare(seen, memory)
     broken = _broken(spec, seen)
     if broken is not None:
@@ -198,22 +203,9 @@ def decide(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
 
 def _at_rest(seen: Facts, memory: Memory) -> Course:
     """Drain what works; then nothing is to exist."""
-    now = seen.unix_seconds
-    # A clock that was set back begins the drain anew.
-    since = now if memory.drain_since is None else min(memory.drain_since, now)
-    working = seen.trainer.state in (JobState.ACTIVE, JobState.LEAVING)
-    if working and memory.rest is Rest.NO and now - since < DRAIN_SECONDS:
-        return Course(
-            Phase.SUSPENDING,
-            replace(memory, drain_since=since),
-            prepare=True,
-            coordinator=True,
-            generators=seen.generators_wanted,
-            trainer=seen.trainer.attempt if seen.trainer.state is JobState.ACTIVE else None,
-            tell=_told(INTERRUPTED, seen.heard, resumed=False),
-            again_seconds=ASK_AGAIN_SECONDS,
-            note="the trainer to finish its step and to write a checkpoint",
-        )
+    draining = _drain(seen, memory, Phase.SUSPENDING)
+    if draining is not None:
+        return draining
     if seen.deleting:
         return Course(Phase.SUSPENDING, memory, release=True)
     if seen.suspend:
@@ -224,28 +216,51 @@ def _at_rest(seen: Facts, memory: Memory) -> Course:
     return Course(Phase.PENDING, memory, prepare=True, again_seconds=0.0)
 
 
+def _drain(seen: Facts, memory: Memory, phase: Phase) -> Course | None:
+    """The course while the trainer saves what it trained; None when it has, or had nothing, or takes too long."""
+    now, trainer = seen.unix_seconds, seen.trainer
+    # A clock that was set back begins the drain anew.
+    since = now if memory.drain_since is None else min(memory.drain_since, now)
+    # One whose ranks have never all been up has trained nothing: it waits for a queue, a node or an image.
+    begun = trainer.ready or memory.ready_since is not None
+    works = trainer.state is JobState.LEAVING or (
+        trainer.state is JobState.ACTIVE and begun and not trainer.held
+    )
+    if not works or memory.rest is not Rest.NO or now - since >= DRAIN_SECONDS:
+        return None
+    return Course(
+        phase,
+        replace(memory, drain_since=since),
+        prepare=True,
+        coordinator=True,
+        generators=seen.generators_wanted,
+        trainer=trainer.attempt if trainer.state is JobState.ACTIVE else None,
+        frozen=True,
+        tell=_told(INTERRUPTED, seen.heard, resumed=False),
+        again_seconds=ASK_AGAIN_SECONDS,
+        note="the trainer to finish its step and to write a checkpoint",
+    )
+
+
 # --- preparing ----------------------------------------------------------------------------------
 
 
+def _update(seen: Facts, memory: Memory) -> Course:
+    """The spec that the roles read has changed: what works is drained on the old one, then all begins on the new."""
+    draining = _drain(seen, memory, Phase.PREPARING)
+    return draining or Course(Phase.PREPARING, memory, note="what was made for the earlier spec to go")
+
+
 def _prepare(seen: Facts, memory: Memory) -> Course:
-    stale = seen.prepare.stale or seen.prepare.state is JobState.LEAVING
-    if seen.prepare.state is JobState.FAILED and not stale:
+    if seen.prepare.state is JobState.FAILED:
         worst = _worst(seen.prepare.ends)
         reason = Reason.BAD_INPUT if worst.exit_code == BAD_INPUT_EXIT_CODE else Reason.PREPARE_FAILED
-        return _end(
-            seen,
-            memory,
-            Outcome(End.FAILED, reason, worst.message or f"prepare exited with {worst.exit_code}"),
-        )
-    # What runs already (after a change of the spec) goes on until the new preparation is there.
-    running = seen.trainer.state is JobState.ACTIVE
+        said = worst.message or f"prepare exited with {worst.exit_code}"
+        return _end(seen, memory, Outcome(End.FAILED, reason, said))
     return Course(
         Phase.PREPARING,
         memory,
-        prepare=not stale,
-        coordinator=running,
-        generators=seen.generators_wanted if running else 0,
-        trainer=memory.attempt if running else None,
+        prepare=seen.prepare.state is not JobState.LEAVING,
         note="the model and tokenizer to be prepared",
     )
 
@@ -254,20 +269,14 @@ def _prepare(seen: Facts, memory: Memory) -> Course:
 
 
 def _broken(spec: RunSpec, seen: Facts) -> Outcome | None:
-    """A role that runs as a service and cannot go on."""
-    for role, service, most in (
-        ("coordinator", seen.coordinator, spec.coordinator.max_restarts),
-        ("generator", seen.generators, spec.generator.max_restarts),
-    ):
-        if service.bad_input is not None:
-            return Outcome(
-                End.FAILED, Reason.BAD_INPUT, f"{role}: {service.bad_input.message or 'its input is wrong'}"
-            )
-        if service.restarts > most:
-            what = service.restarted or role
-            return Outcome(
-                End.FAILED, Reason.RESTARTS_EXHAUSTED, f"{what} was restarted {service.restarts} times"
-            )
+    """The coordinator cannot go on. Of generators any may fail: the run goes on with the others, and says so."""
+    coordinator = seen.coordinator
+    if coordinator.bad_input is not None:
+        said = coordinator.bad_input.message or "its input is wrong"
+        return Outcome(End.FAILED, Reason.BAD_INPUT, f"coordinator: {said}")
+    if coordinator.restarts > spec.coordinator.max_restarts:
+        said = f"{coordinator.restarted or 'coordinator'} was restarted {coordinator.restarts} times"
+        return Outcome(End.FAILED, Reason.RESTARTS_EXHAUSTED, said)
     return None
 
 
@@ -279,7 +288,8 @@ def _run(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
     tell = _told(wanted, heard, resumed=memory.resumed)
     # A word that is yet to be told makes what the coordinator says now a thing of the past.
     finished = heard is not None and tell is None and heard.phase is Word.FINISHED
-    left = seen.trainer.state in (JobState.COMPLETE, JobState.ABSENT)
+    # A rank that fails once the coordinator has noted the last checkpoint has nothing to lose any more.
+    left = seen.trainer.state in (JobState.COMPLETE, JobState.FAILED, JobState.ABSENT)
     if finished and left and memory.attempt > 0 and heard is not None:
         by_forecast = heard.stop_reason == FORECAST and spec.autoscaling.on_stop == "Suspend"
         if by_forecast or heard.stop_reason == BROKEN:
@@ -379,7 +389,7 @@ def _attempt(seen: Facts, memory: Memory, *, finished: bool) -> tuple[Memory, in
         return memory, None, ASK_AGAIN_SECONDS  # first it goes, with all its pods
     if memory.attempt > memory.judged:
         # Made in this memory, but not seen yet, or deleted by somebody: the same one again.
-        return memory, memory.attempt, POLL_SECONDS
+        return replace(memory, ready_since=None), memory.attempt, POLL_SECONDS
     return replace(memory, attempt=memory.attempt + 1, ready_since=None), memory.attempt + 1, POLL_SECONDS
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+from scalerl_api.process import BAD_INPUT_EXIT_CODE
 from scalerl_operator.cluster import names
 from scalerl_operator.cluster.names import RUN_DIR
 from scalerl_operator.cluster.render.pods import PodSettings, pod_template
@@ -13,13 +14,15 @@ from scalerl_operator.cluster.types import Object
 from scalerl_operator.workloads import Role
 
 GRACE_SECONDS: Final = 30
+RETRIES: Final = 4
+"""Of ends that another try may mend: a hub that is away, a node's disk. The Job waits 10 s before the first, then doubles."""
 HUB_CACHE: Final = (Path(RUN_DIR) / "hub").as_posix()
 """On the run's volume: a node's own disk may be too small for a model, a download that was cut goes on, and what is
 downloaded is linked into place rather than copied. ``HF_HOME`` in ``podTemplate.env`` names another, a shared one."""
 
 
 def job(scope: Scope) -> Object:
-    """It fails with its first pod: whether another try could help is the operator's to decide."""
+    """Tried again where that could help: not when the input is wrong, and as often as it takes when a node is drained."""
     extra = {"HF_HOME": HUB_CACHE} if scope.spec.model.hub is not None else {}
     settings = PodSettings(
         role=Role.PREPARE,
@@ -37,7 +40,20 @@ def job(scope: Scope) -> Object:
         "kind": "Job",
         "metadata": metadata,
         "spec": {
-            "backoffLimit": 0,
+            "backoffLimit": RETRIES,
+            "podFailurePolicy": {
+                "rules": [
+                    {
+                        "action": "FailJob",
+                        "onExitCodes": {
+                            "containerName": "prepare",
+                            "operator": "In",
+                            "values": [BAD_INPUT_EXIT_CODE],
+                        },
+                    },
+                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                ]
+            },
             "completions": 1,
             "parallelism": 1,
             "template": pod_template(scope, settings),

@@ -1,0 +1,85 @@
+"""What a look leaves in the status is what the next one finds there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scalerl_api.conditions import Phase, Reason
+from scalerl_api.status import RunStatus
+from scalerl_operator.cluster.conditions import Looked, Steered, merge_patch, remembered, report
+from scalerl_operator.policy.failure import Record
+from scalerl_operator.policy.lifecycle import Course, End, Memory, Outcome, Rest
+
+leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers(0, 3)
+    | st.text(max_size=2)
+    | st.lists(st.integers(0, 2), max_size=2)
+)
+objects = st.recursive(
+    leaves, lambda inner: st.dictionaries(st.sampled_from("abcd"), inner, max_size=3), max_leaves=8
+).filter(lambda value: isinstance(value, dict))
+
+
+def without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: without_nulls(v) for k, v in value.items() if v is not None}
+    return value
+
+
+def merged(target: Any, patch: Any) -> Any:
+    """RFC 7386, as it is written there."""
+    if not isinstance(patch, dict):
+        return patch
+    result = dict(target) if isinstance(target, dict) else {}
+    for name, value in patch.items():
+        if value is None:
+            result.pop(name, None)
+        else:
+            result[name] = merged(result.get(name), value)
+    return result
+
+
+@given(objects, objects)
+def test_a_merge_patch_leaves_nothing_of_what_was(before: dict[str, Any], after: dict[str, Any]) -> None:
+    before, after = without_nulls(before), without_nulls(after)
+    assert merged(before, merge_patch(before, after)) == after
+
+
+times = st.none() | st.integers(1, 2_000_000_000).map(float)
+memories = st.builds(
+    Memory,
+    attempt=st.integers(0, 5),
+    judged=st.integers(0, 5),
+    record=st.builds(Record, st.integers(0, 9), st.integers(0, 9), st.booleans()),
+    restarts=st.integers(0, 9),
+    ready_since=times,
+    drain_since=times,
+    rest=st.sampled_from(Rest),
+    resumed=st.booleans(),
+    outcome=st.none()
+    | st.builds(
+        Outcome,
+        st.sampled_from(End),
+        st.sampled_from([Reason.BAD_INPUT, Reason.BUDGET_REACHED]),
+        st.just("why"),
+    ),
+)
+
+
+@given(memories, memories)
+def test_the_memory_of_a_look_is_found_by_the_next_whatever_was_there_before(
+    first: Memory, second: Memory
+) -> None:
+    stored: dict[str, Any] = {}
+    for memory in (first, second):
+        before = RunStatus.model_validate(stored)
+        looked = Looked(1e9, 1, None, None, None, Course(Phase.RUNNING, memory), None, Steered(1))
+        new = report(None, before, looked).to_object()
+        stored = merged(stored, merge_patch(stored, new))
+        assert stored == new
+        assert remembered(RunStatus.model_validate(stored)) == memory
