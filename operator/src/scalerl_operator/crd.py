@@ -326,7 +326,7 @@ def _plain(docstring: str) -> str:
     >>> _plain("``max`` of :class:`A`\\n  counts [P].")
     '`max` of `A` counts.'
     """
-    plain = re.sub(r":[a-z]+:`~?([^`]*)`", r"`\\1`", docstring)
+    plain = re.sub(r":[a-z]+:`~?([^`]*)`", r"`\1`", docstring)
     plain = re.sub(r" \[[PS?]\]", "", plain.replace("``", "`"))
     return " ".join(plain.split())
 
