@@ -17,7 +17,7 @@ from testcluster.tools import tool
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATORS = "scalerl-system"
-LEASE = "scalerl"
+LEASE = "scalerl-leader"
 
 Object = dict[str, Any]
 
