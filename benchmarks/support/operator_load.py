@@ -30,23 +30,16 @@ import asyncio
 import contextlib
 import json
 import os
-import re
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
 
 from scalerl_api import metric_names
 from scalerl_api.conditions import Phase
@@ -59,226 +52,19 @@ sys.path.insert(0, str(ROOT / "tests" / "cluster"))
 from testcluster import Cluster, ClusterError, start_control_plane  # noqa: E402
 from testcluster.handle import KubectlError  # noqa: E402
 
+from support.operator_process import LONGEST, Operator, cpu_seconds, running  # noqa: E402
+from support.seen_runs import Seen, written_to  # noqa: E402
+
 CORES, NODES, CONNECTIONS, CHANGED = 2, 4, 16, 100
 PER_SECOND = 10.0
 """Runs that are changed, where they are not changed all at once."""
 NAMESPACE = "benchmark"
-OWN_NAMESPACE = "scalerl-system"
-LONGEST = "longest-callback"
 OBJECTS = ("PersistentVolumeClaim", "Secret", "ConfigMap", "NetworkPolicy", "Job")
 """What a run has while it is prepared."""
 LIMIT_SECONDS = 600.0
 """No phase takes longer; then the benchmark fails."""
 
 Object = dict[str, Any]
-
-
-# --- what the API server says -----------------------------------------------------------------------
-
-
-class _Metadata(msgspec.Struct):
-    name: str
-    resourceVersion: str
-    generation: int = 0
-
-
-class _Status(msgspec.Struct):
-    observedGeneration: int = 0
-    phase: str = ""
-
-
-class _Item(msgspec.Struct):
-    metadata: _Metadata
-    status: _Status | None = None
-
-
-_ITEM = msgspec.json.Decoder(_Item)
-
-
-@dataclass
-class Seen:
-    """What the watches have brought, with this process's monotonic clock."""
-
-    runs: dict[str, tuple[int, int, str]] = field(default_factory=dict)
-    """Generation, observed generation and phase by name."""
-    written: dict[str, float] = field(default_factory=dict)
-    """By run: the first write of the operator since :meth:`watch_for`."""
-    last: float = 0.0
-    """When anything came last."""
-    all_written: asyncio.Event = field(default_factory=asyncio.Event)
-    """Of all that are watched for."""
-    _awaited: dict[str, int] = field(default_factory=dict)
-
-    def watch_for(self, runs: list[str]) -> None:
-        """From now on, note the operator's first write for each of these."""
-        self.written.clear()
-        self.all_written.clear()
-        self._awaited = {name: self.runs[name][0] for name in runs}
-
-    def run(self, item: _Item) -> None:
-        status = item.status or _Status()
-        name, generation = item.metadata.name, item.metadata.generation
-        self.runs[name] = (generation, status.observedGeneration, status.phase)
-        if status.observedGeneration > self._awaited.get(name, generation):
-            self._wrote(name)
-
-    def config_map(self, item: _Item) -> None:
-        name = item.metadata.name.removesuffix("-spec")
-        if name in self._awaited:
-            self._wrote(name)
-
-    def _wrote(self, name: str) -> None:
-        self.written.setdefault(name, time.monotonic())
-        if len(self.written) == len(self._awaited):
-            self.all_written.set()
-
-    def are(self, phase: Phase) -> int:
-        """How many runs are in a phase that is of their present spec."""
-        return sum(now == phase and observed == wanted for wanted, observed, now in self.runs.values())
-
-    async def follow(self, api: KubeApi, kind: str, take: Callable[[_Item], None], since: str) -> None:
-        """Until cancelled. A run's objects only ever come in order."""
-        while True:
-            async for event in api.watch(kind, NAMESPACE, since=since, seconds=300):
-                item = _ITEM.decode(event.object) if event.type != "BOOKMARK" else None
-                if item is None:
-                    since = msgspec.json.decode(event.object)["metadata"]["resourceVersion"]
-                    continue
-                since = item.metadata.resourceVersion
-                self.last = time.monotonic()
-                take(item)
-
-
-def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Prometheus' text format, by name and labels."""
-    return {
-        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-
-
-_REQUEST = re.compile(r"^apiserver_request_total\{(.*)\} (\S+)$", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
-_WRITING = {"POST", "PUT", "PATCH", "APPLY", "DELETE", "DELETECOLLECTION"}
-
-
-def written_to(cluster: Cluster) -> Counter[str]:
-    """Writes that the API server took from anybody since its start, by resource; without Leases."""
-    text = cluster.kubectl("get", "--raw", "/metrics")
-    counted: Counter[str] = Counter()
-    for labels, value in _REQUEST.findall(text):
-        of = dict(_LABEL.findall(labels))
-        taken = of["verb"] in _WRITING and of["code"].startswith("2") and not of.get("dry_run")
-        if taken and of["resource"] != "leases":
-            counted["/".join(filter(None, (of["resource"], of["subresource"])))] += int(float(value))
-    return counted
-
-
-def cpu_seconds(pid: int) -> float:
-    stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
-
-
-# --- the operator's process -------------------------------------------------------------------------
-
-
-@dataclass
-class Operator:
-    """The process under measurement."""
-
-    process: subprocess.Popen[bytes]
-    url: str
-    log: Path
-    session: aiohttp.ClientSession
-
-    async def ready(self) -> None:
-        """Until it leads."""
-        end = time.monotonic() + 60
-        while time.monotonic() < end:
-            if self.process.poll() is not None:
-                break
-            with contextlib.suppress(aiohttp.ClientError):
-                async with self.session.get(f"{self.url}/readyz") as answer:
-                    if answer.status == 200 and (await answer.text()).strip() == "leads":
-                        return
-            await asyncio.sleep(0.1)
-        raise SystemExit(f"the operator does not lead:\n{self.log.read_text()[-4000:]}")
-
-    async def metrics(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-        async with self.session.get(f"{self.url}/metrics") as answer:
-            return samples(await answer.text())
-
-    async def writes(self) -> Counter[str]:
-        """What it has written, by kind."""
-        found = await self.metrics()
-        return Counter({dict(of)["kind"]: int(v) for (n, of), v in found.items() if n == metric_names.WRITES})
-
-    async def calls(self) -> Counter[str]:
-        """What it has asked of the API server, by verb."""
-        calls: Counter[str] = Counter()
-        for (name, of), value in (await self.metrics()).items():
-            if name == metric_names.API_REQUESTS and dict(of)["kind"] != "Lease":
-                calls[dict(of)["verb"]] += int(value)
-        return calls
-
-    def cpu_seconds(self) -> float:
-        return cpu_seconds(self.process.pid)
-
-    def memory_mb(self, what: str) -> float:
-        """``VmRSS`` now, or ``VmHWM``, its highest; in MB of a million bytes."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        kib = re.search(rf"^{what}:\s+(\d+) kB", status, re.MULTILINE)
-        assert kib is not None
-        return int(kib[1]) * 1024 / 1e6
-
-
-@contextlib.contextmanager
-def running(cluster: Cluster, work: Path, session: aiohttp.ClientSession) -> Iterator[Operator]:
-    """The operator's process, ended with SIGTERM."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    images = {
-        f"SCALERL_{role}_IMAGE": f"{role.lower()}:1" for role in ("TRAINER", "GENERATOR", "COORDINATOR")
-    }
-    environ = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LANG")}
-    environ |= images | {
-        "POD_NAME": "scalerl-operator-0",
-        "POD_NAMESPACE": OWN_NAMESPACE,
-        "KUBECONFIG": str(_as_service_account(cluster, work)),
-        "SCALERL_LISTEN": f"127.0.0.1:{port}",
-    }
-    log = work / "operator.log"
-    with log.open("wb") as sink:
-        command = [sys.executable, str(Path(__file__).with_name("timed_operator.py")), str(work / LONGEST)]
-        process = subprocess.Popen(command, env=environ, stdout=sink, stderr=sink, stdin=subprocess.DEVNULL)
-    try:
-        yield Operator(process, f"http://127.0.0.1:{port}", log, session)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(10)
-
-
-def _as_service_account(cluster: Cluster, work: Path) -> Path:
-    """A kubeconfig as its pod would have it: the API server's fairness counts it, unlike an administrator."""
-    cluster.kubectl("create", "namespace", OWN_NAMESPACE)
-    cluster.kubectl("create", "serviceaccount", "operator", "-n", OWN_NAMESPACE)
-    account = f"--serviceaccount={OWN_NAMESPACE}:operator"
-    cluster.kubectl("create", "clusterrolebinding", "operator", "--clusterrole=cluster-admin", account)
-    config = yaml.safe_load(cluster.kubeconfig.read_text())
-    (user,) = config["users"]
-    user["user"] = {
-        "token": cluster.kubectl("create", "token", "operator", "-n", OWN_NAMESPACE, "--duration=2h").strip()
-    }
-    path = work / "kubeconfig"
-    path.touch(mode=0o600)
-    path.write_text(yaml.safe_dump(config))
-    return path
 
 
 # --- the load ---------------------------------------------------------------------------------------
@@ -438,7 +224,7 @@ async def measure(cluster: Cluster, work: Path, count: int, idle: float, quiet: 
             KubeApi(await connection.load(str(cluster.kubeconfig)), timeout=60)
         )
         operator = stack.enter_context(running(cluster, work, session))
-        seen = Seen()
+        seen = Seen(NAMESPACE)
         await stack.enter_async_context(_followed(seen, api))
         load = Load(cluster, api, operator, seen, [f"run-{i:04d}" for i in range(count)])
         await load.make_volumes()
