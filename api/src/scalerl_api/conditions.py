@@ -206,10 +206,6 @@ class Reason(_Explained):
         "The verifier itself failed on completions, whose scores say nothing: see the logs of the actors.",
     )
     GENERATORS_FAILING = "GeneratorsFailing", "See the logs of the generator that the message names."
-    RECORD_UNREADABLE = (
-        "RecordUnreadable",
-        "The ConfigMap that the message names was changed by hand: restore it, or delete it to start a new record.",
-    )
 
     # Suspended
     SUSPENDED_BY_SPEC = "SuspendedBySpec", "Set spec.suspend to false to go on."

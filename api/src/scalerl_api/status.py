@@ -147,8 +147,6 @@ class RunStatus(StatusModel):
     """State of the last decision."""
     decisions: Annotated[list[DecisionStatus], Field(max_length=RECENT_DECISIONS)] = []
     """The last decisions, newest last; ``<run>-decisions`` has all."""
-    checkpoint_step: Count | None = None
-    """Step of the newest checkpoint."""
     replicas: Count = 0
     """Generators there are, for the scale subresource."""
     selector: Annotated[str, Field(max_length=1024)] = ""

@@ -24,9 +24,7 @@ STALLED_SECONDS: Final = 1800.0
 """So long without a step, and Progressing is False."""
 _MESSAGE_CHARACTERS: Final = 2000
 AT_REST: Final = frozenset({Phase.PENDING, Phase.SUSPENDED, Phase.COMPLETED, Phase.FAILED})
-PROGRESS: Final = frozenset(
-    {"step", "lastStepTime", "reward", "points", "usage", "forecast", "checkpointStep", "decisions"}
-)
+PROGRESS: Final = frozenset({"step", "lastStepTime", "reward", "points", "usage", "forecast", "decisions"})
 """Fields of the status that move while a run works: written now and then, not at every look."""
 
 
