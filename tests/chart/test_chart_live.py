@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from charts import NAMESPACE, RELEASE, Object, render
 from live_operator import LiveOperator, as_account, operator, until
 from queries import CHART, ROOT
 from releases import Helm
+from testcluster import KubectlError
 
 if TYPE_CHECKING:
     from testcluster import Cluster
@@ -54,10 +56,11 @@ def succeed(cluster: Cluster, selector: str, namespace: str) -> bool:
     """Play the kubelet: the pods of a Job have ended well."""
     pods = cluster.get("pods", "-n", namespace, "-l", selector)["items"]
     for pod in pods:
-        cluster.kubectl(
-            "patch", "pod", pod["metadata"]["name"], "-n", namespace, "--subresource=status", "--type=merge",
-            "-p", json.dumps({"status": {"phase": "Succeeded"}}),
-        )  # fmt: skip
+        with contextlib.suppress(KubectlError):  # it may be gone already
+            cluster.kubectl(
+                "patch", "pod", pod["metadata"]["name"], "-n", namespace, "--subresource=status", "--type=merge",
+                "-p", json.dumps({"status": {"phase": "Succeeded"}}),
+            )  # fmt: skip
     return bool(pods)
 
 
@@ -101,9 +104,13 @@ def test_a_run_from_its_first_object_to_its_last_without_one_refusal(control_pla
     assert live.refused() == []
 
     control_plane.kubectl("delete", RUNS, NAME, "-n", here, "--wait=false")
-    # Nobody drains a run whose trainer runs nothing: what its pods would do, they have done.
-    until(lambda: succeed(control_plane, "app.kubernetes.io/component=trainer", here), 30, told)
-    until(lambda: not control_plane.get(RUNS, "-n", here)["items"], 90, told)
+
+    def gone() -> bool:
+        # Nobody drains a run whose trainer runs nothing: what its pods would do, they have done.
+        succeed(control_plane, "app.kubernetes.io/component=trainer", here)
+        return not control_plane.get(RUNS, "-n", here)["items"]
+
+    until(gone, 90, told)
     until(lambda: not there(control_plane, here), 60, told)
     assert live.refused() == []
     assert "Traceback" not in live.tail()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -82,7 +83,10 @@ def live_operator(
 
 @pytest.fixture(scope="module")
 def scraped(
-    prometheus: str, live_operator: LiveOperator, tmp_path_factory: pytest.TempPathFactory
+    prometheus: str,
+    live_operator: LiveOperator,
+    control_plane: Cluster,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Prometheus]:
     """Prometheus, once a run has trained some steps, evaluated, checkpointed, and been scraped after that."""
     folder = tmp_path_factory.mktemp("prometheus")
@@ -101,6 +105,14 @@ def scraped(
         run.until(lambda: run.step() >= STEPS, START_SECONDS, f"step {STEPS}")
         seen = f'max(scalerl_coordinator_step{{run="{RUN}"}}) >= {STEPS} and max(scalerl_trainer_checkpoint_step{{run="{RUN}"}}) > 0'
         run.until(lambda: made.query(seen), 60.0, "Prometheus has seen it")
+
+        def looked() -> bool:
+            # An operator whose runs are well looks at none: somebody touches this one, so that there are looks to time.
+            word = f"touched={time.time()}"
+            control_plane.kubectl("annotate", RUNS, "--all", "-n", HERE, word, "--overwrite")
+            return bool(made.query(f"sum(rate(scalerl_operator_reconcile_seconds_count[{WINDOW}])) > 0"))
+
+        run.until(looked, 60.0, "looks have been timed")
         yield made
         run.kill_everything()
 
