@@ -218,13 +218,13 @@ class Stage:
 
     async def pods(self, role: str, count: int = 1) -> list[Object]:
         """The pods of a role that are to stay, once the controllers have made them."""
-        for _ in range(100):
+        for _ in range(300):
             found = [p for p in await self.all("Pod", role) if "deletionTimestamp" not in p["metadata"]]
             found = [p for p in found if p.get("status", {}).get("phase") in (None, "Pending", "Running")]
             if len(found) >= count:
                 return found
             await asyncio.sleep(0.1)
-        raise AssertionError(f"no {count} pods of {role} in 10 s")
+        raise AssertionError(f"no {count} pods of {role} in 30 s")
 
     async def begin(self, role: str, count: int = 1) -> None:
         """The pods of a role run and are ready."""

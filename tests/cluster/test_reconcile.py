@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 import yaml
 from stage import ROOT, Stage, condition, stage, tiny
+from testcluster import Cluster, MissingError, start_control_plane
 
 from scalerl_api import wire
 from scalerl_operator.cluster.observed import rfc3339
@@ -16,6 +17,17 @@ from scalerl_operator.cluster.observed import rfc3339
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
 WORKLOADS = ("Job", "StatefulSet", "Deployment")
+
+
+@pytest.fixture(scope="module")
+def control_plane() -> Iterator[Cluster]:
+    """Its own: controllers that are busy with what other tests have left make pods late."""
+    try:
+        cluster = start_control_plane()
+    except MissingError as error:
+        pytest.skip(f"no control plane can be run here: {error}")
+    with cluster:
+        yield cluster
 
 
 @pytest.fixture
