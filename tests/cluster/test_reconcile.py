@@ -415,6 +415,32 @@ async def test_what_the_forecast_stops_is_suspended_until_a_person_resumes_it(th
 async def test_the_preparation_is_tried_again_where_that_could_help(there: Stage) -> None:
     await there.create(tiny())
     await there.looks(phase("Preparing"))
+    (first,) = await there.pods("prepare")
     await there.end("prepare", 1, "the hub is away")
+    (second,) = await there.pods("prepare")
+    assert second["metadata"]["name"] != first["metadata"]["name"]
     run = await there.looks(lambda r: True)
     assert run["status"]["phase"] == "Preparing"
+
+
+async def test_generators_that_fail_again_and_again_degrade_a_run_and_do_not_end_it(there: Stage) -> None:
+    await there.start(tiny())
+    (pod,) = await there.pods("generator")
+    waiting = {"reason": "CrashLoopBackOff", "message": "back-off 5m0s restarting failed container"}
+    over = {"exitCode": 2, "reason": "Error", "message": "a bad device"}
+    containers = [
+        {
+            "name": c["name"],
+            "ready": False,
+            "restartCount": 21,
+            "image": c["image"],
+            "imageID": "",
+            "state": {"waiting": waiting},
+            "lastState": {"terminated": over},
+        }
+        for c in pod["spec"]["containers"]
+    ]
+    status = {"conditions": [{"type": "Ready", "status": "False"}], "containerStatuses": containers}
+    await there.edit("Pod", pod["metadata"]["name"], {"status": status}, "status")
+    run = await there.looks(lambda r: condition(r, "Degraded") == "GeneratorsFailing")
+    assert run["status"]["phase"] == "Running"

@@ -223,7 +223,7 @@ def _said(run: ScaleRLRun | None, before: RunStatus, seen: Looked) -> Sequence[S
             seen.steered.pinned,
             Problem(Reason.SCALED_BY_SPEC if seen.steered.pinned else Reason.NOT_PINNED, ""),
         ),
-        _degraded(seen),
+        _degraded(run, seen),
         *_ends(seen.course, before.stop_reason),
     ]
 
@@ -307,11 +307,15 @@ def _progressing(before: RunStatus, seen: Looked) -> Said:
     return type_, True, Problem(Reason.STEPS_TRAINED, "")
 
 
-def _degraded(seen: Looked) -> Said:
+def _degraded(run: ScaleRLRun, seen: Looked) -> Said:
     type_ = ConditionType.DEGRADED
     if seen.blocked is not None:
         return type_, True, seen.blocked
     if seen.course.phase in (Phase.RUNNING, Phase.FINISHING) and seen.observed is not None:
+        generators = seen.observed.service(Role.GENERATOR)
+        if generators.restarts > run.spec.generator.max_restarts:
+            said = f"{generators.restarted} was restarted {generators.restarts} times"
+            return type_, True, Problem(Reason.GENERATORS_FAILING, said)
         for role in (Role.COORDINATOR, Role.TRAINER, Role.GENERATOR):
             problem = seen.observed.problem(role)
             if problem is not None:

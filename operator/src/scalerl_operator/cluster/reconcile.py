@@ -224,7 +224,6 @@ class Reconciler:
             prepare=observed.prepare,
             trainer=observed.trainer,
             coordinator=observed.service(Role.COORDINATOR),
-            generators=observed.service(Role.GENERATOR),
             heard=word,
             stop=scaling.stop if scaling is not None else "",
             generators_wanted=steered.replicas,

@@ -101,7 +101,6 @@ class Facts:
     prepare: Job = Job()
     trainer: Job = Job()
     coordinator: Service = Service()
-    generators: Service = Service()
     heard: Heard | None = None
     stop: str = ""
     generators_wanted: int = 1

@@ -1,0 +1,38 @@
+"""What a replica that no longer leads has to forget, and answers that nobody can read."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from scalerl_operator.cluster.cache import Cache
+from scalerl_operator.cluster.errors import Unreachable
+from scalerl_operator.cluster.kinds import kind_of
+from scalerl_operator.cluster.reconcile import Reconciler
+from scalerl_operator.cluster.scaling import RunScaling
+from scalerl_operator.cluster.transport import Call, translated
+from scalerl_operator.cluster.types import Images
+
+
+async def test_decisions_of_an_earlier_lead_are_forgotten() -> None:
+    closed: list[str] = []
+
+    class Scaling(RunScaling):
+        def close(self) -> None:
+            closed.append("closed")
+
+    cache = Cache(lambda key: None)
+    reconciler = Reconciler(cast(Any, None), cache, images=Images("t", "g", "c"), operator_namespace="o")
+    reconciler._scalings["u"] = Scaling("u", None)
+    await reconciler.forget_all()
+    assert (closed, reconciler._scalings) == (["closed"], {})
+
+
+def test_an_answer_that_cannot_be_read_is_worth_another_try() -> None:
+    with (
+        pytest.raises(Unreachable, match="can be read"),
+        translated(Call("list", kind_of("Pod"), None), ""),
+    ):
+        msgspec.json.decode(b"<html>a proxy's page")
