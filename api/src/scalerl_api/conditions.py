@@ -199,11 +199,13 @@ class Reason(_Explained):
     )
     CHECKPOINT_FAILED = (
         "CheckpointFailed",
-        "A checkpoint could not be written; the last good one stays. Look at the volume's free space and the trainer's log.",
+        "A checkpoint could not be written; the last good one stays. Look at the volume's free space and the trainer's "
+        "log. It is over with the next one that is written.",
     )
     GRADING_FAILED = (
         "GradingFailed",
-        "The verifier itself failed on completions, whose scores say nothing: see the logs of the actors.",
+        "The verifier itself failed on completions, whose scores say nothing: see the logs of the actors. It is over after "
+        "ten minutes without another.",
     )
     GENERATORS_FAILING = "GeneratorsFailing", "See the logs of the generator that the message names."
 

@@ -97,6 +97,19 @@ class UsageStatus(StatusModel):
     """Completion tokens of trained steps."""
 
 
+class TroubleStatus(StatusModel):
+    """What went wrong in a run that goes on: it is degraded until that is over."""
+
+    grading_errors: Count = 0
+    """Completions whose verifier failed, over the whole run."""
+    last_grading_error_time: Time | None = None
+    """When the newest of them was first seen."""
+    checkpoint_failures: Count = 0
+    """Checkpoints that could not be written, over the whole run."""
+    unsaved_since: Annotated[int, Field(ge=-1)] | None = None
+    """Newest checkpoint when the last one failed, -1 for none; gone once a newer one is written."""
+
+
 class DecisionStatus(StatusModel):
     """One decision of the autoscaler, in short; ``<run>-decisions`` has its inputs."""
 
@@ -157,6 +170,8 @@ class RunStatus(StatusModel):
     """The trainer's attempts."""
     usage: UsageStatus = UsageStatus()
     """What the run has used."""
+    trouble: TroubleStatus = TroubleStatus()
+    """What went wrong without ending the run."""
 
     def condition(self, type: str) -> Condition | None:
         """The entry of that type."""

@@ -51,6 +51,7 @@ def view(core: Core) -> wire.Status:
         mismatch_kl=state.mismatch_kl,
         grading_errors=fates.grading_errors,
         checkpoint_failures=state.checkpoint_failures,
+        checkpoint_version=state.checkpoint,
     )
 
 

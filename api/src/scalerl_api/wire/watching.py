@@ -104,3 +104,5 @@ class Status(Struct, frozen=True, kw_only=True):
     """Accepted rollouts, evaluation's too, whose verifier failed: their score says nothing about them."""
     checkpoint_failures: int = 0
     """Checkpoints that could not be written, over all incarnations of the trainer; told with each step."""
+    checkpoint_version: int = -1
+    """Newest checkpoint that the trainer can go on from; -1: none."""

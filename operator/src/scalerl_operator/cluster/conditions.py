@@ -14,6 +14,7 @@ from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import Condition, GeneratorsStatus, RunStatus, TrainerStatus, UsageStatus
 from scalerl_api.wire import BROKEN, FORECAST, Status
+from scalerl_operator.cluster import trouble
 from scalerl_operator.cluster.names import QUEUE
 from scalerl_operator.cluster.observed import Observed, Problem, rfc3339, seconds
 from scalerl_operator.policy import failure
@@ -24,7 +25,9 @@ STALLED_SECONDS: Final = 1800.0
 """So long without a step, and Progressing is False."""
 _MESSAGE_CHARACTERS: Final = 2000
 AT_REST: Final = frozenset({Phase.PENDING, Phase.SUSPENDED, Phase.COMPLETED, Phase.FAILED})
-PROGRESS: Final = frozenset({"step", "lastStepTime", "reward", "points", "usage", "forecast", "decisions"})
+PROGRESS: Final = frozenset(
+    {"step", "lastStepTime", "reward", "points", "usage", "trouble", "forecast", "decisions"}
+)
 """Fields of the status that move while a run works: written now and then, not at every look."""
 
 
@@ -60,6 +63,9 @@ class Looked:
 def report(run: ScaleRLRun | None, before: RunStatus, seen: Looked) -> RunStatus:
     """The status as it is to be now; ``run`` is None for a spec that cannot be read."""
     now, course = rfc3339(seen.unix_seconds), seen.course
+    if seen.heard is not None:
+        known = trouble.noted(before.trouble, seen.heard, seen.unix_seconds)
+        before = before.model_copy(update={"trouble": known})
     conditions = [
         _condition(before, seen.generation, now, type_, value, problem)
         for type_, value, problem in _said(run, before, seen)
@@ -223,7 +229,7 @@ def _said(run: ScaleRLRun | None, before: RunStatus, seen: Looked) -> Sequence[S
             seen.steered.pinned,
             Problem(Reason.SCALED_BY_SPEC if seen.steered.pinned else Reason.NOT_PINNED, ""),
         ),
-        _degraded(run, seen),
+        _degraded(run, before, seen),
         *_ends(seen.course, before.stop_reason),
     ]
 
@@ -307,7 +313,7 @@ def _progressing(before: RunStatus, seen: Looked) -> Said:
     return type_, True, Problem(Reason.STEPS_TRAINED, "")
 
 
-def _degraded(run: ScaleRLRun, seen: Looked) -> Said:
+def _degraded(run: ScaleRLRun, before: RunStatus, seen: Looked) -> Said:
     type_ = ConditionType.DEGRADED
     if seen.blocked is not None:
         return type_, True, seen.blocked
@@ -320,12 +326,10 @@ def _degraded(run: ScaleRLRun, seen: Looked) -> Said:
             problem = seen.observed.problem(role)
             if problem is not None:
                 return type_, True, replace(problem, message=f"{role}: {problem.message}")
-    # Without the numbers, which move: a condition is written when it says something new.
-    heard = seen.heard
-    if heard is not None and heard.checkpoint_failures:
-        return type_, True, Problem(Reason.CHECKPOINT_FAILED, "")
-    if heard is not None and heard.grading_errors:
-        return type_, True, Problem(Reason.GRADING_FAILED, "")
+    if seen.course.phase not in AT_REST:
+        went_on_from = trouble.problem(before.trouble, seen.unix_seconds)
+        if went_on_from is not None:
+            return type_, True, went_on_from
     return type_, False, Problem(Reason.AS_EXPECTED, "")
 
 

@@ -1,0 +1,45 @@
+"""Trouble that a run goes on from: since when a run has it, and when it is over. Pure.
+
+The coordinator counts over the whole run, so that a count alone would degrade a run for good. What the status keeps
+beside the counts tells whether one has moved since.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from scalerl_api.conditions import Reason
+from scalerl_api.status import TroubleStatus
+from scalerl_api.wire import Status
+from scalerl_operator.cluster.observed import Problem, rfc3339, seconds
+
+GRADING_QUIET_SECONDS: Final = 600.0
+"""So long without another completion that could not be graded, and a run is no longer degraded by those before."""
+
+
+def noted(before: TroubleStatus, heard: Status, unix_seconds: float) -> TroubleStatus:
+    """What is known of a run's trouble after the coordinator's last word."""
+    graded_at, unsaved = before.last_grading_error_time, before.unsaved_since
+    if heard.grading_errors > before.grading_errors:
+        graded_at = rfc3339(unix_seconds)
+    if heard.checkpoint_failures > before.checkpoint_failures:
+        unsaved = heard.checkpoint_version
+    elif unsaved is not None:
+        # A trainer that went further back has written nothing by that.
+        unsaved = None if heard.checkpoint_version > unsaved else heard.checkpoint_version
+    return TroubleStatus(
+        grading_errors=heard.grading_errors,
+        last_grading_error_time=graded_at,
+        checkpoint_failures=heard.checkpoint_failures,
+        unsaved_since=unsaved,
+    )
+
+
+def problem(trouble: TroubleStatus, unix_seconds: float) -> Problem | None:
+    """Why the run is not as it should be now; without the numbers, which move."""
+    if trouble.unsaved_since is not None:
+        return Problem(Reason.CHECKPOINT_FAILED, "")
+    last = trouble.last_grading_error_time
+    if last is not None and unix_seconds - seconds(last) < GRADING_QUIET_SECONDS:
+        return Problem(Reason.GRADING_FAILED, "")
+    return None
