@@ -59,6 +59,17 @@ class ConditionType(_Explained):
 class Reason(_Explained):
     """Why a condition is as it is. ``text`` says what to do."""
 
+    @classmethod
+    def read(cls, word: str) -> Reason:
+        """The reason that a status has; one that came with a later release than this is ``OtherRelease``."""
+        return cls(word) if word in cls._value2member_map_ else cls.OTHER_RELEASE
+
+    # any
+    OTHER_RELEASE = (
+        "OtherRelease",
+        "An operator of a later release said so before it was rolled back; the message begins with its reason.",
+    )
+
     # Accepted
     ACCEPTED = "Accepted", "Nothing to do."
     SPEC_INVALID = "SpecInvalid", "Change the field that the message names; nothing was created."

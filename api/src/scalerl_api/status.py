@@ -7,9 +7,11 @@ strings, as in the spec.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import copy
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
 from scalerl_api.conditions import Phase as Phase
 from scalerl_api.fields import Model
@@ -173,6 +175,20 @@ class RunStatus(StatusModel):
     trouble: TroubleStatus = TroubleStatus()
     """What went wrong without ending the run."""
 
+    @classmethod
+    def read(cls, status: Mapping[str, Any] | None) -> Self:
+        """Whatever stands in a run's status. What this release does not understand (another has written it: a phase or a
+        reason that came later) is left out, an entry of a list as a whole, and so is gone with the next write.
+        """
+        known: Any = status or {}
+        while True:
+            try:
+                return cls.model_validate(known)
+            except ValidationError as error:
+                known = copy.deepcopy(known)
+                # One at a time: what is wrong with an entry may be said more than once.
+                _drop(known, error.errors()[0]["loc"])
+
     def condition(self, type: str) -> Condition | None:
         """The entry of that type."""
         return next((c for c in self.conditions if c.type == type), None)
@@ -180,3 +196,15 @@ class RunStatus(StatusModel):
     def to_object(self) -> dict[str, Any]:
         """As it is written to the API server."""
         return self.model_dump(by_alias=True, exclude_none=True, mode="json")
+
+
+def _drop(value: Any, path: tuple[str | int, ...]) -> None:
+    """Take what is at ``path`` out of ``value``; of a list the entry on the way there as a whole."""
+    for key, below in zip(path, [*path[1:], None], strict=True):
+        inside = value[key]
+        within = isinstance(inside, dict) and below in inside
+        within |= isinstance(inside, list) and isinstance(below, int) and below < len(inside)
+        if isinstance(key, int) or not within:
+            del value[key]
+            return
+        value = inside

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -83,3 +84,16 @@ def test_the_memory_of_a_look_is_found_by_the_next_whatever_was_there_before(
         stored = merged(stored, merge_patch(stored, new))
         assert stored == new
         assert remembered(RunStatus.model_validate(stored)) == memory
+
+
+@pytest.mark.parametrize("end", End)
+def test_how_a_run_ended_is_remembered_also_in_words_of_a_later_release(end: End) -> None:
+    """Or it would be run again."""
+    ended = {"type": end.value, "status": "True", "reason": "ProphecyFulfilled", "message": "as foretold"}
+    stored = {"phase": "Legendary", "conditions": [ended | {"lastTransitionTime": "2026-01-01T00:00:00Z"}]}
+    for _ in range(2):
+        before = RunStatus.read(stored)
+        memory = remembered(before)
+        assert memory.outcome == Outcome(end, Reason.OTHER_RELEASE, "ProphecyFulfilled: as foretold")
+        looked = Looked(1e9, 1, None, None, None, Course(Phase(end.value), memory), None, Steered(1))
+        stored = report(None, before, looked).to_object()

@@ -144,8 +144,15 @@ def _outcome(status: RunStatus) -> Outcome | None:
     for type_, end in ((ConditionType.COMPLETED, End.COMPLETED), (ConditionType.FAILED, End.FAILED)):
         condition = status.condition(type_)
         if condition is not None and condition.status == "True":
-            return Outcome(end, Reason(condition.reason), condition.message)
+            return Outcome(end, *understood(condition))
     return None
+
+
+def understood(condition: Condition) -> tuple[Reason, str]:
+    """Reason and message, of a condition that may be from a later release: it keeps its word in the message."""
+    reason = Reason.read(condition.reason)
+    known = reason is not Reason.OTHER_RELEASE or condition.reason == reason
+    return reason, condition.message if known else f"{condition.reason}: {condition.message}"
 
 
 def _time(unix_seconds: float | None) -> str | None:
