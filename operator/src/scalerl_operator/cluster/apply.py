@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from scalerl_api.cluster import ImagesSpec
 from scalerl_api.conditions import Reason
 from scalerl_api.spec import KIND, ScaleRLRun
 from scalerl_operator.cluster import errors
 from scalerl_operator.cluster.api import KubeApi
 from scalerl_operator.cluster.cache import Cache
 from scalerl_operator.cluster.drift import differs
-from scalerl_operator.cluster.names import COMPONENT, RENDERED_HASH, RUN_UID, TOKEN_KEY, Names
+from scalerl_operator.cluster.names import COMPONENT, IMAGE, RENDERED_HASH, RUN_UID, TOKEN_KEY, Names
 from scalerl_operator.cluster.observed import (
     JOB_NAME,
     Observed,
@@ -342,13 +343,28 @@ def _is_recent(event: Object, now: float) -> bool:
     return now - seconds(event.get("lastTimestamp") or event.get("eventTime")) < RECENT_SECONDS
 
 
-def pinned(place: Place, images: Images) -> Images:
+def pinned(place: Place, named: ImagesSpec, images: Images) -> Images:
     """``images``, but for roles that work already: an upgrade of the operator does not mix versions in a run that is
-    under way. One that was suspended takes the new ones."""
+    under way. One that was suspended takes the new ones.
+
+    named: the run's own, which win. Each workload has beside its image the one that it would have without: a role whose
+    image is no longer named goes back to that, and not to what it had been given.
+    """
+    given: dict[str, str | None] = {
+        Role.PREPARE: named.trainer,
+        Role.TRAINER: named.trainer,
+        Role.GENERATOR: named.generator,
+        Role.COORDINATOR: named.coordinator,
+    }
     live: dict[str, str] = {}
     for (kind, _), obj in place.objects.items():
         if kind in WORKLOADS and place.mine(obj) and not leaving(obj):
-            live[label(obj, COMPONENT)] = obj["spec"]["template"]["spec"]["containers"][0]["image"]
+            role = label(obj, COMPONENT)
+            own = (obj["metadata"].get("annotations") or {}).get(IMAGE)
+            if own is None and given.get(role) is None:  # made by a release that did not note it
+                own = obj["spec"]["template"]["spec"]["containers"][0]["image"]
+            if own is not None:
+                live[role] = own
     return Images(
         trainer=live.get(Role.TRAINER, live.get(Role.PREPARE, images.trainer)),
         generator=live.get(Role.GENERATOR, images.generator),

@@ -33,6 +33,9 @@ SPEC_HASH: Final = f"{GROUP}/spec-hash"
 """Annotation of pods and of the Jobs they come from: the part of the spec they were made for."""
 RENDERED_HASH: Final = f"{GROUP}/rendered"
 """Annotation on every object: the object as rendered, so that a field no longer wanted is noticed too."""
+IMAGE: Final = f"{GROUP}/image"
+"""Annotation of workloads: the operator's own image for the role when the run began; it counts while ``spec.images``
+names none."""
 FINALIZER: Final = f"{GROUP}/drain"
 QUEUE: Final = "kueue.x-k8s.io/queue-name"
 QUEUE_LABELS: Final = (QUEUE, "kueue.x-k8s.io/priority-class")

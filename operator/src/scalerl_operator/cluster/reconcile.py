@@ -28,6 +28,7 @@ from scalerl_operator.cluster.conditions import (
     merge_patch,
     remembered,
     report,
+    understood,
     waits_for_progress_only,
 )
 from scalerl_operator.cluster.hearing import Coordinators
@@ -90,7 +91,7 @@ class Reconciler:
         self._api = api
         self._cache = cache
         self._applier = Applier(api, cache)
-        self._coordinators = Coordinators()
+        self._coordinators = Coordinators(api.must_lead)
         self._images = images
         self._operator_namespace = operator_namespace
         self._make_scaling = scaling
@@ -141,7 +142,7 @@ class Reconciler:
 
     def _observe(self, key: Key, obj: Object) -> _Seen:
         self._uids[key] = obj["metadata"]["uid"]
-        before = RunStatus.model_validate(obj.get("status") or {})
+        before = RunStatus.read(obj.get("status"))
         return _Seen(obj, self._cache.owned(*key), self._clock(), before, remembered(before))
 
     async def _hear(self, seen: _Seen, observed: Observed) -> Status | None:
@@ -248,7 +249,8 @@ class Reconciler:
         said = seen.before.condition(ConditionType.FORECAST_READY)
         if said is None or run.spec.autoscaling.mode == "Off":
             return steered
-        return replace(steered, ready=said.status == "True", reason=Reason(said.reason), message=said.message)
+        reason, message = understood(said)
+        return replace(steered, ready=said.status == "True", reason=reason, message=message)
 
     # --- render, apply ----------------------------------------------------------------------------
 
@@ -262,7 +264,7 @@ class Reconciler:
         frozen: bool,
     ) -> tuple[Problem | None, Problem | None]:
         """What keeps the run from being started at all, and what keeps an object of it from being made."""
-        images = pinned(seen, self._images)
+        images = pinned(seen, run.spec.images, self._images)
         wanted = self._render(run, seen, desired, images)
         scaling = self._scalings.get(seen.uid)
         if heard is not None and scaling is not None:

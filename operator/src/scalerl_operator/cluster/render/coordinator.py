@@ -29,6 +29,7 @@ def stateful_set(scope: Scope) -> Object:
     )
     metadata = scope.metadata(scope.names.coordinator, Role.COORDINATOR)
     metadata["labels"] |= scope.queue_labels
+    metadata["annotations"][names.IMAGE] = scope.images.coordinator
     return {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",

@@ -29,6 +29,7 @@ def deployment(scope: Scope, replicas: int) -> Object:
     )
     metadata = scope.metadata(scope.names.generator, Role.GENERATOR)
     metadata["labels"] |= scope.queue_labels
+    metadata["annotations"][names.IMAGE] = scope.images.generator
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",

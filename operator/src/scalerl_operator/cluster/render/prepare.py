@@ -34,6 +34,7 @@ def job(scope: Scope) -> Object:
     )
     metadata = scope.metadata(scope.names.prepare, Role.PREPARE)
     metadata["labels"] |= scope.queue_labels
+    metadata["annotations"][names.IMAGE] = scope.images.trainer
     metadata["annotations"][names.SPEC_HASH] = spec_hash(scope.run, Role.PREPARE)
     return {
         "apiVersion": "batch/v1",

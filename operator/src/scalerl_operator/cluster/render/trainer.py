@@ -50,6 +50,7 @@ def job(scope: Scope, attempt: int) -> Object:
     )
     metadata = scope.metadata(scope.names.trainer_job(attempt), Role.TRAINER)
     metadata["labels"] |= label | scope.queue_labels
+    metadata["annotations"][names.IMAGE] = scope.images.trainer
     metadata["annotations"][names.SPEC_HASH] = spec_hash(scope.run, Role.TRAINER)
     return {
         "apiVersion": "batch/v1",
