@@ -98,6 +98,7 @@ def test_a_pod_has_no_folder_that_a_path_could_be_relative_to(fields: dict[str, 
     [
         ({"env": [{"value": "x"}]}, "every variable needs a name"),
         ({"env": [{"name": "SCALERL_DIR", "value": "x"}]}, "SCALERL_ are the operator's"),
+        ({"env": [{"name": "WORLD_SIZE", "value": "8"}]}, "WORLD_SIZE: the operator itself sets RANK"),
         ({"env": [{"name": "A", "value": 1}]}, "put it in quotes"),
         ({"env": [{"name": "A"}, {"name": "A"}]}, "name A is given twice"),
         ({"volumes": [{"name": "scalerl-run", "emptyDir": {}}]}, "scalerl- are the operator's"),

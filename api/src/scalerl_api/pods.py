@@ -16,6 +16,8 @@ from scalerl_api.fields import Matches, Model, PositiveQuantity, quantity_input
 
 RESERVED_VARIABLES = "SCALERL_"
 """Start of the names of the variables that a runtime gives."""
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""By these a rank of the trainer finds its place among the others: the runtime gives them too."""
 RESERVED_LABELS = ("scalerl.dev/", "app.kubernetes.io/", "batch.kubernetes.io/")
 """Start of the names of the labels and annotations by which a run's objects are found."""
 RESERVED_PATHS = ("/run/scalerl", "/etc/scalerl", "/tmp", "/dev/shm")  # noqa: S108
@@ -37,10 +39,11 @@ Raw = dict[str, Any]
 
 @dataclass(frozen=True)
 class Named:
-    """An entry has a ``name``, which does not start with what is reserved."""
+    """An entry has a ``name``, which does not start with what is reserved, and is none of ``taken``."""
 
     what: str
     reserved: str
+    taken: tuple[str, ...] = ()
 
     def __call__(self, value: Raw) -> Raw:
         name = value.get("name")
@@ -50,6 +53,8 @@ class Named:
             raise ValueError(
                 f"{name}: names that start with {self.reserved} are the operator's; choose another"
             )
+        if name in self.taken:
+            raise ValueError(f"{name}: the operator itself sets {', '.join(self.taken)}; leave it out")
         return value
 
 
@@ -128,7 +133,9 @@ Annotations = Annotated[
     Field(max_length=32),
     AfterValidator(unreserved),
 ]
-Variable = Annotated[Raw, AfterValidator(Named("variable", RESERVED_VARIABLES)), AfterValidator(text_value)]
+Variable = Annotated[
+    Raw, AfterValidator(Named("variable", RESERVED_VARIABLES, RANK_VARIABLES)), AfterValidator(text_value)
+]
 Volume = Annotated[Raw, AfterValidator(Named("volume", RESERVED_VOLUMES))]
 Mount = Annotated[Raw, AfterValidator(own_path)]
 
@@ -159,7 +166,8 @@ class PodTemplate(Model):
     affinity: Raw | None = None
     """Which nodes and neighbours are wanted, as Kubernetes' ``Affinity``."""
     env: Annotated[list[Variable], Field(max_length=64), AfterValidator(Unique("name"))] = []
-    """Variables of every container of the role, as Kubernetes' ``EnvVar``; ``SCALERL_*`` are the operator's."""
+    """Variables of every container of the role, as Kubernetes' ``EnvVar``. ``SCALERL_*`` are the operator's, and so are the
+    ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` of the trainer's ranks."""
     volumes: Annotated[list[Volume], Field(max_length=32), AfterValidator(Unique("name"))] = []
     """Volumes beside the run's own, as Kubernetes' ``Volume``: data, a hub's cache, a secret."""
     volume_mounts: Annotated[list[Mount], Field(max_length=32), AfterValidator(Unique("mountPath"))] = []

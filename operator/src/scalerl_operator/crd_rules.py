@@ -231,16 +231,21 @@ def at_least(bound: AtLeast) -> tuple[Rule, ...]:
 
 def named(check: Named) -> dict[str, Any]:
     """The name of an entry of a raw list."""
-    rule = Rule(
-        f"!self.startsWith('{check.reserved}')",
-        f"names that start with {check.reserved} are the operator's; choose another",
-    )
+    rules = [
+        Rule(
+            f"!self.startsWith('{check.reserved}')",
+            f"names that start with {check.reserved} are the operator's; choose another",
+        )
+    ]
+    if check.taken:
+        words = f"the operator itself sets {', '.join(check.taken)}; leave it out"
+        rules.append(Rule(f"!(self in {list(check.taken)})", words))
     return {
         "type": "string",
         "description": f"Name of the {check.what}.",
         "minLength": 1,
         "maxLength": 253,
-        "x-kubernetes-validations": [rule.as_validation()],
+        "x-kubernetes-validations": [rule.as_validation() for rule in rules],
     }
 
 

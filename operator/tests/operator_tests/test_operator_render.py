@@ -607,3 +607,15 @@ def test_everything_of_the_tiny_examples_is_there() -> None:
         objects = rendered(example(f"{path}/run-kubernetes.yaml"), EVERYTHING)
         for _, each in every_container(objects):
             assert cluster.task.jsonl.path.startswith(each["volumeMounts"][-1]["mountPath"] + "/")
+
+
+def test_what_says_where_a_process_stands_cannot_be_given_by_a_user() -> None:
+    """What the operator sets over a user's word, and what the definition refuses, are the same names."""
+    objects = rendered(cluster_run(podTemplate={"env": [{"name": "ZZZ", "value": "theirs"}]}))
+    for _, each in every_container(objects):
+        names = [entry["name"] for entry in each["env"]]
+        fixed = names[: next(i for i, name in enumerate(names) if name == "HOME")]
+        assert fixed
+        for name in fixed:
+            with pytest.raises(ValueError, match="the operator"):
+                cluster_run(podTemplate={"env": [{"name": name, "value": "x"}]})
