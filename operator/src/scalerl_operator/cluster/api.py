@@ -85,6 +85,10 @@ class KubeApi:
     async def __aexit__(self, *exc: object) -> None:
         await self._transport.close()
 
+    def must_lead(self, what: str) -> None:
+        """The fence, for what is done to others than the API server: :class:`~.errors.Fenced`, or nothing."""
+        self._transport.must_lead(what)
+
     async def get(self, kind: str, namespace: str | None, name: str) -> Object | None:
         """The object, or None where there is none (nor its namespace, nor its kind)."""
         try:

@@ -20,9 +20,11 @@ ANSWER_SECONDS: Final = 3.0
 
 
 class Coordinators:
-    """One client a run, kept between looks."""
+    """One client a run, kept between looks. ``fence(what)`` is asked before a coordinator is told anything, and raises
+    where this process may not act."""
 
-    def __init__(self) -> None:
+    def __init__(self, fence: Callable[[str], None]) -> None:
+        self._fence = fence
         self._clients: dict[str, tuple[str, CoordinatorClient]] = {}
 
     async def forget(self, uid: str) -> None:
@@ -51,10 +53,15 @@ class Coordinators:
     async def tell(
         self, uid: str, pods: Sequence[PodView], token: Callable[[], Awaitable[str]], reason: str
     ) -> bool:
-        """Ask it to stop for ``reason`` (empty: to go on); whether it heard. Who is not heard asks again."""
+        """Ask it to stop for ``reason`` (empty: to go on); whether it heard. Who is not heard asks again.
+
+        Raises:
+            Fenced: another may lead by now, and would be contradicted.
+        """
         client = await self._client(uid, pods, token)
         if client is None:
             return False
+        self._fence(f"tell the coordinator of run {uid}")
         try:
             await client.stop(reason)
         except (CoordinatorUnreachable, CoordinatorRefused) as problem:

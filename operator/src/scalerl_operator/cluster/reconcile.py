@@ -91,7 +91,7 @@ class Reconciler:
         self._api = api
         self._cache = cache
         self._applier = Applier(api, cache)
-        self._coordinators = Coordinators(api.must_lead)
+        self._coordinators = Coordinators(lambda what: self._api.must_lead(what))
         self._images = images
         self._operator_namespace = operator_namespace
         self._make_scaling = scaling
@@ -132,8 +132,7 @@ class Reconciler:
         try:
             run = run_from_object(obj)
         except SpecError as problem:
-            await self._refuse(seen, problem)
-            return None
+            return await self._refuse(seen, problem)
         if not leaving(obj) and FINALIZER not in seen.finalizers:
             await self._set_finalizers(seen, [*seen.finalizers, FINALIZER])
         return await self._look(run, seen)
@@ -153,17 +152,28 @@ class Reconciler:
 
     # --- validate ---------------------------------------------------------------------------------
 
-    async def _refuse(self, seen: _Seen, problem: SpecError) -> None:
-        """A spec that cannot be read: nothing is created, and what there is already stays as it is."""
-        if leaving(seen.run):
-            await self._set_finalizers(seen, [f for f in seen.finalizers if f != FINALIZER])
-            return
+    async def _refuse(self, seen: _Seen, problem: SpecError) -> float | None:
+        """A spec that cannot be read: nothing is created, and what there is already stays as it is.
+
+        If the run is being deleted, until what works has saved what it has: for that nobody needs the spec.
+        """
         why = Problem(Reason.SPEC_INVALID, "; ".join(str(p) for p in problem.problems))
-        phase = seen.before.phase if seen.memory.attempt else Phase.PENDING
-        course = Course(phase, seen.memory)
+        course = Course(seen.before.phase if seen.memory.attempt else Phase.PENDING, seen.memory)
+        heard = None
+        if leaving(seen.run):
+            observed = observe(seen.objects, seen.uid, {Role.PREPARE: "", Role.TRAINER: ""})
+            heard = await self._hear(seen, observed)
+            steered = Steered(seen.before.generators.replicas)
+            course = lifecycle.leave(self._facts(seen, observed, heard, steered), seen.memory)
+            if course.release:
+                await self._release(seen)
+                return None
+            if course.tell is not None:
+                await self._tell(seen, observed, course.tell)
         await self._report(
-            None, seen, Looked(seen.unix_seconds, seen.generation, why, None, None, course, None, Steered(0))
+            None, seen, Looked(seen.unix_seconds, seen.generation, why, None, None, course, heard, Steered(0))
         )
+        return course.again_seconds
 
     # --- plan -------------------------------------------------------------------------------------
 
@@ -172,7 +182,9 @@ class Reconciler:
         observed = observe(seen.objects, seen.uid, hashes)
         heard = await self._hear(seen, observed)
         steered = self._steer(run, seen, observed, heard)
-        course = lifecycle.decide(run.spec, self._facts(run, seen, observed, heard, steered), seen.memory)
+        course = lifecycle.decide(
+            run.spec, self._facts(seen, observed, heard, steered, suspend=run.spec.suspend), seen.memory
+        )
         if course.release:
             await self._release(seen)
             return None
@@ -212,7 +224,13 @@ class Reconciler:
         return min(max(first, (seen.unix_seconds - seconds(seen.before.start_time)) / 2), last)
 
     def _facts(
-        self, run: ScaleRLRun, seen: _Seen, observed: Observed, heard: Status | None, steered: Steered
+        self,
+        seen: _Seen,
+        observed: Observed,
+        heard: Status | None,
+        steered: Steered,
+        *,
+        suspend: bool = False,
     ) -> Facts:
         word = None
         if heard is not None:
@@ -221,7 +239,7 @@ class Reconciler:
         return Facts(
             unix_seconds=seen.unix_seconds,
             deleting=leaving(seen.run),
-            suspend=run.spec.suspend,
+            suspend=suspend,
             prepare=observed.prepare,
             trainer=observed.trainer,
             coordinator=observed.service(Role.COORDINATOR),

@@ -89,6 +89,11 @@ class Transport:
         self._fence = fence
         self._observer = observer
 
+    def must_lead(self, what: str) -> None:
+        """:class:`~.errors.Fenced` where this process may not do ``what`` now."""
+        if self._fence is not None and not self._fence():
+            raise errors.Fenced("this process may not write now: it does not lead", what=what)
+
     async def close(self) -> None:
         """Let go of the connections."""
         await self._client.close()  # type: ignore[no-untyped-call]
@@ -115,9 +120,8 @@ class Transport:
 
     async def send(self, call: Call, limits: aiohttp.ClientTimeout) -> aiohttp.ClientResponse:
         """Send, and wait for the head of the answer. One that is an error is read and raised."""
-        writes = call.verb not in READS and call.kind.name != "Lease"
-        if writes and self._fence is not None and not self._fence():
-            raise errors.Fenced("this process may not write now: it does not lead", what=call.what)
+        if call.verb not in READS and call.kind.name != "Lease":
+            self.must_lead(call.what)
         method, url = _METHODS[call.verb], self._host + call.path
         headers = {
             "Accept": call.accept,

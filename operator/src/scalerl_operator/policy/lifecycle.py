@@ -179,9 +179,7 @@ class Course:
 
 def decide(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
     """The course of a run whose spec is accepted."""
-    if seen.trainer.attempt > memory.attempt:
-        # Made by somebody who could not write it down any more.
-        memory = replace(memory, attempt=seen.trainer.attempt, ready_since=None)
+    memory = _known(seen, memory)
     if memory.outcome is not None:
         return _over(seen, memory, memory.outcome)
     if seen.deleting or seen.suspend or memory.rest is not Rest.NO:
@@ -195,6 +193,21 @@ def decide(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
     if broken is not None:
         return _end(seen, memory, broken)
     return _run(spec, seen, memory)
+
+
+def leave(seen: Facts, memory: Memory) -> Course:
+    """The course of a run that is being deleted. Its spec has no say in it, and may be one that cannot be read."""
+    memory = _known(seen, memory)
+    if memory.outcome is not None:
+        return _over(seen, memory, memory.outcome)
+    return _at_rest(seen, memory)
+
+
+def _known(seen: Facts, memory: Memory) -> Memory:
+    """The memory with an attempt that was made by somebody who could not write it down any more."""
+    if seen.trainer.attempt > memory.attempt:
+        return replace(memory, attempt=seen.trainer.attempt, ready_since=None)
+    return memory
 
 
 # --- at rest ------------------------------------------------------------------------------------
