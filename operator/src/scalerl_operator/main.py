@@ -44,6 +44,8 @@ from scalerl_operator.cluster.types import Key
 PULSE_SECONDS: Final = 0.5
 LONGEST_WITHOUT_WATCHES_SECONDS: Final = 120.0
 """After so long without kopf's streams (not: without the API server) another process may do better."""
+SAY_SECONDS: Final = 10.0
+"""Between two words of a replica that is not ready on what it waits for."""
 
 Reconcile = Callable[[Key], Awaitable[float | None]]
 MakeReconcile = Callable[["Parts"], contextlib.AbstractAsyncContextManager[Reconcile]]
@@ -200,14 +202,27 @@ class Operator:
                 group.create_task(informer.run())
 
     async def _warm(self) -> None:
-        """Until the first lists are complete."""
+        """Until the first lists are complete; what is not there yet is said from time to time."""
         for first in (self.watches.listed, *(informer.synced for informer in self._informers)):
-            await first.wait()
+            while not first.is_set():
+                try:
+                    async with asyncio.timeout(SAY_SECONDS):
+                        await first.wait()
+                except TimeoutError:
+                    log.warning("waits for %s", self._awaited())
         # All modules are there, and stay: a full collection need not look at them again, 40 ms each time.
         gc.collect()
         gc.freeze()
         self._filled = True
         log.info("%d runs and what belongs to them: %d objects", len(self.cache.runs()), len(self.cache))
+
+    def _awaited(self) -> str:
+        """What has to be there before this replica could lead, and is not yet."""
+        lists = [] if self.watches.listed.is_set() else [RUN]
+        lists += [informer.what for informer in self._informers if not informer.synced.is_set()]
+        if lists:
+            return f"the first list of {', '.join(lists)}"
+        return "kopf to start" if not self.watches.started.is_set() else "the cache to settle"
 
     async def _lead(self) -> None:
         """Work while this replica leads, from the first moment to the last."""
@@ -255,9 +270,14 @@ class Operator:
         """Ready to lead: the cache is warm. A standby is ready too."""
         if self._stopping.is_set():
             return web.Response(status=503, text="stopping\n")
-        if not (self._filled and self.watches.started.is_set()):
-            return web.Response(status=503, text="the first lists are not there yet\n")
-        return web.Response(text="leads\n" if self.leader.is_leader() else f"{self.leader.holder} leads\n")
+        if not self._filled or not self.watches.started.is_set():
+            return web.Response(status=503, text=f"waits for {self._awaited()}\n")
+        if self.leader.is_leader():
+            return web.Response(text="leads\n")
+        holder = self.leader.holder
+        if holder in ("", self._settings.identity):  # not looked at yet, given up, or ours and run out
+            return web.Response(text="does not lead, and who does is not known\n")
+        return web.Response(text=f"{holder} leads\n")
 
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=self.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import kopf
 from kubernetes.aio.client.configuration import Configuration
@@ -27,6 +27,7 @@ from scalerl_operator.cluster.cache import Cache
 from scalerl_operator.cluster.errors import ApiError, NotFound
 from scalerl_operator.cluster.informer import LONGEST_PAUSE_SECONDS, listed
 from scalerl_operator.cluster.kinds import KINDS, RUN
+from scalerl_operator.cluster.names import FIELD_OWNER
 
 PAGE: Final = 50
 """Runs a page of kopf's list: what it parses at once must not keep the event loop for long."""
@@ -182,6 +183,8 @@ class Watches:
         tasks = await kopf.spawn_tasks(
             registry=self._registry,
             settings=_settings(),
+            # Its own would be the host's name as the DNS has it: a lookup that keeps the event loop until it answers.
+            identity=cast(Any, FIELD_OWNER),
             standalone=True,
             clusterwide=not self._namespaces,
             namespaces=tuple(self._namespaces),

@@ -86,6 +86,11 @@ class Informer:
         self._on_event = on_event
         self.synced = asyncio.Event()
 
+    @property
+    def what(self) -> str:
+        """What it keeps, in words."""
+        return self._kind.name if self._namespace is None else f"{self._kind.name} in {self._namespace}"
+
     async def run(self) -> None:
         """Until cancelled. Errors of the API server are waited out."""
         version: str | None = None
