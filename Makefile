@@ -16,7 +16,8 @@ IMAGE_BUILDER ?= $(if $(shell docker info >/dev/null 2>&1 && echo yes),docker,bu
 IMAGE_PREFIX ?= scalerl-
 TAG ?= dev
 BASE_IMAGE ?=
-PYTEST := $(BIN)/python -m pytest
+# Where setup had to bring libnuma (requirements/libnuma.sh), tests that load vLLM themselves find it.
+PYTEST = $(if $(wildcard $(VENV)/lib/scalerl/libnuma.so.1),LD_LIBRARY_PATH=$(abspath $(VENV)/lib/scalerl)) $(BIN)/python -m pytest
 # Seen to fail once in six runs, on a busy machine: a standby was not ready within 40 s, and why is not known yet.
 REPLICAS := tests/cluster/test_operator_io.py::test_of_two_processes_one_leads_and_the_other_takes_over
 RUN_DIR ?=
@@ -34,10 +35,11 @@ $(BIN)/uv: requirements/uv.txt
 	@touch $@
 
 # `sync` also removes what is not in the locks: the other device's vLLM, after a change of DEVICE.
-$(INSTALLED): $(BIN)/uv $(LOCKS) $(MEMBERS:%=%/pyproject.toml)
+$(INSTALLED): $(BIN)/uv $(LOCKS) requirements/libnuma.txt $(MEMBERS:%=%/pyproject.toml)
 	@rm -f $(VENV)/.installed-*
 	$(BIN)/uv pip sync -q --compile-bytecode --python $(BIN)/python --require-hashes $(LOCKS)
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --no-build-isolation $(MEMBERS:%=-e ./%)
+	$(if $(filter cpu,$(DEVICE)),requirements/libnuma.sh $(VENV))
 	@touch $@
 
 run: setup ## train the tiny model on this machine, end to end

@@ -5,6 +5,7 @@
 #   dev      what lint and tests need beside cpu, at cpu's versions
 #   uv       the installer itself
 #   bench    what benchmarks compare against
+#   libnuma  a wheel that carries libnuma, for machines without (libnuma.sh)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 UV=${UV:-uv}
@@ -26,3 +27,4 @@ control=$(members api tasks curvefit coordinator operator cli)
 }
 lock requirements/uv.in -c requirements/dev.txt -o requirements/uv.txt
 lock requirements/bench.in -c requirements/cpu.txt -o requirements/bench.txt
+lock requirements/libnuma.in --no-deps -o requirements/libnuma.txt

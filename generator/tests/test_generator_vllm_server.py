@@ -70,13 +70,16 @@ def test_environment_on_cpus(tmp_path: Path) -> None:
     env = prepared_environment(OPTIONS, given, True, torch_dir, tmp_path / "cache")
     assert env["LD_PRELOAD"] == f"/x/libtcmalloc.so:{torch_dir}/lib/libgomp.so.1"
     assert env["OMP_NUM_THREADS"] == "1"
+    assert env["LD_LIBRARY_PATH"] == f"{sys.prefix}/lib/scalerl"
     assert env["PYTHONPYCACHEPREFIX"] == str(tmp_path / "cache")
     assert "PYTHONDONTWRITEBYTECODE" not in env
     assert env["PATH"] == "/bin"
     assert given["PYTHONDONTWRITEBYTECODE"] == "1"
 
-    own = prepared_environment(OPTIONS, {"LD_PRELOAD": "/x/libiomp5.so"}, True, torch_dir, None)
+    given = {"LD_PRELOAD": "/x/libiomp5.so", "LD_LIBRARY_PATH": "/x"}
+    own = prepared_environment(OPTIONS, given, True, torch_dir, None)
     assert own["LD_PRELOAD"] == "/x/libiomp5.so"
+    assert own["LD_LIBRARY_PATH"] == f"/x:{sys.prefix}/lib/scalerl"
 
 
 def test_environment_on_gpus_leaves_threads_alone(tmp_path: Path) -> None:

