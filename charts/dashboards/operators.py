@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from panels import Board, Panel, Query, Section, Variable, lines, number, quantiles
 
+from scalerl_api import forecast as curvefit
 from scalerl_api import metric_names as names
 
 # Where a metric says nothing of a namespace, it is the one that the operator runs in.
 OPERATOR = 'job="scalerl-operator", namespace="$namespace"'
 ANY_RUN = 'job="scalerl-operator"'
+CURVEFIT = 'job="scalerl-curvefit", namespace="$namespace"'
 
 
 def rate(counter: str, by: str) -> str:
@@ -122,6 +124,42 @@ API = Section(
     ),
 )
 
+FORECASTS = Section(
+    "Curve fits",
+    (
+        lines(
+            "Requests",
+            "By what was asked and how it was answered; only the leader asks, once an evaluation.",
+            (
+                f"sum by (path, status) (rate({curvefit.REQUESTS_METRIC}_total{{{CURVEFIT}}}[$__rate_interval]))",
+                "{{path}} {{status}}",
+            ),
+            unit="reqps",
+        ),
+        quantiles("An answer", "Seconds, with the wait for it.", curvefit.SECONDS_METRIC, CURVEFIT, "path"),
+        quantiles("Points", "Of a request's curve.", curvefit.POINTS_METRIC, CURVEFIT, unit="short"),
+        lines(
+            "In work",
+            "Requests that are computed or wait for it, by replica; at 64 others are refused.",
+            (f"max by (pod) ({curvefit.PENDING_METRIC}{{{CURVEFIT}}})", "{{pod}}"),
+        ),
+        lines(
+            "Refused",
+            "By code; a curve that cannot be fitted is no fault of the service.",
+            (
+                f"sum by (code) (rate({curvefit.REFUSED_METRIC}_total{{{CURVEFIT}}}[$__rate_interval]))",
+                "{{code}}",
+            ),
+            unit="reqps",
+        ),
+        lines(
+            "Reached",
+            "Replicas whose curve fits Prometheus reaches.",
+            (f"sum(up{{{CURVEFIT}}})", "replicas"),
+        ),
+    ),
+)
+
 PROCESS = Section(
     "Process",
     (
@@ -149,7 +187,7 @@ BOARD = Board(
     uid="scalerl-operator",
     title="ScaleRL / operator",
     description="The operator itself, and what is wrong with its runs.",
-    sections=(NOW, WORK, API, PROCESS),
+    sections=(NOW, WORK, API, FORECASTS, PROCESS),
     variables=(Variable("namespace", names.LEADER),),
     links=(("Fleet", "scalerl-fleet"), ("Run", "scalerl-run")),
 )

@@ -250,17 +250,46 @@ async def test_no_believable_answer_is_unavailable_after_all_attempts(start, tro
 
 
 async def test_the_command_serves_and_ends_on_sigterm() -> None:
-    command = [sys.executable, "-m", "scalerl_curvefit.sidecar", "--port", "0"]
+    command = [sys.executable, "-m", "scalerl_curvefit.sidecar", "--port", "0", "--metrics-port", "0"]
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
     try:
-        line = (await asyncio.wait_for(process.stderr.readline(), 60)).decode()
-        url = re.search(r"http://\S+", line)[0]
+        url, watched = [
+            re.search(r"http://\S+", (await asyncio.wait_for(process.stderr.readline(), 60)).decode())[0]
+            for _ in range(2)
+        ]
         async with SidecarClient(url) as sidecar:
             fitted = await sidecar.fit(wire.FitRequest(points=points(simulated(seed=1))))
         assert abs(fitted.A.median - 0.61) < 0.05
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as session:
+            async with session.get(watched + endpoints.METRICS) as answer:
+                assert (
+                    f'{wire.REQUESTS_METRIC}_total{{path="{wire.FIT}",status="200"}} 1.0'
+                    in await answer.text()
+                )
+            async with session.get(watched + endpoints.HEALTH) as answer:
+                assert answer.status == 200
+            for path in (wire.FIT, wire.FORECAST):
+                async with session.post(watched + path, data=b"{}") as answer:
+                    assert answer.status == 404, "nobody computes by way of the port for metrics"
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), 20) == 0
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+async def test_a_port_that_is_taken_is_named() -> None:
+    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    command = [sys.executable, "-m", "scalerl_curvefit.sidecar", "--port", "0", "--metrics-port", str(port)]
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    try:
+        _, said = await asyncio.wait_for(process.communicate(), 60)
+    finally:
+        server.close()
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 2
+    assert f"cannot listen on 127.0.0.1:{port}".encode() in said

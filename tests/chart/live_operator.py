@@ -1,4 +1,5 @@
-"""The operator as the chart deploys it, but as a process here: the chart's arguments, environment, account and role."""
+"""The operator and the service beside it as the chart deploys them, but as processes here: the chart's arguments,
+environment, account and role."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -103,6 +105,61 @@ def operator(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(10)
+
+
+@dataclass(frozen=True)
+class CurveFit:
+    """The curve-fit service. url: for its caller; metrics: address for Prometheus."""
+
+    url: str
+    metrics: str
+
+    def ask(self, path: str, body: bytes) -> int:
+        """The status of its answer."""
+        request = urllib.request.Request(self.url + path, data=body, method="POST")
+        try:
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as refused:
+            return refused.code
+
+
+@contextlib.contextmanager
+def curve_fit(deployment: Object, log: Path) -> Iterator[CurveFit]:
+    """The deployment's curve-fit container as a process, on ports that are free here."""
+    (container,) = (
+        c for c in deployment["spec"]["template"]["spec"]["containers"] if c["name"] == "curvefit"
+    )
+    port, metrics = free_port(), free_port()
+    here = {"--port": port, "--metrics-host": "127.0.0.1", "--metrics-port": metrics}
+    options = dict(word.split("=", 1) for word in container["command"] if word.startswith("--"))
+    assert set(here) <= set(options)
+    words = [word for word in container["command"][1:] if not word.startswith("--")]
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            [sys.executable, *words, *(f"{name}={value}" for name, value in (options | here).items())],
+            stdout=sink,
+            stderr=sink,
+            stdin=subprocess.DEVNULL,
+        )
+    made = CurveFit(f"http://127.0.0.1:{port}", f"127.0.0.1:{metrics}")
+
+    def healthy() -> bool:
+        assert process.poll() is None, log.read_text()
+        with contextlib.suppress(OSError):
+            return bool(urllib.request.urlopen(f"http://{made.metrics}/healthz", timeout=2).status == 200)
+        return False
+
+    try:
+        until(healthy, 60, log.read_text)
+        yield made
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(10)
 
 
 def _answers(live: LiveOperator) -> bool:

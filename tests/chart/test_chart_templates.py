@@ -157,17 +157,36 @@ def test_only_the_operators_container_has_a_token(name):
 
 @pytest.mark.parametrize("name", ["default", "everything"])
 def test_the_curve_fit_service_is_for_the_operator_alone(name):
-    service, port = containers(name)["curvefit"], {"default": "8090", "everything": "9000"}[name]
-    assert service["command"][-4:] == ["--host", "127.0.0.1", "--port", port]
-    assert "ports" not in service
+    service, port = containers(name)["curvefit"], {"default": 8090, "everything": 9000}[name]
+    assert {"--host=127.0.0.1", f"--port={port}"} <= set(service["command"])
+    assert port not in {open_["containerPort"] for open_ in service["ports"]}
     assert environment(name)["SCALERL_SIDECAR_URL"] == f"http://127.0.0.1:{port}"
     for probe in ("startupProbe", "livenessProbe"):
         assert f"http://127.0.0.1:{port}/healthz" in service[probe]["exec"]["command"][-1]
 
 
+@pytest.mark.parametrize("name", ["default", "everything"])
+def test_prometheus_finds_the_metrics_of_the_curve_fit_service(name):
+    """The same port all the way: who serves it, who names it, who lets it in, who asks."""
+    container = containers(name)["curvefit"]
+    (open_,) = container["ports"]
+    assert f"--metrics-port={open_['containerPort']}" in container["command"]
+    assert "--metrics-host=0.0.0.0" in container["command"]
+    (service,) = of_kind(name, "Service")
+    ports = {port["targetPort"]: port for port in service["spec"]["ports"]}
+    assert ports[open_["name"]]["port"] == open_["containerPort"]
+    (policy,) = of_kind(name, "NetworkPolicy")
+    (let_in,) = policy["spec"]["ingress"]
+    assert {port["port"] for port in let_in["ports"]} == set(ports)
+    for monitor in of_kind(name, "ServiceMonitor"):
+        jobs = {e["port"]: e["relabelings"][0]["replacement"] for e in monitor["spec"]["endpoints"]}
+        assert jobs == {"http": "scalerl-operator", open_["name"]: "scalerl-curvefit"}
+
+
 def test_without_the_curve_fit_service_nobody_is_told_of_one():
     assert set(containers("namespaced")) == {"operator"}
     assert "SCALERL_SIDECAR_URL" not in environment("namespaced")
+    assert "curvefit" not in str(of_kind("namespaced", "Service", "NetworkPolicy", "ServiceMonitor"))
 
 
 @pytest.mark.parametrize("name", VALUES)

@@ -85,6 +85,7 @@ def test_the_files_of_values_are_valid(name):
         ({"operator": {"resources": {"limits": {"memory": "1 GB"}}}}, "memory"),
         ({"curvefit": {"port": 80}}, "port"),
         ({"curvefit": {"port": 8080}}, "port"),
+        ({"curvefit": {"metricsPort": 8080}}, "metricsPort"),
         ({"watchNamespaces": "research"}, "watchNamespaces"),
         ({"watchNamespaces": ["Research"]}, "watchNamespaces"),
         ({"watchNamespaces": ["a", "a"]}, "watchNamespaces"),

@@ -8,16 +8,19 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 import yaml
 from charts import NAMESPACE, RELEASE, Object, render
-from live_operator import LiveOperator, as_account, operator
+from live_operator import CurveFit, LiveOperator, as_account, curve_fit, operator
 from live_prometheus import Prometheus, Target
 from live_prometheus import prometheus as started
 from promql import selectors
 from queries import ALERTS, CHART, ROOT, Asked, alerts, concrete, dashboards
 from releases import Helm
 from runs import LocalRun, small_spec, start_run
+
+from scalerl_api import forecast as wire
 
 if TYPE_CHECKING:
     from testcluster import Cluster
@@ -28,6 +31,13 @@ RUN, HERE = "small", "research"
 STEPS = 12
 WINDOW = "5m"
 START_SECONDS = 420.0
+CURVE = msgspec.json.encode(
+    wire.FitRequest(
+        points=wire.Points(
+            compute=[1000.0 * (i + 1) for i in range(20)], reward=[0.6 - 0.5 / (i + 2) for i in range(20)]
+        )
+    )
+)
 
 # Where there is nothing to see while all is well; the test says so when one of these has data after all.
 EMPTY = {
@@ -82,9 +92,18 @@ def live_operator(
 
 
 @pytest.fixture(scope="module")
+def live_curve_fit(helm: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CurveFit]:
+    """The service as it stands beside the operator."""
+    (deployment,) = (obj for obj in render(helm) if obj["kind"] == "Deployment")
+    with curve_fit(deployment, tmp_path_factory.mktemp("curvefit") / "log") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
 def scraped(
     prometheus: str,
     live_operator: LiveOperator,
+    live_curve_fit: CurveFit,
     control_plane: Cluster,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Prometheus]:
@@ -93,15 +112,18 @@ def scraped(
     spec = small_spec(budget__maxSteps=5000, evaluation__everySteps=4, checkpoint__everySteps=4)
     address = live_operator.url.removeprefix("http://")
     itself = Target(address, {"job": "scalerl-operator", "namespace": NAMESPACE, "pod": "operator-0"})
+    beside = Target(
+        live_curve_fit.metrics, {"job": "scalerl-curvefit", "namespace": NAMESPACE, "pod": "operator-0"}
+    )
     with (
         started(prometheus, folder, ALERTS) as made,
         start_run(tmp_path_factory.mktemp("run"), spec) as run,
     ):
-        made.aim([itself])
+        made.aim([itself, beside])
         run.until(
             lambda: len({t.labels["role"] for t in targets_of(run)}) == 3, START_SECONDS, "all roles are up"
         )
-        made.aim([itself, *targets_of(run)])
+        made.aim([itself, beside, *targets_of(run)])
         run.until(lambda: run.step() >= STEPS, START_SECONDS, f"step {STEPS}")
         seen = f'max(scalerl_coordinator_step{{run="{RUN}"}}) >= {STEPS} and max(scalerl_trainer_checkpoint_step{{run="{RUN}"}}) > 0'
         run.until(lambda: made.query(seen), 60.0, "Prometheus has seen it")
@@ -113,6 +135,15 @@ def scraped(
             return bool(made.query(f"sum(rate(scalerl_operator_reconcile_seconds_count[{WINDOW}])) > 0"))
 
         run.until(looked, 60.0, "looks have been timed")
+
+        def forecast() -> bool:
+            assert live_curve_fit.ask(wire.FIT, CURVE) == 200
+            assert live_curve_fit.ask(wire.FIT, b"{}") == 400
+            asked = f"sum(rate({wire.REQUESTS_METRIC}_total[{WINDOW}]))"
+            refused = f"sum(rate({wire.REFUSED_METRIC}_total[{WINDOW}]))"
+            return bool(made.query(f"{asked} > 0 and {refused} > 0"))
+
+        run.until(forecast, 60.0, "curves have been fitted, and refused")
         yield made
         run.kill_everything()
 
@@ -155,7 +186,8 @@ def test_no_alert_is_critical_about_a_run_that_is_well(scraped):
 
 def test_every_target_is_scraped_without_an_error(scraped):
     targets = scraped.get("targets")["activeTargets"]
-    assert {t["labels"]["job"] for t in targets} == {"scalerl-run", "scalerl-operator"}
+    jobs = {"scalerl-run", "scalerl-operator", "scalerl-curvefit"}
+    assert {t["labels"]["job"] for t in targets} == jobs
     assert [t["lastError"] for t in targets if t["health"] != "up"] == []
 
 

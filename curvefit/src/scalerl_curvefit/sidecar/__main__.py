@@ -1,4 +1,4 @@
-"""`python -m scalerl_curvefit.sidecar [--host H] [--port P] [--token-file F]`."""
+"""`python -m scalerl_curvefit.sidecar [--host H] [--port P] [--metrics-host H --metrics-port P] [--token-file F]`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import asyncio
 import logging
 import signal
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from aiohttp import web
@@ -17,24 +18,32 @@ DEFAULT_PORT = 8077
 SHUTDOWN_SECONDS = 5.0
 
 
-async def serve(host: str, port: int, token: str | None) -> None:
+async def serve(host: str, port: int, token: str | None, metrics: tuple[str, int] | None = None) -> None:
     """Serve until SIGTERM or SIGINT; requests under way get `SHUTDOWN_SECONDS` to end."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    runner = web.AppRunner(
-        Sidecar(token=token).application(), access_log=None, shutdown_timeout=SHUTDOWN_SECONDS
-    )
+    sidecar = Sidecar(token=token)
+    async with AsyncExitStack() as stack:
+        await _listen(stack, sidecar.application(), host, port, "listening")
+        if metrics is not None:
+            await _listen(stack, sidecar.watched(), *metrics, "metrics")
+        await stop.wait()
+
+
+async def _listen(
+    stack: AsyncExitStack, application: web.Application, host: str, port: int, what: str
+) -> None:
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
+    stack.push_async_callback(runner.cleanup)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host, port)
-        await site.start()
-        bound = runner.addresses[0][1]
-        logging.getLogger("scalerl_curvefit").info("listening on http://%s:%d", host, bound)
-        await stop.wait()
-    finally:
-        await runner.cleanup()
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from error
+    bound = runner.addresses[0][1]
+    logging.getLogger("scalerl_curvefit").info("%s on http://%s:%d", what, host, bound)
 
 
 def main() -> int:
@@ -42,6 +51,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m scalerl_curvefit.sidecar", description=serve.__doc__)
     parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: this host only)")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="0 picks a free one")
+    parser.add_argument("--metrics-host", default="127.0.0.1", help="address of --metrics-port")
+    parser.add_argument("--metrics-port", type=int, help="another port, with metrics and health alone")
     parser.add_argument("--token-file", type=Path, help="demand the bearer token in this file")
     arguments = parser.parse_args()
     token = None
@@ -53,10 +64,11 @@ def main() -> int:
         if not token:
             parser.error(f"--token-file {arguments.token_file} is empty")
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    metrics = None if arguments.metrics_port is None else (arguments.metrics_host, arguments.metrics_port)
     try:
-        asyncio.run(serve(arguments.host, arguments.port, token))
+        asyncio.run(serve(arguments.host, arguments.port, token, metrics))
     except OSError as error:
-        parser.error(f"cannot listen on {arguments.host}:{arguments.port}: {error.strerror}")
+        parser.error(str(error.strerror))
     return 0
 
 

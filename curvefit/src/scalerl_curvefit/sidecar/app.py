@@ -82,6 +82,14 @@ class Sidecar:
         application.on_cleanup.append(self._close)
         return application
 
+    def watched(self) -> web.Application:
+        """Health and metrics alone, for a port that others than the service's own caller may reach."""
+        application = web.Application()
+        application.add_routes(
+            [web.get(endpoints.HEALTH, self._health), web.get(endpoints.METRICS, self._metrics_text)]
+        )
+        return application
+
     async def _close(self, _: web.Application) -> None:
         self._worker.shutdown(wait=False, cancel_futures=True)
 
