@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from aiohttp.test_utils import unused_port
 
 from operator_tests.scaling import evaluations, flat_curve
 from operator_tests.watched import ONE, Watched, no_stop
@@ -108,3 +109,26 @@ async def test_the_load_is_looked_at_once_a_cooldown(tmp_path: Path, url: str) -
     ]
     assert "trainer busy 40%, generators 95%" in taken[1][1].decision.reasons[0]
     assert verify(watched.path.read_bytes())[1] == []
+
+
+async def test_balance_does_not_wait_for_a_forecast(tmp_path: Path) -> None:
+    """With nobody to ask, the trainer is fed all the same; and what went well there asks no question less."""
+    nobody = f"http://127.0.0.1:{unused_port()}"
+    watched = Watched(tmp_path / "d", nobody, {"generators": {"max": 4}, "cooldownSeconds": 60})
+    generators, taken = Generators(wanted=1, ready=1), []
+    for second in range(0, 200, 5):
+        watched.clock.monotonic = second
+        step = await watched.step(
+            flat_curve(3),
+            generators,
+            wall_seconds=1000.0 + second,
+            device_seconds=2000.0 + 2 * second,
+            step=200 + second,
+            trainer_busy_fraction=0.4,
+            generator_busy_fraction=0.95,
+        )
+        if step is not None:
+            taken.append((second, step.policy))
+    # Asked again after 15, 30, 60 seconds; the load was looked at each minute meanwhile.
+    assert [second for second, policy in taken if policy == "autoscale"] == [0, 15, 45, 105]
+    assert [second for second, policy in taken if policy == "balance"] == [60, 125, 190]

@@ -66,11 +66,11 @@ class Autoscaler:
         self._sidecar = sidecar
         self._resumed = resumed
         self._unix = unix
-        self._monotonic = monotonic
         self._meter = LoadMeter(spec)
         self._seen: object = None
-        self._failures = 0
-        self._retry_at = 0.0
+        # Apart: a sidecar that is down holds up no balance, and a balance that went well no question.
+        self._asking = _Patience(monotonic)
+        self._balancing = _Patience(monotonic)
 
     @property
     def resumed(self) -> bool:
@@ -94,7 +94,7 @@ class Autoscaler:
         load = self._meter.look(status, generators)
         resumed = self._resumed
         what = (status.points, self.spec.autoscaling, self.spec.budget, resumed)
-        if points and (what != self._seen or (self._failures and self._monotonic() >= self._retry_at)):
+        if points and (what != self._seen or self._asking.again):
             step = await self._autoscale(status, generators, points)
             # A resumption that this step has taken in is no news any more; one that came meanwhile is.
             self._seen = (*what[:3], resumed and self._resumed)
@@ -107,12 +107,12 @@ class Autoscaler:
             seen = self._observe(status, generators, points)
             self._meter.restart()
             step = await self._finish("balance", points, replace(seen, load=load))
-            self._note(failed=bool(step.trouble))
+            self._balancing.note(failed=bool(step.trouble))
             return step
         return None
 
     def _may_balance(self) -> bool:
-        return self.spec.autoscaling.generators is not None and self._monotonic() >= self._retry_at
+        return self.spec.autoscaling.generators is not None and not self._balancing.waits
 
     async def _autoscale(self, status: Status, generators: Generators, points: list[Point]) -> Step:
         resumed = self._resumed
@@ -123,7 +123,7 @@ class Autoscaler:
             answer, trouble = await self._sidecar.forecast(asked)
         step = await self._finish("autoscale", points, replace(seen, forecast=answer, trouble=trouble))
         # Points that cannot be used are no failure: asking again would change nothing before there are others.
-        self._note(failed=bool(step.trouble) or (answer is None and not isinstance(asked, str)))
+        self._asking.note(failed=bool(step.trouble) or (answer is None and not isinstance(asked, str)))
         if resumed and not step.trouble:
             self._resumed = False
         return step
@@ -144,7 +144,27 @@ class Autoscaler:
     def _observe(self, status: Status, generators: Generators, points: list[Point]) -> Observation:
         return observe(self.spec, status, points, generators, unix_seconds=self._unix())
 
-    def _note(self, *, failed: bool) -> None:
+
+class _Patience:
+    """When to try again after failures in a row."""
+
+    def __init__(self, monotonic: Callable[[], float]) -> None:
+        self._monotonic = monotonic
+        self._failures = 0
+        self._retry_at = 0.0
+
+    @property
+    def waits(self) -> bool:
+        """Whether it failed too short a time ago."""
+        return self._failures > 0 and self._monotonic() < self._retry_at
+
+    @property
+    def again(self) -> bool:
+        """Whether it failed long enough ago."""
+        return self._failures > 0 and not self.waits
+
+    def note(self, *, failed: bool) -> None:
+        """How it went."""
         self._failures = self._failures + 1 if failed else 0
-        pause = FIRST_RETRY_SECONDS * 2.0 ** min(self._failures - 1, 10) if failed else 0.0
+        pause = FIRST_RETRY_SECONDS * 2.0 ** min(self._failures - 1, 10)
         self._retry_at = self._monotonic() + min(pause, LAST_RETRY_SECONDS)
