@@ -27,7 +27,10 @@ def tables() -> dict[str, str]:
     rules = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
     return {
         "phases": table("phase", "what it says", rows=[(f"`{p}`", p.text) for p in Phase]),
-        "conditions": table("condition", "what `True` says", rows=[(f"`{c}`", c.text) for c in ConditionType]),
+        "conditions": table(
+            "condition", "what `True` says", "what to do where it is not as it should be",
+            rows=[(f"`{c}`", c.text, c.todo) for c in ConditionType],
+        ),
         "reasons": table("reason", "what to do", rows=[(f"`{r}`", r.text) for r in Reason]),
         "alerts": table(
             "alert", "severity", "fires after",

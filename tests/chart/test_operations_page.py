@@ -31,8 +31,19 @@ def test_its_tables_are_what_the_code_says():
 
 def test_every_phase_condition_and_reason_is_explained():
     rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", PAGE, re.M)
-    for constant in (*Phase, *ConditionType, *Reason):
+    for constant in (*Phase, *Reason):
         assert (constant.value, constant.text) in rows
+    for type_ in ConditionType:
+        assert type_.todo.endswith(".")
+        assert (type_.value, f"{type_.text} | {type_.todo}") in rows
+
+
+def test_there_is_no_reason_that_nobody_ever_gives():
+    source = "".join(path.read_text() for path in (ROOT / "operator" / "src").rglob("*.py"))
+    source += (ROOT / "api/src/scalerl_api/conditions.py").read_text().replace("cls.", "Reason.")
+    for constants in (Phase, ConditionType, Reason):
+        for name in constants.__members__:
+            assert f"{constants.__name__}.{name}" in source, name
 
 
 def test_every_link_leads_somewhere():

@@ -11,14 +11,15 @@ from typing import Self
 
 
 class _Explained(StrEnum):
-    """A constant and one line about it, ``.text``."""
+    """A constant and one line about it, ``.text``; of some also what to do, ``.todo``."""
 
     text: str
+    todo: str
 
-    def __new__(cls, value: str, text: str = "") -> Self:
+    def __new__(cls, value: str, text: str = "", todo: str = "") -> Self:
         member = str.__new__(cls, value)
         member._value_ = value
-        member.text = text
+        member.text, member.todo = text, todo
         return member
 
 
@@ -36,24 +37,75 @@ class Phase(_Explained):
 
 
 class ConditionType(_Explained):
-    """What is said about a run. ``text`` says what ``True`` means."""
+    """What is said about a run. ``text`` says what ``True`` means, ``todo`` what to do where it is not as one would have
+    it: ``False``, and ``True`` of the last five but ``Completed``."""
 
-    ACCEPTED = "Accepted", "The spec can be run, and everything it names was found."
-    ADMITTED = "Admitted", "Kueue lets the run have its devices; always so without a queue."
-    PREPARED = "Prepared", "Model, tokenizer and task are on the volume."
-    COORDINATOR_READY = "CoordinatorReady", "The coordinator answers and hands out work."
-    GENERATORS_READY = "GeneratorsReady", "All generators wanted hold weights and work."
-    TRAINER_READY = "TrainerReady", "All ranks of the trainer are up."
-    PROGRESSING = "Progressing", "Steps are being trained."
-    FORECAST_READY = "ForecastReady", "The newest points of the curve have a forecast."
+    ACCEPTED = (
+        "Accepted",
+        "The spec can be run, and everything it names was found.",
+        "Nothing was created. Correct what the message names, in the spec or in the namespace; it is looked at again.",
+    )
+    ADMITTED = (
+        "Admitted",
+        "Kueue lets the run have its devices; always so without a queue.",
+        "Wait, or see the queue's quota; without Kueue in the cluster, take the queue's label off the run.",
+    )
+    PREPARED = (
+        "Prepared",
+        "Model, tokenizer and task are on the volume.",
+        "Wait; a download takes as long as it takes. The reason says what the pod lacks, its log how far it is.",
+    )
+    COORDINATOR_READY = (
+        "CoordinatorReady",
+        "The coordinator answers and hands out work.",
+        "The others wait for it and lose nothing. See its pod's log, and whether the operator reaches it (NetworkPolicies).",
+    )
+    GENERATORS_READY = (
+        "GeneratorsReady",
+        "All generators wanted hold weights and work.",
+        "The run goes on with those that do. The reason says what the others lack: room, an image, memory.",
+    )
+    TRAINER_READY = (
+        "TrainerReady",
+        "All ranks of the trainer are up.",
+        "The message has the last words of the rank that failed; the next attempt comes by itself, a while later each time.",
+    )
+    PROGRESSING = (
+        "Progressing",
+        "Steps are being trained.",
+        "Look at the three conditions above; the message has what the coordinator waits for.",
+    )
+    FORECAST_READY = (
+        "ForecastReady",
+        "The newest points of the curve have a forecast.",
+        "The run goes on all the same, and no decision is taken. Wait for points, or see to the curve-fit service.",
+    )
     GENERATORS_PINNED = (
         "GeneratorsPinned",
         "Someone set the number of generators; the autoscaler leaves it alone.",
+        "Nothing, if it was meant; else set spec.generator.replicas to what it was before.",
     )
-    DEGRADED = "Degraded", "The run goes on, but not as it should; the message says what is wrong."
-    SUSPENDED = "Suspended", "Nothing of the run is running, and its checkpoint is written."
-    COMPLETED = "Completed", "The run has ended as its spec says."
-    FAILED = "Failed", "The run has been given up."
+    DEGRADED = (
+        "Degraded",
+        "The run goes on, but not as it should; the message says what is wrong.",
+        "See to the reason soon: the run does not end by it, but may get worse. It clears by itself once it is over.",
+    )
+    SUSPENDED = (
+        "Suspended",
+        "Nothing of the run is running, and its checkpoint is written.",
+        "Set spec.suspend to false to go on from there.",
+    )
+    COMPLETED = (
+        "Completed",
+        "The run has ended as its spec says.",
+        "Nothing: False says that it is under way.",
+    )
+    FAILED = (
+        "Failed",
+        "The run has been given up.",
+        "The message has the last words. Mend the cause and create the run anew; with its claim in spec.storage.claimName it "
+        "goes on from its checkpoint.",
+    )
 
 
 class Reason(_Explained):
@@ -118,10 +170,6 @@ class Reason(_Explained):
     STARTING = "Starting", "Wait; a first start loads images, weights and compiled kernels."
     READY = "Ready", "Nothing to do."
     SOME_READY = "SomeReady", "The run goes on with those that are; the message says what the others lack."
-    NOT_READY = (
-        "NotReady",
-        "It stopped answering and will be restarted; see the log of its pod if it stays so.",
-    )
     BACK_OFF = "BackOff", "It failed and is started again shortly; the message has its last words."
     UNSCHEDULABLE = (
         "Unschedulable",
@@ -230,10 +278,6 @@ class Reason(_Explained):
         "SuspendedAsBroken",
         'The curve or the numbers went bad. See docs/autoscaling.md, "A run that is held"; setting spec.suspend to '
         "false goes on all the same.",
-    )
-    SUSPENDED_BY_QUEUE = (
-        "SuspendedByQueue",
-        "Kueue took the devices back; the run goes on when admitted again.",
     )
     SUSPENDING = "Suspending", "Wait until the checkpoint is written."
     NOT_SUSPENDED = "NotSuspended", "Nothing to do."
