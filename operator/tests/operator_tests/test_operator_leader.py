@@ -195,6 +195,28 @@ def test_without_an_answer_it_leads_no_more_before_others_may_and_again_when_the
     run(scenario())
 
 
+def test_a_lease_that_somebody_deletes_never_makes_two_lead() -> None:
+    async def scenario() -> None:
+        leases = Leases()
+        first = Replica(leases, "one")
+        await asyncio.sleep(1)
+        second = Replica(leases, "two")
+        for moment in range(20):
+            await asyncio.sleep(20 + moment / 7)
+            assert first.leader.is_leader()
+            leases.lease = None
+            for _ in range(50):
+                await asyncio.sleep(0.1)
+                assert first.leader.is_leader()
+                assert not second.leader.is_leader()
+        await first.kill()
+        leases.lease = None
+        await until(second.leader.is_leader, 15)
+        await second.kill()
+
+    run(scenario())
+
+
 def test_one_renewal_that_hangs_does_not_cost_the_lead() -> None:
     async def scenario() -> None:
         hang = False

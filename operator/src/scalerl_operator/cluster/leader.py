@@ -163,6 +163,9 @@ class Leader:
     async def _take(self) -> bool:
         lease = await self._api.get("Lease", self._namespace, self._name)
         if lease is None:
+            # Whoever held one that somebody has deleted goes on until it wants to renew it.
+            if self._holder not in ("", self._identity) and self._clock() < self._seen_at + self._duration:
+                return False
             await self._api.create(self._record(None))
         else:
             spec = lease.get("spec") or {}
