@@ -139,6 +139,7 @@ class Stage:
         self.api, self.calls, self.namespace, self.kubectl = api, calls, namespace, kubectl
         self._own = own  # the test's own requests are not counted
         self.now = 0.0
+        self.images = Images("trainer:1", "generator:1", "coordinator:1")
         self.coordinator = Coordinator()
         self._begin()
 
@@ -152,7 +153,7 @@ class Stage:
         self.reconciler = Reconciler(
             self.api,
             self.cache,
-            images=Images("trainer:1", "generator:1", "coordinator:1"),
+            images=self.images,
             operator_namespace="scalerl",
             clock=self.clock,
         )

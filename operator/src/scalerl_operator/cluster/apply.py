@@ -222,7 +222,10 @@ class Applier:
                     )
 
     async def _make_token(self, run: ScaleRLRun, place: Place) -> Problem | None:
-        """The run's token: made once; whoever made it first is right."""
+        """The run's token: made once; whoever made it first is right. Not for a run that is being deleted, of which the
+        garbage collector may have taken it: nobody new is to read it."""
+        if leaving(place.run):
+            return None
         if place.uid not in self._doubted and await self.token(place):
             return None
         name = Names(place.name).token

@@ -287,7 +287,8 @@ class Reconciler:
         scaling = self._scalings.get(seen.uid)
         if heard is not None and scaling is not None:
             wanted = [*wanted, *scaling.objects(run, heard)]
-        if seen.before.start_time is None and not any(kind in WORKLOADS for kind, _ in seen.objects):
+        begun = any(kind in WORKLOADS and seen.mine(obj) for (kind, _), obj in seen.objects.items())
+        if seen.before.start_time is None and not begun:
             every = Desired(True, True, max(1, run.spec.generator.replicas), 1)
             accepted = await self._applier.missing(
                 run, seen, wanted, lambda: self._render(run, seen, every, images)
