@@ -8,13 +8,14 @@ from __future__ import annotations
 import csv
 import io
 import json
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from installed import LEASE, OPERATORS, ROOT, Run, chart, leader, say, until
-from testcluster import Cluster
+from installed import LEASE, OPERATORS, ROOT, Run, chart, helm, leader, say, until
+from testcluster import Cluster, KubectlError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
@@ -41,6 +42,14 @@ def start(cluster: Cluster, example: str) -> Run:
     cluster.kubectl("create", "configmap", f"{name}-data", data, "-n", NAMESPACE)
     cluster.kubectl("apply", "-f", folder / "run-kubernetes.yaml", "-n", NAMESPACE)
     return Run(cluster, name, NAMESPACE)
+
+
+def test_the_chart_tests_itself(installed: Cluster) -> None:
+    """From a pod of its own, by the Service's name."""
+    began = time.monotonic()
+    said = helm(installed, "test", "scalerl", "-n", OPERATORS, "--timeout=60s")
+    say("helm test", time.monotonic() - began, 60)
+    assert "Succeeded" in said
 
 
 @pytest.fixture(scope="module")
@@ -117,13 +126,50 @@ def owned(run: Run) -> list[dict[str, Any]]:
     return [o for o in found if o["kind"] != "ConfigMap" or not o["metadata"]["name"].endswith("-curve")]
 
 
-def test_generators_are_scaled_by_kubectl(run: Run) -> None:
-    for count in (3, 1):
-        run.cluster.kubectl("scale", "scalerlrun", run.name, f"--replicas={count}", "-n", NAMESPACE)
-        took = until(
-            lambda count=count: len(run.pods("generator", ready=True)) == count, 300, f"{count} generators"
-        )
-        say(f"kubectl scale to {count}, all ready", took, 300)
+def scale(run: Run, count: int) -> None:
+    run.cluster.kubectl("scale", "scalerlrun", run.name, f"--replicas={count}", "-n", NAMESPACE)
+    took = until(lambda: len(run.pods("generator", ready=True)) == count, 300, f"{count} generators")
+    say(f"kubectl scale to {count}, all ready", took, 300)
+
+
+def test_generators_are_scaled_up_by_kubectl(run: Run) -> None:
+    scale(run, 3)
+    run.goes_on(120)
+
+
+def test_a_node_is_drained_as_far_as_the_budget_lets_it(run: Run) -> None:
+    """Of three generators one may go at a time: on the only node, which is cordoned, no other comes, and it is one.
+    The trainer goes, with a checkpoint; it has no budget, which could only forbid."""
+    nodes = run.cluster.get("nodes")["items"]
+    if len(nodes) != 1:
+        pytest.skip("what is evicted finds room on another node")
+    node = nodes[0]["metadata"]["name"]
+    before, attempt = names(run.pods("generator")), run.status()["trainer"]["attempt"]
+    selector = f"scalerl.dev/run={run.name},app.kubernetes.io/component in (generator,trainer)"
+    began = time.monotonic()
+    try:
+        with pytest.raises(KubectlError, match="disruption budget"):
+            run.cluster.kubectl(
+                *("drain", node, f"--pod-selector={selector}", "--delete-emptydir-data"),
+                "--timeout=20s",
+            )
+        say("drain is held by the budget", time.monotonic() - began, 60)
+        assert len(before & names(run.pods("generator", ready=True))) == 2, "one of three went, two work"
+        until(lambda: not names(run.pods("trainer", ready=True)), 60, "the trainer has left")
+    finally:
+        run.cluster.kubectl("uncordon", node)
+    took = until(lambda: len(run.pods("generator", ready=True)) == 3, 180, "the third generator")
+    say("uncordoned, all generators ready", took, 180)
+    say("and it trains from its checkpoint", run.goes_on(240, steps=2), 240)
+    assert run.status()["trainer"]["attempt"] == attempt + 1
+
+
+def names(pods: list[dict[str, Any]]) -> set[str]:
+    return {pod["metadata"]["name"] for pod in pods}
+
+
+def test_generators_are_scaled_down_by_kubectl(run: Run) -> None:
+    scale(run, 1)
     run.goes_on(120)
 
 
@@ -148,8 +194,6 @@ def test_what_is_edited_by_hand_is_repaired(run: Run) -> None:
 def test_the_api_server_is_away(run: Run) -> None:
     if run.cluster.layout is None:
         pytest.skip("this cluster is not ours to stop")
-    import time
-
     before = run.step()
     with run.cluster.without("kube-apiserver"):
         time.sleep(30)
