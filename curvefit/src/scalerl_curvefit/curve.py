@@ -112,8 +112,9 @@ class Curve:
         A new recipe counts its compute from the last point of the old one, since its R0 is what
         the old one reached; a new evaluation version alone keeps the axis.
         """
-        n = len(self)
-        changes = [i for i in range(1, n) if self._label(i) != self._label(i - 1)]
+        n, changes = len(self), self._changes()
+        if not changes:
+            return [Segment(self, 0.0)]
         segments, start = [], 0.0
         for begin, end in zip([0, *changes], [*changes, n], strict=True):
             if begin and self.recipe is not None and self.recipe[begin] != self.recipe[begin - 1]:
@@ -123,13 +124,18 @@ class Curve:
 
     def require_one_segment(self) -> None:
         """Raise MixedSegmentsError unless one recipe and one evaluation version cover all points."""
-        for i in range(1, len(self)):
-            if self._label(i) != self._label(i - 1):
-                raise MixedSegmentsError(
-                    f"recipe or evaluation version changes at point {i}: {self._label(i - 1)} → "
-                    f"{self._label(i)}; rewards on both sides do not lie on one curve. "
-                    "Fit one of curve.segments(), usually the last"
-                )
+        for i in self._changes()[:1]:
+            raise MixedSegmentsError(
+                f"recipe or evaluation version changes at point {i}: {self._label(i - 1)} → "
+                f"{self._label(i)}; rewards on both sides do not lie on one curve. "
+                "Fit one of curve.segments(), usually the last"
+            )
+
+    def _changes(self) -> list[int]:
+        """Points whose label is another than that of the point before."""
+        if all(labels is None or len(set(labels)) == 1 for labels in (self.recipe, self.eval_version)):
+            return []
+        return [i for i in range(1, len(self)) if self._label(i) != self._label(i - 1)]
 
     def _label(self, i: int) -> tuple[str | None, str | None]:
         return (self.recipe[i] if self.recipe else None, self.eval_version[i] if self.eval_version else None)

@@ -12,7 +12,6 @@ from .curve import Curve
 from .errors import ConstantRewardError, RequestError, TooFewPointsError
 from .fitting import past_posterior
 from .hindcast import predict
-from .posterior import Nodes
 from .settings import FitSettings
 
 CONSECUTIVE: Final = 3
@@ -66,7 +65,8 @@ def guard(
         before = past_posterior(last, settings or FitSettings(), count)
     except (TooFewPointsError, ConstantRewardError):
         return GuardResult(bool(reasons), tuple(reasons), False, seen, ())
-    floor = tuple(_floor(before, compute) for compute in last.compute[-CONSECUTIVE:])
+    # 5 % quantiles of evaluations there, the next ones after the fit: no discrepancy so close.
+    floor = tuple(mean + QUANTILE * sd for mean, sd in predict(before, last.compute[-CONSECUTIVE:]))
     if all(s < f for s, f in zip(seen, floor, strict=True)):
         worst = max(f - s for s, f in zip(seen, floor, strict=True))
         reasons.append(
@@ -74,12 +74,6 @@ def guard(
             f"by up to {worst:.3f}"
         )
     return GuardResult(bool(reasons), tuple(reasons), True, seen, floor)
-
-
-def _floor(nodes: Nodes, compute: float) -> float:
-    """5 % quantile of an evaluation at `compute`, the next ones after the fit: no discrepancy so close."""
-    mean, sd, noise = predict(nodes, float(np.log(compute)))
-    return mean + QUANTILE * float(np.hypot(sd, noise))
 
 
 def _latest_truncation(truncation: Sequence[float] | float | None) -> float | None:

@@ -67,10 +67,11 @@ def hindcasts(
         if after.start >= after.stop:
             continue
         nodes = fit_head(count)
-        departure, sd = _departure(nodes, then, compute[after], reward[after])
+        mixture = _Mixture(nodes)
+        departure, sd = _departure(mixture, then, compute[after], reward[after])
         ahead = float(nodes.weight_sj[nodes.ln_cmid_s > np.log(then)].sum())
         doubtful = ahead > MOST_P_BEFORE_CMID
-        scale = settings.doubtful_factor if doubtful else flatness(nodes, then, settings)
+        scale = settings.doubtful_factor if doubtful else _flatness(mixture, then, settings)
         made.append(Hindcast(then, float(compute[after][-1]), departure, sd, scale))
     return tuple(made)
 
@@ -90,30 +91,81 @@ def discrepancy_weights(made: Sequence[Hindcast], settings: FitSettings, doubtfu
 
 def flatness(nodes: Nodes, now: float, settings: FitSettings) -> float:
     """f: the curve's gain over the last doubling up to `now`, as a share of `flat_gain`, within bounds."""
-    gained = predict(nodes, float(np.log(now)))[0] - predict(nodes, float(np.log(now / 2.0)))[0]
-    if gained >= settings.flat_gain:
+    return _flatness(_Mixture(nodes), now, settings)
+
+
+def predict(nodes: Nodes, compute: FloatArray) -> list[tuple[float, float]]:
+    """Mean and sd of an evaluation at each compute (c,), straight from the nodes."""
+    mixture = _Mixture(nodes)
+    noise = mixture.noise_variance()
+    pairs = [mixture.reward(mixture.share(c)) for c in compute]
+    return [(mean, float(np.sqrt(variance + noise))) for mean, variance in pairs]
+
+
+class _Mixture:
+    """R as the nodes have it. A counts from the middle of each node's cells, in steps, so that all sums over it
+    are products with fixed vectors, taken once.
+    """
+
+    def __init__(self, nodes: Nodes) -> None:
+        self.nodes = nodes
+        cells = nodes.a_sj.shape[1]
+        steps_j = np.arange(cells) - 0.5 * (cells - 1)
+        powers_j3 = np.stack([np.ones(cells), steps_j, steps_j * steps_j], axis=1)
+        self._middle_s = 0.5 * (nodes.a_sj[:, 0] + nodes.a_sj[:, -1])
+        weight_s, first_s, second_s = (nodes.weight_sj @ powers_j3).T
+        self._weight_s = weight_s
+        self._first_s, self._second_s = first_s * nodes.a_step_s, second_s * nodes.a_step_s**2
+        spread_s = np.einsum("sj,sj->s", nodes.weight_sj, nodes.spread_sj)
+        self._innovation_s = spread_s / max(nodes.dof - 2.0, 1.0)
+
+    def share(self, compute: float) -> FloatArray:
+        """(s,) of the gain reached at one compute."""
+        return gain_share(
+            self.nodes.family, np.log(np.float64(compute)), self.nodes.ln_cmid_s, self.nodes.ln_b_s
+        )
+
+    def reward(self, share_s: FloatArray) -> tuple[float, float]:
+        """Mean and variance of R where each node has reached `share_s` of its gain."""
+        nodes, rest_s = self.nodes, 1.0 - share_s
+        slope_s = share_s - nodes.r0_slope_s * rest_s
+        level_s = nodes.r0_at_zero_s * rest_s + slope_s * self._middle_s
+        mean = float(level_s @ self._weight_s + slope_s @ self._first_s)
+        off_s = level_s - mean
+        between = (off_s * off_s) @ self._weight_s + (2.0 * off_s * slope_s) @ self._first_s
+        between += (slope_s * slope_s) @ self._second_s
+        within = float((self._innovation_s * rest_s * rest_s / nodes.precision_s).sum())
+        return mean, max(float(between), 0.0) + within
+
+    def noise_variance(self) -> float:
+        """Of one evaluation."""
+        return float((self._innovation_s / (1.0 - self.nodes.rho_s**2)).sum())
+
+    def long_run_variance(self) -> float:
+        """n times the variance of the mean of n → ∞ neighbouring evaluations: (1 + ρ)/(1 − ρ) of one's own."""
+        return float((self._innovation_s / (1.0 - self.nodes.rho_s) ** 2).sum())
+
+
+def _flatness(mixture: _Mixture, now: float, settings: FitSettings) -> float:
+    before, after = (mixture.reward(mixture.share(compute))[0] for compute in (now / 2.0, now))
+    if after - before >= settings.flat_gain:
         return 1.0
-    return max(gained / settings.flat_gain, settings.flat_share)
+    return max((after - before) / settings.flat_gain, settings.flat_share)
 
 
-def predict(nodes: Nodes, ln_compute: float) -> tuple[float, float, float]:
-    """Mean and sd of R at one compute, and the sd of an evaluation, straight from the nodes."""
-    mean, variance = _mixture(
-        nodes, gain_share(nodes.family, np.array(ln_compute), nodes.ln_cmid_s, nodes.ln_b_s)
-    )
-    return mean, float(np.sqrt(variance)), float(np.sqrt(_noise_variance(nodes)))
-
-
-def _departure(nodes: Nodes, then: float, compute: FloatArray, reward: FloatArray) -> tuple[float, float]:
+def _departure(
+    mixture: _Mixture, then: float, compute: FloatArray, reward: FloatArray
+) -> tuple[float, float]:
     """d and the sd of it that is explained."""
+    nodes = mixture.nodes
     ln_compute_b, reward_b, count_b = _binned(np.log(compute), reward)
     h_b = (ln_compute_b - np.log(then)) / np.log(2.0)
     pull_b = count_b * h_b / (count_b * h_b * h_b).sum()
-    share_sb = gain_share(nodes.family, ln_compute_b, nodes.ln_cmid_s[:, None], nodes.ln_b_s[:, None])
+    share_bs = gain_share(nodes.family, ln_compute_b[:, None], nodes.ln_cmid_s, nodes.ln_b_s)
     total = float(pull_b.sum())
     # R is linear in s, so that the pulled mean of R is R at the pulled mean of s, times the total pull.
-    mean, variance = _mixture(nodes, (share_sb @ pull_b) / total)
-    noise = float((pull_b * pull_b / count_b).sum()) * _long_run_variance(nodes)
+    mean, variance = mixture.reward((pull_b @ share_bs) / total)
+    noise = float((pull_b * pull_b / count_b).sum()) * mixture.long_run_variance()
     return float(pull_b @ reward_b) - total * mean, float(np.sqrt(total * total * variance + noise))
 
 
@@ -123,29 +175,3 @@ def _binned(ln_compute: FloatArray, reward: FloatArray) -> tuple[FloatArray, Flo
     starts = np.unique(np.linspace(0, n, min(n, BINS), endpoint=False).astype(np.intp))
     count = np.diff(np.append(starts, n)).astype(np.float64)
     return np.add.reduceat(ln_compute, starts) / count, np.add.reduceat(reward, starts) / count, count
-
-
-def _mixture(nodes: Nodes, share_s: FloatArray) -> tuple[float, float]:
-    """Mean and variance of R where each node has reached `share_s` of its gain."""
-    rest_s = 1.0 - share_s
-    reward_sj = (nodes.r0_at_zero_s * rest_s)[:, None] + (share_s - nodes.r0_slope_s * rest_s)[
-        :, None
-    ] * nodes.a_sj
-    within_sj = nodes.spread_sj / max(nodes.dof - 2.0, 1.0) * (rest_s * rest_s / nodes.precision_s)[:, None]
-    mean = float((nodes.weight_sj * reward_sj).sum())
-    return mean, float((nodes.weight_sj * ((reward_sj - mean) ** 2 + within_sj)).sum())
-
-
-def _noise_variance(nodes: Nodes) -> float:
-    """Variance of one evaluation."""
-    return float(_noise_s(nodes).sum())
-
-
-def _long_run_variance(nodes: Nodes) -> float:
-    """n times the variance of the mean of n → ∞ neighbouring evaluations: (1 + ρ)/(1 − ρ) of one's own."""
-    return float((_noise_s(nodes) * (1.0 + nodes.rho_s) / (1.0 - nodes.rho_s)).sum())
-
-
-def _noise_s(nodes: Nodes) -> FloatArray:
-    variance_s = (nodes.weight_sj * nodes.spread_sj).sum(axis=1) / max(nodes.dof - 2.0, 1.0)
-    return np.asarray(variance_s / (1.0 - nodes.rho_s**2))

@@ -80,9 +80,7 @@ def point_fit(
     sse, damping = float(residual @ residual), 1e-3
     for _ in range(STEPS):
         jacobian = _jacobian(family, ln_compute, precision, shape, a - r0)
-        normal, gradient = jacobian.T @ jacobian, jacobian.T @ residual
-        step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)) + TINY * np.eye(2), gradient)
-        trial = np.clip(shape + step, low, high)
+        trial = np.clip(shape + _damped_step(jacobian, residual, damping), low, high)
         trial_a, trial_r0, trial_residual = at(trial)
         trial_sse = float(trial_residual @ trial_residual)
         if trial_sse <= sse:
@@ -105,19 +103,31 @@ def point_fit(
     )
 
 
+def _damped_step(jacobian_2n: FloatArray, residual_n: FloatArray, damping: float) -> FloatArray:
+    """Levenberg–Marquardt's step (2,): (JᵀJ + damping·diag JᵀJ) step = Jᵀr, by Cramer's rule."""
+    (m, k), (_, b) = (jacobian_2n @ jacobian_2n.T).tolist()
+    c, d = (jacobian_2n @ residual_n).tolist()
+    m, b = m * (1.0 + damping) + TINY, b * (1.0 + damping) + TINY
+    return np.array([c * b - d * k, d * m - c * k]) / (m * b - k * k)
+
+
 def _jacobian(
     family: Family, ln_compute: FloatArray, precision: FloatArray, shape: FloatArray, gain: float
 ) -> FloatArray:
-    """Kaufman's (n, 2): d model/d shape with what A and R0 can absorb projected out."""
-    share = gain_share(family, ln_compute, shape[0], shape[1])
+    """Kaufman's (2, n): d model/d shape with what A and R0 can absorb projected out."""
     h = 1e-5
-    moved = np.stack(
-        [
-            gain_share(family, ln_compute, shape[0] + h, shape[1]) - share,
-            gain_share(family, ln_compute, shape[0], shape[1] + h) - share,
-        ],
-        axis=1,
-    )
-    derivative = gain * precision[:, None] * moved / h
-    basis, _ = np.linalg.qr(np.stack([share * precision, (1.0 - share) * precision], axis=1))
-    return np.asarray(derivative - basis @ (basis.T @ derivative))
+    moved = np.array([[0.0, 0.0], [h, 0.0], [0.0, h]])[:, :, None] + shape[:, None]
+    share, *shares = gain_share(family, ln_compute, moved[:, 0], moved[:, 1])
+    derivative = (gain / h) * precision * (np.stack(shares) - share)
+    first = _unit(share * precision)
+    second = (1.0 - share) * precision
+    second = _unit(second - (first @ second) * first)
+    for direction in (first, second):
+        derivative -= np.multiply.outer(derivative @ direction, direction)
+    return np.asarray(derivative)
+
+
+def _unit(vector: FloatArray) -> FloatArray:
+    """Of length 1; nothing if there is nothing of it, as where s is 0 or 1 at all points."""
+    length = float(np.sqrt(vector @ vector))
+    return vector / length if length > TINY else np.zeros_like(vector)

@@ -15,11 +15,12 @@ between them is long and thin, and a fixed grid mis-covers it. While the grid is
 the data, its weights are tempered, so that the best node of a coarse grid cannot hide a better region.
 
 Legend of suffixes: g shape nodes (Cmid, B) of a grid, r values of ρ, s surviving (node, ρ) pairs,
-j quadrature points of A.
+j quadrature points of A, k knots. The long index comes last: NumPy is several times slower over rows of four.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -112,15 +113,15 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True)
 class _Forms:
-    """The closed forms of the module docstring at every (shape node g, ρ r)."""
+    """The closed forms of the module docstring at every (ρ r, shape node g)."""
 
-    ln_prior_gr: FloatArray
-    e0_gr: FloatArray
-    b_gr: FloatArray
-    q_gr: FloatArray
-    zero_gr: FloatArray
-    slope_gr: FloatArray
-    precision_gr: FloatArray
+    ln_prior_rg: FloatArray
+    e0_rg: FloatArray
+    b_rg: FloatArray
+    q_rg: FloatArray
+    zero_rg: FloatArray
+    slope_rg: FloatArray
+    precision_rg: FloatArray
 
 
 def make_prior(
@@ -146,129 +147,136 @@ def make_prior(
 
 def grid_posterior(points: Moments, prior: Prior, family: Family, effort: Effort = FULL) -> Nodes:
     """Lay the grid, refine it around the mass until it resolves it, then integrate over A."""
-    low = np.array([prior.ln_cmid[0], prior.ln_b[0]])
-    high = np.array([prior.ln_cmid[1], prior.ln_b[1]])
-    step_2 = (high - low) / np.array(effort.coarse)
-    frame_22 = np.diag(step_2)
-    shape_g2 = low + _mesh(*effort.coarse) * step_2
+    low_21 = np.array([[prior.ln_cmid[0]], [prior.ln_b[0]]])
+    high_21 = np.array([[prior.ln_cmid[1]], [prior.ln_b[1]]])
+    step_21 = (high_21 - low_21) / np.array([effort.coarse]).T
+    frame_22 = np.diag(step_21[:, 0])
+    shape_2g = low_21 + _mesh(*effort.coarse) * step_21
     for stage in range(1, MAX_STAGES + 1):
-        forms = _forms(points, prior, family, shape_g2)
-        ln_weight_gr = _ln_weight(points, prior, forms)
-        ln_weight_g = np.logaddexp.reduce(ln_weight_gr, axis=1)
+        forms = _forms(points, prior, family, shape_2g)
+        ln_weight_rg = _ln_weight(points, prior, forms)
+        ln_weight_g = _ln_sum(ln_weight_rg)
         weight_g, tempered = _tempered(ln_weight_g, effort.nodes)
         if (stage >= effort.stages and not tempered) or stage == MAX_STAGES:
             break
-        shape_g2, frame_22 = _refined(shape_g2, weight_g, CUT[tempered], frame_22, low, high, effort.fine)
-    area = float(abs(np.linalg.det(frame_22)))
-    return _integrate_a(points, prior, family, shape_g2, forms, ln_weight_gr, area, effort.a_points)
+        shape_2g, frame_22 = _refined(
+            shape_2g, weight_g, CUT[tempered], frame_22, low_21, high_21, effort.fine
+        )
+    area = float(abs(frame_22[0, 0] * frame_22[1, 1] - frame_22[0, 1] * frame_22[1, 0]))
+    return _integrate_a(points, prior, family, shape_2g, forms, ln_weight_rg, area, effort.a_points)
 
 
 @lru_cache(maxsize=8)
 def _mesh(rows: int, columns: int) -> FloatArray:
-    """(rows·columns, 2) centres of unit cells."""
+    """(2, rows·columns) centres of unit cells."""
     i, j = np.meshgrid(np.arange(rows) + 0.5, np.arange(columns) + 0.5, indexing="ij")
-    return np.stack([i.ravel(), j.ravel()], axis=1)
+    mesh_2g = np.stack([i.ravel(), j.ravel()])
+    mesh_2g.flags.writeable = False
+    return mesh_2g
 
 
-def _forms(points: Moments, prior: Prior, family: Family, shape_g2: FloatArray) -> _Forms:
-    ln_b_g1 = shape_g2[:, 1:]
-    s_gk = gain_share(family, points.ln_compute_k, shape_g2[:, :1], ln_b_g1)
-    ss = (s_gk * s_gk) @ points.ss_diagonal_kr
-    ss += 2.0 * ((s_gk[:, 1:] * s_gk[:, :-1]) @ points.ss_neighbour_kr)
-    s_one, s_y = s_gk @ points.s_one_kr, s_gk @ points.s_y_kr
-    tt, ts, ty = points.one_one_r - 2.0 * s_one + ss, s_one - ss, points.one_y_r - s_y
-    innovation_share_r = 1.0 - points.rho_r**2
-    lam_r = prior.noise_sd**2 * innovation_share_r / prior.r0_sd**2
-    precision = tt + lam_r
-    g = ty + lam_r * prior.r0
-    spread0_r = prior.noise_dof * prior.noise_sd**2 * innovation_share_r
-    ln_prior = (
-        prior.ln_rho_weight_r
-        - 0.5 * ((ln_b_g1 - prior.ln_b_mean) / prior.ln_b_sd) ** 2
-        + 0.5 * (np.log(innovation_share_r) + np.log(lam_r) + prior.noise_dof * np.log(spread0_r))
-        - 0.5 * np.log(precision)
+def _forms(points: Moments, prior: Prior, family: Family, shape_2g: FloatArray) -> _Forms:
+    ln_cmid_g, ln_b_g = shape_2g
+    s_kg = gain_share(family, points.ln_compute_k[:, None], ln_cmid_g, ln_b_g)
+    ss = points.ss_diagonal_kr.T @ (s_kg * s_kg)
+    ss += 2.0 * (points.ss_neighbour_kr.T @ (s_kg[1:] * s_kg[:-1]))
+    s_one, s_y = points.s_one_kr.T @ s_kg, points.s_y_kr.T @ s_kg
+    one_one_r1, one_y_r1, y_y_r1 = points.one_one_r[:, None], points.one_y_r[:, None], points.y_y_r[:, None]
+    tt, ts, ty = one_one_r1 - 2.0 * s_one + ss, s_one - ss, one_y_r1 - s_y
+    innovation_share_r1 = (1.0 - points.rho_r**2)[:, None]
+    lam_r1 = prior.noise_sd**2 * innovation_share_r1 / prior.r0_sd**2
+    precision = tt + lam_r1
+    g = ty + lam_r1 * prior.r0
+    zero, slope = g / precision, ts / precision
+    spread0_r1 = prior.noise_dof * prior.noise_sd**2 * innovation_share_r1
+    ln_prior_r1 = prior.ln_rho_weight_r[:, None] + 0.5 * (
+        np.log(innovation_share_r1) + np.log(lam_r1) + prior.noise_dof * np.log(spread0_r1)
     )
+    ln_prior_g = -0.5 * ((ln_b_g - prior.ln_b_mean) / prior.ln_b_sd) ** 2
     return _Forms(
-        ln_prior_gr=ln_prior,
+        ln_prior_rg=ln_prior_r1 + ln_prior_g - 0.5 * np.log(precision),
         # The prior spread of v is added here once: SSE(A) below always comes with it.
-        e0_gr=points.y_y_r + lam_r * prior.r0**2 - g * g / precision + spread0_r,
-        b_gr=s_y - ts * g / precision,
-        q_gr=np.maximum(ss - ts * ts / precision, 1e-12),
-        zero_gr=g / precision,
-        slope_gr=ts / precision,
-        precision_gr=precision,
+        e0_rg=y_y_r1 + lam_r1 * prior.r0**2 + spread0_r1 - g * zero,
+        b_rg=s_y - ts * zero,
+        q_rg=np.maximum(ss - ts * slope, 1e-12),
+        zero_rg=zero,
+        slope_rg=slope,
+        precision_rg=precision,
     )
 
 
 def _ln_weight(points: Moments, prior: Prior, forms: _Forms) -> FloatArray:
     """ln of the node's mass, with the integral over A as peak × width (exact enough to steer the grid)."""
     dof = points.n + prior.noise_dof
-    peak = np.clip(forms.b_gr / forms.q_gr, prior.a_lowest, prior.a_highest)
-    spread = forms.e0_gr - 2.0 * forms.b_gr * peak + forms.q_gr * peak * peak
-    width = np.minimum(np.sqrt(2.0 * np.pi * spread / (forms.q_gr * dof)), prior.a_highest - prior.a_lowest)
-    return np.asarray(forms.ln_prior_gr - 0.5 * dof * np.log(spread) + np.log(width))
+    peak = np.clip(forms.b_rg / forms.q_rg, prior.a_lowest, prior.a_highest)
+    spread = forms.e0_rg + peak * (forms.q_rg * peak - 2.0 * forms.b_rg)
+    width = np.minimum(np.sqrt(2.0 * np.pi * spread / (forms.q_rg * dof)), prior.a_highest - prior.a_lowest)
+    return np.asarray(forms.ln_prior_rg - 0.5 * dof * np.log(spread) + np.log(width))
+
+
+def _ln_sum(ln_weight_rg: FloatArray) -> FloatArray:
+    """ln Σ_r exp: one maximum for each node, in a third of the time of `logaddexp.reduce`."""
+    top_g = ln_weight_rg.max(axis=0)
+    return np.asarray(top_g + np.log(np.exp(ln_weight_rg - top_g).sum(axis=0)))
 
 
 def _tempered(ln_weight_g: FloatArray, enough: float) -> tuple[FloatArray, bool]:
     """Weights (max 1) for the next grid, flattened if too few nodes share the mass, and whether they were."""
     relative = ln_weight_g - ln_weight_g.max()
 
-    def weights(power: float) -> FloatArray:
-        return np.asarray(np.exp(power * relative))
-
     def effective(w: FloatArray) -> float:
         return float(w.sum() ** 2 / (w @ w))
 
-    plain = weights(1.0)
+    plain = np.exp(relative)
     if effective(plain) >= enough:
         return plain, False
     low, high = -14.0, 0.0
     for _ in range(8):
         middle = 0.5 * (low + high)
-        wide = effective(weights(float(np.exp(middle)))) >= TEMPERED_NODES
+        wide = effective(np.exp(math.exp(middle) * relative)) >= TEMPERED_NODES
         low, high = (middle, high) if wide else (low, middle)
-    return weights(float(np.exp(low))), True
+    return np.exp(math.exp(low) * relative), True
 
 
 def _refined(
-    shape_g2: FloatArray,
+    shape_2g: FloatArray,
     weight_g: FloatArray,
     cut: float,
     frame_22: FloatArray,
-    low: FloatArray,
-    high: FloatArray,
+    low_21: FloatArray,
+    high_21: FloatArray,
     fine: tuple[int, int],
 ) -> tuple[FloatArray, FloatArray]:
     """A finer grid in the principal axes of the mass; returns its nodes and its cell's two edge vectors."""
     share_g = weight_g / weight_g.sum()
-    centre_2 = share_g @ shape_g2
-    offset_g2 = shape_g2 - centre_2
-    covariance = (offset_g2 * share_g[:, None]).T @ offset_g2 + frame_22 @ frame_22.T / 12.0
+    centre_21 = (shape_2g @ share_g)[:, None]
+    offset_2g = shape_2g - centre_21
+    covariance = (offset_2g * share_g) @ offset_2g.T + frame_22 @ frame_22.T / 12.0
     _, axes_22 = np.linalg.eigh(covariance)
     axes_22 = axes_22[:, ::-1]  # the long axis first, as in Effort.fine
-    along_g2 = offset_g2[weight_g > cut] @ axes_22
+    along_2g = axes_22.T @ offset_2g[:, weight_g > cut]
     margin_2 = 0.5 * np.abs(frame_22.T @ axes_22).sum(axis=0)
-    start_2, stop_2 = along_g2.min(axis=0) - margin_2, along_g2.max(axis=0) + margin_2
+    start_2, stop_2 = along_2g.min(axis=1) - margin_2, along_2g.max(axis=1) + margin_2
     step_2 = (stop_2 - start_2) / np.array(fine)
-    refined_g2 = centre_2 + (start_2 + _mesh(*fine) * step_2) @ axes_22.T
-    inside = np.all((refined_g2 >= low) & (refined_g2 <= high), axis=1)
-    return refined_g2[inside], axes_22 * step_2
+    refined_2g = centre_21 + axes_22 @ (start_2[:, None] + _mesh(*fine) * step_2[:, None])
+    inside = np.all((refined_2g >= low_21) & (refined_2g <= high_21), axis=0)
+    return refined_2g[:, inside], axes_22 * step_2
 
 
 def _integrate_a(
     points: Moments,
     prior: Prior,
     family: Family,
-    shape_g2: FloatArray,
+    shape_2g: FloatArray,
     forms: _Forms,
-    ln_weight_gr: FloatArray,
+    ln_weight_rg: FloatArray,
     area: float,
     a_points: int,
 ) -> Nodes:
-    g, r = np.nonzero(ln_weight_gr > ln_weight_gr.max() - NEGLIGIBLE)
+    g, r = np.nonzero((ln_weight_rg > ln_weight_rg.max() - NEGLIGIBLE).T)
     dof = points.n + prior.noise_dof
-    e0, b, q = (values[g, r] for values in (forms.e0_gr, forms.b_gr, forms.q_gr))
-    zero, slope, precision = (values[g, r] for values in (forms.zero_gr, forms.slope_gr, forms.precision_gr))
+    e0, b, q = (values[r, g] for values in (forms.e0_rg, forms.b_rg, forms.q_rg))
+    zero, slope, precision = (values[r, g] for values in (forms.zero_rg, forms.slope_rg, forms.precision_rg))
     mode = np.clip(b / q, prior.a_lowest, prior.a_highest)
     reach = A_REACH * np.sqrt((e0 - 2.0 * b * mode + q * mode * mode) / (q * dof))
     lowest, highest = np.maximum(mode - reach, prior.a_lowest), np.minimum(mode + reach, prior.a_highest)
@@ -281,7 +289,7 @@ def _integrate_a(
     ln_rising_sj = np.zeros_like(rise_sj)
     close = rise_sj < SURE_RISE
     ln_rising_sj[close] = log_ndtr(rise_sj[close])
-    ln_density_sj = forms.ln_prior_gr[g, r][:, None] - 0.5 * dof * np.log(spread_sj) + ln_rising_sj
+    ln_density_sj = forms.ln_prior_rg[r, g][:, None] - 0.5 * dof * np.log(spread_sj) + ln_rising_sj
     top = ln_density_sj.max()
     weight_sj = np.exp(ln_density_sj - top) * step[:, None]
     total = float(weight_sj.sum())
@@ -290,8 +298,8 @@ def _integrate_a(
     )
     return Nodes(
         family=family,
-        ln_cmid_s=shape_g2[g, 0],
-        ln_b_s=shape_g2[g, 1],
+        ln_cmid_s=shape_2g[0, g],
+        ln_b_s=shape_2g[1, g],
         rho_s=points.rho_r[r],
         a_sj=a_sj,
         a_step_s=step,

@@ -101,7 +101,10 @@ def _systematic(weights: FloatArray, n: int, random: np.random.Generator) -> NDA
     edges[-1] = n
     upto = np.ceil(edges - random.random()).astype(np.intp)
     upto[-1] = n
-    return np.diff(np.maximum.accumulate(np.clip(upto, 0, n)), prepend=0)
+    # Sums of weights never fall, so that these do not either; the rounding of the last may exceed n.
+    np.minimum(upto, n, out=upto)
+    upto[1:] -= upto[:-1].copy()
+    return upto
 
 
 def _sample_family(nodes: Nodes, n: int, random: np.random.Generator) -> tuple[FloatArray, ...]:
