@@ -159,6 +159,22 @@ def test_after_an_orderly_end_the_next_leads_within_3_seconds() -> None:
     run(scenario())
 
 
+def test_a_lead_that_cannot_be_given_up_does_not_keep_a_process_from_ending() -> None:
+    async def scenario() -> None:
+        silent = False
+        leases = Leases(latency=lambda: (1e6, 0) if silent else (0.005, 0.005))
+        first = Replica(leases, "one")
+        await asyncio.sleep(1)
+        await first.kill()
+        silent = True
+        began = now()
+        await first.leader.release()
+        assert now() - began <= 5
+        assert first.leader.lost.is_set()
+
+    run(scenario())
+
+
 def test_the_same_replica_restarted_goes_on_at_once() -> None:
     async def scenario() -> None:
         leases = Leases()

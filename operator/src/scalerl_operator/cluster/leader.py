@@ -116,17 +116,20 @@ class Leader:
                 self._step_down()
 
     async def release(self) -> None:
-        """Give the Lease up so that the next can lead at once. Stop :meth:`run` first. Never raises an ApiError."""
+        """Give the Lease up so that the next can lead at once. Stop :meth:`run` first. Takes a few seconds at most, and
+        raises nothing for what the API server says."""
         self._step_down()
         try:
-            lease = await self._api.get("Lease", self._namespace, self._name)
-            if lease is None or lease["spec"].get("holderIdentity") != self._identity:
-                return
-            lease["spec"] |= {"holderIdentity": "", "leaseDurationSeconds": 1, "renewTime": _now()}
-            await self._api.replace(lease)
+            async with asyncio.timeout(self._retry * 2):
+                lease = await self._api.get("Lease", self._namespace, self._name)
+                if lease is None or lease["spec"].get("holderIdentity") != self._identity:
+                    return
+                lease["spec"] |= {"holderIdentity": "", "leaseDurationSeconds": 1, "renewTime": _now()}
+                await self._api.replace(lease)
             log.info("%s gave up the lead", self._identity)
-        except errors.ApiError as error:
-            log.warning("the lease could not be given up and runs out by itself: %s", error)
+        except (errors.ApiError, TimeoutError) as error:
+            said = str(error) or "no answer"
+            log.warning("the lease could not be given up and runs out by itself: %s", said)
 
     def _step_down(self) -> None:
         self._leads_until = -math.inf
