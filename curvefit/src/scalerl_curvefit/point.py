@@ -108,7 +108,8 @@ def _damped_step(jacobian_2n: FloatArray, residual_n: FloatArray, damping: float
     (m, k), (_, b) = (jacobian_2n @ jacobian_2n.T).tolist()
     c, d = (jacobian_2n @ residual_n).tolist()
     m, b = m * (1.0 + damping) + TINY, b * (1.0 + damping) + TINY
-    return np.array([c * b - d * k, d * m - c * k]) / (m * b - k * k)
+    determinant = max(m * b - k * k, TINY * m * b)
+    return np.array([(c * b - d * k) / determinant, (d * m - c * k) / determinant])
 
 
 def _jacobian(
