@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Generator, Iterator
+import uuid
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 
 import pytest
+from stage import serve_runs
 from testcluster import Cluster, Images, MissingError, start_cluster, start_control_plane
 from testcluster.kind import start_kind, usable
 from testcluster.tools import kubectl
+
+from scalerl_operator.cluster import connection
+from scalerl_operator.cluster.api import KubeApi
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,6 +41,29 @@ def control_plane() -> Iterator[Cluster]:
         pytest.skip(f"no control plane can be run here: {error}")
     with cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def served(control_plane: Cluster) -> Cluster:
+    """The control plane, and it serves runs."""
+    serve_runs(control_plane)
+    return control_plane
+
+
+@pytest.fixture
+async def api(served: Cluster) -> AsyncIterator[KubeApi]:
+    """The operator's client of it, without a fence."""
+    async with KubeApi(await connection.load(str(served.kubeconfig))) as client:
+        yield client
+
+
+@pytest.fixture
+def namespace(served: Cluster) -> Iterator[str]:
+    """A namespace of the test's own."""
+    name = f"io-{uuid.uuid4().hex[:8]}"
+    served.kubectl("create", "namespace", name)
+    yield name
+    served.kubectl("delete", "namespace", name, "--wait=false")
 
 
 @pytest.fixture(scope="session")

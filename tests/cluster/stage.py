@@ -64,7 +64,7 @@ class Coordinator:
         self.address = next(_addresses)
         self.phase, self.stop_reason, self.told = wire.Phase.RUNNING, "", list[str]()
         self.step, self.points = 3, list[wire.EvaluationPoint]()
-        self.silent = False
+        self.silent, self.asked = False, 0
 
     def status(self) -> wire.Status:
         counts = wire.Counts(
@@ -108,6 +108,7 @@ class Coordinator:
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         async def status(_: web.Request) -> web.Response:
+            self.asked += 1
             if self.silent:
                 await asyncio.sleep(30)
             return web.Response(body=msgspec.msgpack.encode(self.status()))
@@ -140,6 +141,7 @@ class Stage:
         self._own = own  # the test's own requests are not counted
         self.now = 0.0
         self.images = Images("trainer:1", "generator:1", "coordinator:1")
+        self.leads = True
         self.coordinator = Coordinator()
         self._begin()
 
@@ -319,7 +321,8 @@ async def stage(cluster: Any, namespace: str) -> AsyncIterator[Stage]:
     configuration = await connection.load(str(cluster.kubeconfig))
     calls = Calls()
     async with AsyncExitStack() as stack:
-        api = await stack.enter_async_context(KubeApi(configuration, observer=calls))
+        fenced = KubeApi(configuration, observer=calls, fence=lambda: there.leads)
+        api = await stack.enter_async_context(fenced)
         own = await stack.enter_async_context(KubeApi(configuration))
         there = Stage(api, own, calls, namespace, cluster.kubectl)
         await stack.enter_async_context(there.coordinator.serving())

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from msgspec.structs import replace
-from stage import serve_runs
 from testcluster import Cluster
 
 from scalerl_api.load import run_from_object
@@ -21,7 +18,7 @@ from scalerl_operator.autoscaling.observation import Point, point, point_set
 from scalerl_operator.autoscaling.record import DecisionRecord, Line
 from scalerl_operator.autoscaling.replay import verify
 from scalerl_operator.autoscaling.storage import RecordLost
-from scalerl_operator.cluster import connection, decisions
+from scalerl_operator.cluster import decisions
 from scalerl_operator.cluster.api import KubeApi
 from scalerl_operator.cluster.curve import curve_config_map, digest_of
 from scalerl_operator.cluster.decisions import ConfigMapStorage
@@ -39,26 +36,6 @@ from scalerl_operator.policy.facts import (
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def served(control_plane: Cluster) -> Cluster:
-    serve_runs(control_plane)
-    return control_plane
-
-
-@pytest.fixture
-async def api(served: Cluster) -> AsyncIterator[KubeApi]:
-    async with KubeApi(await connection.load(str(served.kubeconfig))) as client:
-        yield client
-
-
-@pytest.fixture
-def namespace(served: Cluster) -> Iterator[str]:
-    name = f"decisions-{uuid.uuid4().hex[:8]}"
-    served.kubectl("create", "namespace", name)
-    yield name
-    served.kubectl("delete", "namespace", name, "--wait=false")
 
 
 async def created(api: KubeApi, namespace: str) -> tuple[ScaleRLRun, str]:

@@ -1,23 +1,17 @@
-"""The operator's input and output against a real API server: its client, its cache, its leadership, its process."""
+"""The operator's input and output against a real API server: its client, its cache, its process."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
-import socket
-import sys
 import time
 import uuid
 from asyncio.events import Handle
-from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-import aiohttp
 import pytest
-import yaml
+from replicas import a_run, an_operator, asked, config_map, noting, running, settings, until
 from stage import serve_runs
 from testcluster import Cluster, MissingError, start_control_plane
 
@@ -28,52 +22,9 @@ from scalerl_operator.cluster.cache import Cache
 from scalerl_operator.cluster.handlers import Resync
 from scalerl_operator.cluster.informer import listed
 from scalerl_operator.cluster.kinds import KINDS
-from scalerl_operator.cluster.settings import Settings
-from scalerl_operator.cluster.types import Images, Key, Object
+from scalerl_operator.cluster.types import Key
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def served(control_plane: Cluster) -> Cluster:
-    serve_runs(control_plane)
-    return control_plane
-
-
-@pytest.fixture
-async def api(served: Cluster) -> AsyncIterator[KubeApi]:
-    async with KubeApi(await connection.load(str(served.kubeconfig))) as client:
-        yield client
-
-
-@pytest.fixture
-def namespace(served: Cluster) -> Iterator[str]:
-    name = f"io-{uuid.uuid4().hex[:8]}"
-    served.kubectl("create", "namespace", name)
-    yield name
-    served.kubectl("delete", "namespace", name, "--wait=false")
-
-
-def config_map(namespace: str, name: str, run: str | None = "r", **data: str) -> Object:
-    metadata: Object = {"name": name, "namespace": namespace}
-    if run is not None:
-        metadata["labels"] = {names.RUN: names.label_value(run)}
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
-
-
-def a_run(namespace: str, name: str) -> Object:
-    run: Object = yaml.safe_load((ROOT / "examples/tiny/run-kubernetes.yaml").read_text())
-    return {**run, "metadata": {"name": name, "namespace": namespace}}
-
-
-async def until(condition: Callable[[], object], limit: float = 15.0) -> float:
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < limit, f"not within {limit} s"
-        await asyncio.sleep(0.02)
-    return time.monotonic() - began
 
 
 # The client
@@ -270,60 +221,6 @@ async def test_a_list_drops_what_nobody_said_was_gone(api: KubeApi, namespace: s
 # The process, with another reconcile in it
 
 
-def settings(served: Cluster, namespace: str, identity: str = "test") -> Settings:
-    return Settings(
-        images=Images("t", "g", "c"),
-        namespaces=(namespace,),
-        host="127.0.0.1",
-        port=0,
-        operator_namespace=namespace,
-        identity=identity,
-        kubeconfig=str(served.kubeconfig),
-        resync_seconds=3600.0,
-    )
-
-
-@contextlib.asynccontextmanager
-async def running(operator: main.Operator) -> AsyncIterator[main.Operator]:
-    task = asyncio.create_task(operator.run())
-    try:
-        yield operator
-    finally:
-        operator.stop()
-        await asyncio.wait_for(task, 30)
-
-
-def noting(looks: list[Key]) -> main.MakeReconcile:
-    """A reconcile that only writes down what it was asked to look at."""
-
-    @contextlib.asynccontextmanager
-    async def make(parts: main.Parts) -> AsyncIterator[main.Reconcile]:
-        async def reconcile(key: Key) -> float | None:
-            looks.append(key)
-            return None
-
-        yield reconcile
-
-    return make
-
-
-async def an_operator(
-    served: Cluster, namespace: str, looks: list[Key], identity: str = "test"
-) -> main.Operator:
-    chosen = settings(served, namespace, identity)
-    return main.Operator(chosen, await connection.load(chosen.kubeconfig), noting(looks))
-
-
-async def asked(operator: main.Operator, path: str) -> tuple[int, str]:
-    assert operator.address is not None
-    host, port = operator.address
-    async with (
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session,
-        session.get(f"http://{host}:{port}{path}") as answer,
-    ):
-        return answer.status, await answer.text()
-
-
 async def test_every_change_of_a_run_or_of_what_is_its_has_it_looked_at(
     api: KubeApi, served: Cluster, namespace: str
 ) -> None:
@@ -373,32 +270,6 @@ async def test_every_change_of_a_run_or_of_what_is_its_has_it_looked_at(
             if line.startswith("scalerl_operator_writes_total{")
         } == {'kind="Lease"'}
         assert "scalerl_operator_leader 1.0" in metrics
-
-
-async def test_a_standby_is_warm_and_does_nothing_until_it_leads(
-    api: KubeApi, served: Cluster, namespace: str
-) -> None:
-    first: list[Key] = []
-    second: list[Key] = []
-    async with running(await an_operator(served, namespace, second, "two")) as two:
-        async with running(await an_operator(served, namespace, first, "one")) as one:
-            await until(lambda: one.leader.is_leader() or two.leader.is_leader())
-            leading, standby = (first, second) if one.leader.is_leader() else (second, first)
-            other = two if leading is first else one
-            await until(other.watches.started.is_set)
-            await asyncio.sleep(1)
-            await api.apply(a_run(namespace, "r"))
-            await until(lambda: leading and other.cache.run(namespace, "r"), 5)
-            assert not standby
-            await until(lambda: other.leader.holder == ("one" if leading is first else "two"), 5)
-            assert await asked(other, "/readyz") == (200, f"{other.leader.holder} leads\n")
-            with pytest.raises(errors.Fenced):
-                await other.api.apply(config_map(namespace, "a"))
-            two_led = two.leader.is_leader()
-        if not two_led:
-            took = await until(two.leader.is_leader, 3)
-            print(f"the next leads {took:.2f} s after an orderly end")
-            await until(lambda: second, 2)
 
 
 async def test_without_the_api_server_it_goes_on_and_catches_up(
@@ -509,98 +380,6 @@ async def test_long_lists_do_not_hold_the_event_loop_up(
     assert longest < 0.1
 
 
-# The process as it is started
-
-
-class Replica:
-    """``python -m scalerl_operator.main``."""
-
-    def __init__(self, process: asyncio.subprocess.Process, port: int, identity: str) -> None:
-        self.process, self.port, self.identity = process, port, identity
-
-    async def holder(self) -> str | None:
-        """Who leads, as it says; None while it is not ready."""
-        try:
-            async with (
-                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session,
-                session.get(f"http://127.0.0.1:{self.port}/readyz") as answer,
-            ):
-                text = (await answer.text()).strip()
-        except (aiohttp.ClientError, TimeoutError):
-            return None
-        if answer.status != 200:
-            return None
-        return self.identity if text == "leads" else text.removesuffix(" leads")
-
-
-@contextlib.asynccontextmanager
-async def replica(served: Cluster, namespace: str, identity: str) -> AsyncIterator[Replica]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environ = {
-        **os.environ,
-        "KUBECONFIG": str(served.kubeconfig),
-        "POD_NAME": identity,
-        "POD_NAMESPACE": namespace,
-        "SCALERL_WATCH_NAMESPACES": namespace,
-        "SCALERL_LISTEN": f"127.0.0.1:{port}",
-        "SCALERL_TRAINER_IMAGE": "t",
-        "SCALERL_GENERATOR_IMAGE": "g",
-        "SCALERL_COORDINATOR_IMAGE": "c",
-    }
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "scalerl_operator.main", env=environ)
-    try:
-        yield Replica(process, port, identity)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-
-
-async def test_of_two_processes_one_leads_and_the_other_takes_over(served: Cluster, namespace: str) -> None:
-    async with (
-        replica(served, namespace, "one") as one,
-        replica(served, namespace, "two") as two,
-        replica(served, namespace, "three") as three,
-    ):
-        replicas = [one, two, three]
-
-        async def leader(among: list[Replica]) -> Replica:
-            deadline = time.monotonic() + 40
-            while time.monotonic() < deadline:
-                for each in among:
-                    if (await each.holder()) == each.identity:
-                        return each
-                await asyncio.sleep(0.1)
-            raise AssertionError("nobody leads")
-
-        first = await leader(replicas)
-        deadline = time.monotonic() + 40
-        for each in replicas:
-            while await each.holder() != first.identity:
-                assert time.monotonic() < deadline, f"{each.identity} is not ready"
-                await asyncio.sleep(0.2)
-        killed = time.monotonic()
-        first.process.kill()
-        await first.process.wait()
-        left = [each for each in replicas if each is not first]
-        second = await leader(left)
-        took = time.monotonic() - killed
-        print(f"after kill -9 the next leads within {took:.1f} s")
-        assert took < 15
-        await asyncio.sleep(3)
-        ended = time.monotonic()
-        second.process.send_signal(signal.SIGTERM)
-        third = await leader([each for each in left if each is not second])
-        took = time.monotonic() - ended
-        print(f"after SIGTERM the next leads within {took:.1f} s")
-        assert took < 5
-        assert await asyncio.wait_for(second.process.wait(), 20) == 0
-        third.process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(third.process.wait(), 20) == 0
-
-
 @pytest.fixture
 def bare() -> Iterator[Cluster]:
     """A control plane of its own: nobody else's runs keep its CRD from going."""
@@ -620,7 +399,7 @@ async def test_it_waits_for_its_crd_and_lives_through_its_loss(bare: Cluster) ->
     made = await an_operator(bare, namespace, looks)
     async with KubeApi(configuration) as api, running(made) as operator:
         await asyncio.sleep(3)
-        assert (await asked(operator, "/readyz"))[0] == 503
+        assert await asked(operator, "/readyz") == (503, "waits for the first list of ScaleRLRun\n")
         assert (await asked(operator, "/healthz"))[0] == 200
         serve_runs(bare)
         await until(lambda: operator.leader.is_leader(), 20)

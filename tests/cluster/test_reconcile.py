@@ -293,11 +293,15 @@ async def test_suspend_and_resume(there: Stage) -> None:
     )
 
 
-@pytest.mark.parametrize("when", ["Pending", "Preparing", "Running", "Suspended", "Failed"])
+@pytest.mark.parametrize("when", ["Pending", "Preparing", "Running", "Refused", "Suspended", "Failed"])
 async def test_deleted_in_any_phase_nothing_stays_but_what_is_kept(there: Stage, when: str) -> None:
     kept = tiny(storage={"size": "1Gi", "onDelete": "Retain"})
-    if when == "Running":
+    if when in ("Running", "Refused"):
         await there.start(kept)
+        if when == "Refused":
+            change = {"podTemplate": {"labels": {"no label": "a"}}}
+            await there.edit("ScaleRLRun", "tiny-addition", {"spec": change})
+            await there.looks(lambda run: condition(run, "Accepted") == "SpecInvalid")
     elif when == "Suspended":
         kept["spec"]["suspend"] = True
         await there.create(kept)
@@ -313,8 +317,8 @@ async def test_deleted_in_any_phase_nothing_stays_but_what_is_kept(there: Stage,
             await there.end("prepare", 2, "wrong")
             await there.looks(phase("Failed"))
     await there.delete("ScaleRLRun", "tiny-addition")
-    if when == "Running":
-        await there.look()
+    if when in ("Running", "Refused"):
+        assert await there.look() == 2.0
         assert there.coordinator.told == ["interrupted"], "what was trained is saved first"
         assert await there.get("ScaleRLRun", "tiny-addition") is not None
         there.coordinator.phase = wire.Phase.FINISHED

@@ -1,0 +1,176 @@
+"""Operators for tests: in the test's own process with another reconcile in them, or as they are started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+
+import aiohttp
+import yaml
+from stage import ROOT
+from testcluster import Cluster
+
+from scalerl_operator import main
+from scalerl_operator.cluster import connection, names
+from scalerl_operator.cluster.settings import Settings
+from scalerl_operator.cluster.types import Images, Key, Object
+
+
+def config_map(namespace: str, name: str, run: str | None = "r", **data: str) -> Object:
+    """A ConfigMap that is a run's, or (None) nobody's."""
+    metadata: Object = {"name": name, "namespace": namespace}
+    if run is not None:
+        metadata["labels"] = {names.RUN: names.label_value(run)}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
+
+
+def a_run(namespace: str, name: str) -> Object:
+    """The tiny example."""
+    run: Object = yaml.safe_load((ROOT / "examples/tiny/run-kubernetes.yaml").read_text())
+    return {**run, "metadata": {"name": name, "namespace": namespace}}
+
+
+async def until(condition: Callable[[], object], limit: float = 15.0) -> float:
+    """Seconds until it is true; an assertion if it never is."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < limit, f"not within {limit} s"
+        await asyncio.sleep(0.02)
+    return time.monotonic() - began
+
+
+# In this process
+
+
+def settings(served: Cluster, namespace: str, identity: str = "test") -> Settings:
+    return Settings(
+        images=Images("t", "g", "c"),
+        namespaces=(namespace,),
+        host="127.0.0.1",
+        port=0,
+        operator_namespace=namespace,
+        identity=identity,
+        kubeconfig=str(served.kubeconfig),
+        resync_seconds=3600.0,
+    )
+
+
+@contextlib.asynccontextmanager
+async def running(operator: main.Operator) -> AsyncIterator[main.Operator]:
+    task = asyncio.create_task(operator.run())
+    try:
+        yield operator
+    finally:
+        operator.stop()
+        await asyncio.wait_for(task, 30)
+
+
+def noting(looks: list[Key]) -> main.MakeReconcile:
+    """A reconcile that only writes down what it was asked to look at."""
+
+    @contextlib.asynccontextmanager
+    async def make(parts: main.Parts) -> AsyncIterator[main.Reconcile]:
+        async def reconcile(key: Key) -> float | None:
+            looks.append(key)
+            return None
+
+        yield reconcile
+
+    return make
+
+
+async def an_operator(
+    served: Cluster, namespace: str, looks: list[Key], identity: str = "test"
+) -> main.Operator:
+    chosen = settings(served, namespace, identity)
+    return main.Operator(chosen, await connection.load(chosen.kubeconfig), noting(looks))
+
+
+async def asked(operator: main.Operator, path: str) -> tuple[int, str]:
+    """What it answers."""
+    assert operator.address is not None
+    return await _answer(*operator.address, path)
+
+
+# As it is started
+
+
+class Replica:
+    """``python -m scalerl_operator.main``."""
+
+    def __init__(self, process: asyncio.subprocess.Process, port: int, identity: str) -> None:
+        self.process, self.port, self.identity = process, port, identity
+        self.said = "nothing yet"
+
+    async def holder(self) -> str | None:
+        """Who leads, as it says; None while it is not ready, or does not know."""
+        assert self.process.returncode is None, f"{self.identity} has ended with {self.process.returncode}"
+        try:
+            code, text = await _answer("127.0.0.1", self.port, "/readyz")
+        except (aiohttp.ClientError, TimeoutError) as error:
+            self.said = f"{type(error).__name__}: {error}"
+            return None
+        self.said = f"{code} {text.strip()}"
+        if (code, text) == (200, "leads\n"):
+            return self.identity
+        return text.removesuffix(" leads\n") if code == 200 and text.endswith(" leads\n") else None
+
+
+async def leader(among: list[Replica], seconds: float = 40.0) -> Replica:
+    """The one that says that it leads."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for each in among:
+            if await each.holder() == each.identity:
+                return each
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"nobody leads: {[(each.identity, each.said) for each in among]}")
+
+
+async def follow(among: list[Replica], first: Replica, seconds: float = 40.0) -> None:
+    """Wait until all of them say that ``first`` leads."""
+    deadline = time.monotonic() + seconds
+    for each in among:
+        while await each.holder() != first.identity:
+            late = f"{first.identity} leads, and {each.identity} says: {each.said}"
+            assert time.monotonic() < deadline, late
+            await asyncio.sleep(0.2)
+
+
+@contextlib.asynccontextmanager
+async def replica(served: Cluster, namespace: str, identity: str) -> AsyncIterator[Replica]:
+    """One process, killed at the end if it still runs."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environ = {
+        **os.environ,
+        "KUBECONFIG": str(served.kubeconfig),
+        "POD_NAME": identity,
+        "POD_NAMESPACE": namespace,
+        "SCALERL_WATCH_NAMESPACES": namespace,
+        "SCALERL_LISTEN": f"127.0.0.1:{port}",
+        "SCALERL_TRAINER_IMAGE": "t",
+        "SCALERL_GENERATOR_IMAGE": "g",
+        "SCALERL_COORDINATOR_IMAGE": "c",
+    }
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "scalerl_operator.main", env=environ)
+    try:
+        yield Replica(process, port, identity)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def _answer(host: str, port: int, path: str) -> tuple[int, str]:
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session,
+        session.get(f"http://{host}:{port}{path}") as answer,
+    ):
+        return answer.status, await answer.text()
