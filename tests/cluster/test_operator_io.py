@@ -391,8 +391,11 @@ def bare() -> Iterator[Cluster]:
         yield cluster
 
 
-async def test_it_waits_for_its_crd_and_lives_through_its_loss(bare: Cluster) -> None:
-    """The chart may bring the operator before its CRDs; then it is not ready, and does not end."""
+async def test_it_waits_for_its_crd_and_lives_through_its_loss(
+    bare: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The chart may bring the operator before its CRDs; then it is not ready, says why, and does not end."""
+    monkeypatch.setattr(main, "SAY_SECONDS", 1.0)
     looks: list[Key] = []
     namespace = "default"
     configuration = await connection.load(str(bare.kubeconfig))
@@ -400,6 +403,7 @@ async def test_it_waits_for_its_crd_and_lives_through_its_loss(bare: Cluster) ->
     async with KubeApi(configuration) as api, running(made) as operator:
         await asyncio.sleep(3)
         assert await asked(operator, "/readyz") == (503, "waits for the first list of ScaleRLRun\n")
+        assert "waits for the first list of ScaleRLRun" in caplog.text
         assert (await asked(operator, "/healthz"))[0] == 200
         serve_runs(bare)
         await until(lambda: operator.leader.is_leader(), 20)
