@@ -20,7 +20,7 @@ from scalerl_operator.autoscaling.replay import verify
 pytestmark = pytest.mark.timeout(600)
 
 STALENESS = 4
-MORE_STEPS = 10
+MORE_STEPS = 6
 """Trained with two generators before the run is ended."""
 
 
@@ -35,7 +35,7 @@ def counting(path: Path) -> Path:
 
 
 def hungry(data: Path) -> dict[str, Any]:
-    """A small model, long completions and four of them at a time: the trainer has next to nothing to do."""
+    """A small model, long completions and four of them at a time, steps that publish seldom: the trainer waits."""
     return small_spec(
         model__scratch={
             "layers": 2,
@@ -48,7 +48,7 @@ def hungry(data: Path) -> dict[str, Any]:
         task__jsonl__path=str(data),
         # Until it ends its answers; whether they are right does not matter here.
         warmStart={"steps": 150, "batchSize": 32, "learningRate": "3e-3"},
-        recipe__promptsPerStep=6,
+        recipe__promptsPerStep=10,
         recipe__zeroVarianceFilter=False,
         recipe__maxCompletionTokens=120,
         recipe__maxStalenessSteps=STALENESS,
@@ -59,7 +59,7 @@ def hungry(data: Path) -> dict[str, Any]:
         evaluation__everySteps=1000,
         checkpoint__everySteps=1000,
         budget__maxSteps=10_000,
-        autoscaling={"mode": "Auto", "generators": {"min": 1, "max": 2}, "cooldownSeconds": 15},
+        autoscaling={"mode": "Auto", "generators": {"min": 1, "max": 2}, "cooldownSeconds": 20},
     )
 
 
