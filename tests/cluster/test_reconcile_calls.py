@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
-from stage import Stage, stage, tiny
+from stage import Stage, condition, stage, tiny
 from testcluster import Cluster
 
-from scalerl_operator.cluster.apply import ASK_SECONDS, SILENT_SECONDS
+from scalerl_api.spec import ScaleRLRun
+from scalerl_operator.cluster import reconcile
+from scalerl_operator.cluster.apply import TRIED_SECONDS
+from scalerl_operator.cluster.names import QUEUE
+from scalerl_operator.cluster.observed import PLACING_SECONDS
 from scalerl_operator.cluster.reconcile import START_LOOKS
+from scalerl_operator.cluster.render import render
+from scalerl_operator.cluster.stuck import ASK_SECONDS, SILENT_SECONDS
 from scalerl_operator.policy.lifecycle import ASK_AGAIN_SECONDS, POLL_SECONDS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
@@ -25,11 +33,111 @@ async def there(control_plane: Cluster) -> AsyncIterator[Stage]:
 async def test_a_new_run_is_tried_with_what_a_user_wrote_of_pods_alone(there: Stage) -> None:
     await there.create(tiny())
     await there.look()
-    # Claim, spec, NetworkPolicy and preparation are made; the four workloads are tried before.
-    assert there.calls.counts["apply"] == 4 + 4
-    # The token's, and of each object before it is tried and before it is made: one for each name.
-    assert there.calls.counts["get"] <= 1 + 11 + 4, there.calls.counts
+    events = len(await there.events())
+    # Claim, spec, token, NetworkPolicy and preparation are made; the four workloads are tried before.
+    assert there.calls.counts["create"] == 5 + 4 + events
+    assert there.calls.counts["get"] == 11, "each name is asked for once"
+    assert there.calls.counts["apply"] == 0, "of what is not there"
     assert there.calls.counts["patch"] == 2, "the finalizer, the status"
+
+
+async def test_pods_that_were_just_taken_are_not_tried_again(there: Stage) -> None:
+    async def tried(name: str, **spec: Any) -> int:
+        before, events = there.calls.counts["create"], len(await there.events())
+        await there.create(tiny(name, **spec))
+        await there.look(name)
+        events = len(await there.events()) - events
+        return there.calls.counts["create"] - before - events - 5
+
+    assert await tried("first") == 4
+    assert await tried("second", budget={"maxSteps": 3}) == 0, "what it trains is no matter of its pods"
+    assert await tried("third", generator={"replicas": 1, "kvCache": "512Mi"}) == 4
+    there.now += TRIED_SECONDS + 1.0
+    assert await tried("fourth") == 4, "what is taken may change"
+
+
+async def test_news_of_a_pod_has_nothing_rendered_and_an_edit_by_hand_has(
+    there: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendered: list[str] = []
+
+    def counted(run: ScaleRLRun, *of: Any, **more: Any) -> list[dict[str, Any]]:
+        rendered.append(run.metadata.name)
+        return render(run, *of, **more)
+
+    monkeypatch.setattr(reconcile, "render", counted)
+    await there.create(tiny())
+    await there.look()
+    assert len(rendered) == 2, "for the trial, and to be made"
+    await there.begin("prepare")
+    await there.look()
+    assert len(rendered) == 2
+    await there.edit("ConfigMap", "tiny-addition-spec", {"data": {"run.yaml": "{}"}})
+    await there.look()
+    spec = await there.get("ConfigMap", "tiny-addition-spec")
+    assert spec is not None
+    assert len(spec["data"]["run.yaml"]) > 100, "and it is put back"
+    await there.edit("ScaleRLRun", "tiny-addition", {"metadata": {"labels": {QUEUE: "a"}}})
+    before = len(rendered)
+    await there.look()
+    assert len(rendered) == before + 1, "labels have no generation"
+
+
+async def test_what_was_created_is_applied_from_the_first_change_on(there: Stage) -> None:
+    """A field that is rendered no more goes, though creating the object had set it; another's stays."""
+    run = tiny()
+    run["metadata"]["labels"] = {QUEUE: "a"}
+    await there.start(run)
+    name = "tiny-addition-generator"
+    await there.edit("Deployment", name, {"metadata": {"labels": {"team": "blue"}}})
+    await there.edit("ScaleRLRun", "tiny-addition", {"metadata": {"labels": {QUEUE: None}}})
+    await there.look()
+    live = await there.get("Deployment", name)
+    assert live is not None
+    labels = live["metadata"]["labels"]
+    assert (QUEUE in labels, labels["team"]) == (False, "blue")
+    ours = [e for e in live["metadata"]["managedFields"] if e["manager"] == "scalerl-operator"]
+    assert [e["operation"] for e in ours] == ["Apply"]
+    calls = Counter(there.calls.counts)
+    await there.edit("Deployment", name, {"spec": {"replicas": 5}})
+    await there.look()
+    more = there.calls.counts - calls
+    assert (more["get"], more["apply"]) == (0, 1), "it is taken over once"
+
+
+async def test_what_comes_between_the_question_and_the_making_is_not_written_over(
+    there: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The API server's memory is a moment old: somebody may have taken a name meanwhile."""
+    theirs = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "tiny-addition-spec"}}
+    await there.create(theirs | {"data": {"mine": "yes"}}, tiny())
+
+    async def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    monkeypatch.setattr(there.reconciler._applier, "_taken", nothing)
+    run = await there.looks(lambda r: bool(condition(r, "Degraded")))
+    assert condition(run, "Degraded") == "NameTaken"
+    live = await there.get("ConfigMap", "tiny-addition-spec")
+    assert live is not None
+    assert live["data"] == {"mine": "yes"}
+
+
+async def test_that_a_new_pod_has_no_node_yet_is_no_news_before_a_while(there: Stage) -> None:
+    await there.create(tiny())
+    await there.looks(lambda run: run.get("status", {}).get("phase") == "Preparing")
+    [pod] = await there.pods("prepare")
+    unbound = "pod has unbound immediate PersistentVolumeClaims"
+    waits = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": unbound}
+    await there.edit("Pod", pod["metadata"]["name"], {"status": {"conditions": [waits]}}, "status")
+    writes = there.calls.writes
+    wait = await there.look()
+    assert wait is not None
+    assert (there.calls.writes - writes, wait <= PLACING_SECONDS) == (0, True)
+    there.now += PLACING_SECONDS + 1.0
+    run = await there.looks(lambda r: condition(r, "Prepared") == "VolumeNotReady", times=1)
+    assert ("VolumeNotReady", f"Prepared: {unbound}") in await there.events()
+    assert run["status"]["phase"] == "Preparing"
 
 
 async def is_made_and_does_not_begin(there: Stage) -> None:

@@ -28,7 +28,7 @@ from operator_tests.manifests import (
 )
 from scalerl_api.load import parse_run
 from scalerl_operator.cluster import names
-from scalerl_operator.cluster.render import render, secret, spec_hash
+from scalerl_operator.cluster.render import names_of, raw_hash, render, secret, spec_hash
 from scalerl_operator.cluster.render.probes import probes
 from scalerl_operator.cluster.render.quantities import canonical, value
 from scalerl_operator.cluster.types import Desired, Images, Object
@@ -595,6 +595,27 @@ def test_a_port_on_loopback_is_asked_from_inside(server: int) -> None:
     assert ask(("8000", str(server))) == 0
     assert ask(("8000", str(server)), ("/health", "/else")) == 1
     assert ask(("8000", "1")) == 1
+
+
+@pytest.mark.parametrize("claim", [None, "shared"])
+def test_all_names_are_known_before_anything_is_made(claim: str | None) -> None:
+    run = cluster_run(storage={"claimName": claim} if claim else {})
+    objects = [*rendered(run).values(), secret(run, UID, "")]
+    named = sorted((obj["kind"], obj["metadata"]["name"]) for obj in objects)
+    assert sorted(names_of(run)) == named
+
+
+def test_what_decides_whether_pods_are_taken_is_not_what_they_train() -> None:
+    same = raw_hash(cluster_run("a", budget={"maxSteps": 3}))
+    assert raw_hash(cluster_run("b", budget={"maxSteps": 4})) == same
+    others = [
+        {"podTemplate": {"nodeSelector": {"a": "b"}}},
+        {"trainer": {"podTemplate": {"labels": {"a": "b"}}}},
+        {"deviceResource": "amd.com/gpu"},
+        {"images": {"trainer": "mine:1"}},
+    ]
+    hashes = [raw_hash(cluster_run("a", budget={"maxSteps": 3}, **spec)) for spec in others]
+    assert len({same, *hashes}) == 5
 
 
 def test_everything_of_the_tiny_examples_is_there() -> None:

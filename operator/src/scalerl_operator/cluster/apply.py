@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,32 +22,23 @@ from scalerl_operator.cluster.drift import differs
 from scalerl_operator.cluster.names import COMPONENT, IMAGE, RENDERED_HASH, RUN_UID, TOKEN_KEY, Names
 from scalerl_operator.cluster.observed import (
     JOB_NAME,
-    Observed,
     Problem,
     creation_problem,
     is_settled,
     label,
-    mount_problem,
-    seconds,
 )
-from scalerl_operator.cluster.render import secret
-from scalerl_operator.cluster.types import Desired, Images, Object
-from scalerl_operator.policy.lifecycle import JobState
+from scalerl_operator.cluster.ownership import applied
+from scalerl_operator.cluster.render import names_of, raw_hash, secret
+from scalerl_operator.cluster.types import Images, Object
 from scalerl_operator.workloads import Role
 
 log = logging.getLogger(__name__)
 
-SILENT_SECONDS: Final = 10.0
-"""An object of ours that has come to nothing for so long has its events looked at for the reason."""
 REPAIR_SECONDS: Final = 2.0
 """The first repair of an object comes at once, the next after so long, then twice that, up to five minutes."""
 LONGEST_REPAIR_SECONDS: Final = 300.0
-ASK_SECONDS: Final = 15.0
-"""Between two questions of why something has come to nothing."""
-RECENT_SECONDS: Final = 300.0
-"""What an event says that is older may be mended: those who cannot make or start a pod say so again and again."""
-_MAKING: Final = ("FailedCreate",)
-_BEGINNING: Final = ("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox")
+TRIED_SECONDS: Final = 60.0
+"""For so long what the API server would have taken counts as what it takes."""
 HURRIED_SECONDS: Final = 5
 """What the rest of a failed gang gets to end."""
 WORKLOADS: Final = frozenset({"Job", "Deployment", "StatefulSet"})
@@ -58,10 +49,10 @@ _CLAIM: Final = "PersistentVolumeClaim"
 
 @dataclass(frozen=True)
 class Place:
-    """One run as it is found: the object, and what there is of it by (kind, name)."""
+    """One run as it is found: the object, and what there is of it by (kind, name), with what was written since."""
 
     run: Object
-    objects: Mapping[tuple[str, str], Object]
+    objects: dict[tuple[str, str], Object]
     unix_seconds: float
 
     @property
@@ -96,14 +87,21 @@ class Applier:
         self._tokens: dict[str, str] = {}
         self._doubted: set[str] = set()
         """Runs whose Secret, which cannot be watched, a pod did not find."""
-        self._stuck: dict[str, tuple[float, Problem | None]] = {}
+        self._owned: dict[str, set[str]] = {}
+        """By run, the uids of objects of which nothing is held by having created them."""
+        self._trials: dict[tuple[str, str], float] = {}
+        """By namespace and :func:`raw_hash`: when such pods were last tried, and taken."""
 
     def forget(self, uid: str) -> None:
         """The run is gone."""
         self._repairs.pop(uid, None)
         self._tokens.pop(uid, None)
         self._doubted.discard(uid)
-        self._stuck.pop(uid, None)
+        self._owned.pop(uid, None)
+
+    def doubt(self, uid: str) -> None:
+        """A pod of the run did not find its Secret: it is looked for, and made again, at the next look."""
+        self._doubted.add(uid)
 
     async def token(self, place: Place) -> str:
         """The run's token; empty while it has none."""
@@ -120,7 +118,6 @@ class Applier:
         self,
         run: ScaleRLRun,
         place: Place,
-        wanted: Sequence[Object],
         everything: Callable[[], Sequence[Object]],
     ) -> Problem | None:
         """What keeps a run that has nothing yet from being started: found out before anything is made.
@@ -144,40 +141,37 @@ class Applier:
                     Reason.STORAGE_CLASS_NOT_FOUND,
                     f"spec.storage.storageClassName: {storage.storage_class_name} does not exist",
                 )
-        for obj in (secret(run, place.uid, ""), *wanted):
-            problem = await self._taken(obj, place)
+        for kind, name in names_of(run):
+            problem = await self._taken(kind, name, place)
             if problem is not None:
                 return problem
-        if _has_raw_parts(run):
-            asked = {(obj["kind"], obj["metadata"]["name"]) for obj in wanted}
-            for obj in everything():
-                kind = obj["kind"]
-                problem = None
-                if (kind, obj["metadata"]["name"]) not in asked:
-                    problem = await self._taken(obj, place)
-                if problem is None and kind in WORKLOADS:  # what a user writes of pods is in nothing else
-                    problem = await self._write(obj, dry_run=True)
+        return await self._trial(run, place, everything) if _has_raw_parts(run) else None
+
+    async def _trial(
+        self, run: ScaleRLRun, place: Place, everything: Callable[[], Sequence[Object]]
+    ) -> Problem | None:
+        """Whether the API server would take what a user wrote of pods. It is not asked again what it has just taken: of a
+        thousand runs with the same pods one is tried."""
+        tried = (place.namespace, raw_hash(run))
+        now = place.unix_seconds
+        if tried in self._trials and 0 <= now - self._trials[tried] < TRIED_SECONDS:
+            return None
+        for obj in everything():
+            if obj["kind"] in WORKLOADS:  # what a user writes of pods is in nothing else
+                problem = await self._create(obj, place, dry_run=True)
                 if problem is not None:
                     return problem
+        self._trials = {at: when for at, when in self._trials.items() if 0 <= now - when < TRIED_SECONDS}
+        self._trials[tried] = now
         return None
 
-    async def _taken(self, wanted: Object, place: Place) -> Problem | None:
+    async def _taken(self, kind: str, name: str, place: Place) -> Problem | None:
         """Whether an object of that name is somebody else's."""
-        kind, metadata = wanted["kind"], wanted["metadata"]
-        live = place.objects.get((kind, metadata["name"]))
+        live = place.objects.get((kind, name))
         if live is None:
-            live = await self._api.get(kind, place.namespace, metadata["name"])
-        if live is None or place.mine(live):
-            return None
-        what = f"{kind} {metadata['name']}"
-        if kind == _CLAIM:
-            return Problem(Reason.CLAIM_TAKEN, f"{what} holds another run's data")
-        owners = live["metadata"].get("ownerReferences") or ()
-        if leaving(live) or any(o.get("kind") == KIND and o.get("name") == place.name for o in owners):
-            return Problem(
-                Reason.NAME_TAKEN, f"{what} is of an earlier run of this name, and still being removed"
-            )
-        return Problem(Reason.NAME_TAKEN, f"{what} exists and is not this run's")
+            # A moment old will do: nothing is ever made over what has come since.
+            live = await self._api.get(kind, place.namespace, name, recent=True)
+        return None if live is None else _not_mine(live, kind, name, place)
 
     # --- every look -----------------------------------------------------------------------------------
 
@@ -209,6 +203,17 @@ class Applier:
             problem = problem or await self._bring(obj, place)
         return problem
 
+    async def keep(self, run: ScaleRLRun, place: Place, moving: Sequence[Object]) -> Problem | None:
+        """As :meth:`apply`, of a run whose objects are known to be right but those that follow the run's progress."""
+        problem = await self._make_token(run, place)
+        for obj in moving:
+            problem = problem or await self._bring(obj, place)
+        return problem
+
+    def repairs(self, uid: str) -> bool:
+        """Whether an object of the run was ever changed by somebody else: then it is compared at every look."""
+        return bool(self._repairs.get(uid))
+
     async def _hurry(self, place: Place, job: str) -> None:
         """The ranks that a failed gang has left behind have nothing to save, and may hang in a collective."""
         for (kind, name), pod in place.objects.items():
@@ -226,7 +231,9 @@ class Applier:
         garbage collector may have taken it: nobody new is to read it."""
         if leaving(place.run):
             return None
-        if place.uid not in self._doubted and await self.token(place):
+        # Of a run that has nothing yet, there is no token to ask for.
+        known = bool(self._tokens.get(place.uid)) if not place.objects else bool(await self.token(place))
+        if known and place.uid not in self._doubted:
             return None
         name = Names(place.name).token
         # One that somebody has deleted comes back as it was: pods that run still hold it.
@@ -248,8 +255,10 @@ class Applier:
         kind, metadata = wanted["kind"], wanted["metadata"]
         key = (kind, metadata["name"])
         live = place.objects.get(key)
-        if live is None or not place.mine(live):
-            return await self._taken(wanted, place) or await self._write(wanted)
+        if live is None:
+            return await self._create(wanted, place)
+        if not place.mine(live):
+            return _not_mine(live, *key, place)
         if leaving(live) or kind == "Job":
             return None  # a Job cannot be changed: what is wanted of it anew is another attempt
         difference = differs(wanted, live)
@@ -266,7 +275,7 @@ class Applier:
             log.warning("%s/%s: %s was changed: %s", place.namespace, place.name, key, difference)
             text = f"{kind} {metadata['name']}: {difference}"
             await self._api.event(place.run, "Warning", Reason.REPAIRED_DRIFT, text)
-        return await self._write(wanted)
+        return await self._own(wanted, live, place) or await self._write(wanted, place)
 
     def _may_repair(self, place: Place, key: tuple[str, str]) -> bool:
         """Whoever else writes our fields is not fought at full speed."""
@@ -280,70 +289,54 @@ class Applier:
         repairs[key] = (count + 1, place.unix_seconds)
         return True
 
-    async def _write(self, obj: Object, *, dry_run: bool = False) -> Problem | None:
+    async def _create(self, obj: Object, place: Place, *, dry_run: bool = False) -> Problem | None:
+        """Make what is not there, and never over what another has made meanwhile."""
+        kind, name = obj["kind"], obj["metadata"]["name"]
         try:
-            made = await self._api.apply(obj, dry_run=dry_run)
+            made = await self._api.create(obj, dry_run=dry_run)
+        except errors.AlreadyExists:
+            there = await self._api.get(kind, place.namespace, name)
+            if there is None:
+                raise  # and gone again: another look will tell
+            if (problem := _not_mine(there, kind, name, place)) is not None:
+                return problem
+            made = there  # news of it are still on their way
+        except (errors.Invalid, errors.Forbidden) as error:
+            return refused(error, f"{kind} {name}")
+        if not dry_run:
+            self._made(made, place)
+        return None
+
+    def _made(self, obj: Object, place: Place) -> None:
+        place.objects[obj["kind"], obj["metadata"]["name"]] = obj
+        self._cache.remember(obj)
+
+    async def _own(self, wanted: Object, live: Object, place: Place) -> Problem | None:
+        """What creating an object has set is from now on what we apply (:mod:`.ownership`)."""
+        kind, name, uid = wanted["kind"], wanted["metadata"]["name"], live["metadata"]["uid"]
+        owned = self._owned.setdefault(place.uid, set())
+        if uid in owned:
+            return None
+        there = await self._api.get(kind, place.namespace, name)
+        if there is not None:
+            if (problem := _not_mine(there, kind, name, place)) is not None:
+                return problem
+            metadata = there["metadata"]
+            managed = applied(metadata.get("managedFields") or ())
+            if managed is not None:
+                patch = {"metadata": {"uid": metadata["uid"], "managedFields": managed}}
+                version = metadata["resourceVersion"]
+                await self._api.patch(kind, place.namespace, name, patch, resource_version=version)
+            owned.add(metadata["uid"])
+        return None
+
+    async def _write(self, obj: Object, place: Place) -> Problem | None:
+        try:
+            made = await self._api.apply(obj)
         except (errors.Invalid, errors.Forbidden) as error:
             return refused(error, f"{obj['kind']} {obj['metadata']['name']}")
-        if not dry_run:
-            self._cache.remember(made)
+        self._made(made, place)
         return None
-
-    # --- what came to nothing -------------------------------------------------------------------------
-
-    async def stuck(self, place: Place, observed: Observed, desired: Desired) -> Problem | None:
-        """Why a pod that should be there is not, or does not begin: only events tell. Asked now and then, of one object:
-        of many pods that wait, the others wait for the same."""
-        asked, problem = self._stuck.get(place.uid, (0.0, None))
-        silent = self._silent(place, observed, desired)
-        if silent is None:
-            self._stuck.pop(place.uid, None)
-            return None
-        if 0 <= place.unix_seconds - asked < ASK_SECONDS:
-            return problem
-        what, uid, reasons = silent
-        message = await self._last_event(place, uid, reasons)
-        problem = None
-        if message:
-            made = reasons is _MAKING
-            problem = Problem((creation_problem if made else mount_problem)(message), f"{what}: {message}")
-            if Names(place.name).token in message:
-                self._doubted.add(place.uid)
-        self._stuck[place.uid] = (place.unix_seconds, problem)
-        return problem
-
-    def _silent(
-        self, place: Place, observed: Observed, desired: Desired
-    ) -> tuple[str, str, tuple[str, ...]] | None:
-        """The first object that has come to nothing: its name, its uid, and which events of it would say why."""
-        for (kind, name), obj in place.objects.items():
-            role = label(obj, COMPONENT)
-            old = place.unix_seconds - seconds(obj["metadata"].get("creationTimestamp")) > SILENT_SECONDS
-            if not old or leaving(obj) or any(p.role == role for p in observed.pods):
-                continue
-            job = observed.trainer if role == Role.TRAINER else observed.prepare
-            wanted = kind == "StatefulSet" and desired.coordinator
-            if wanted or (kind == "Job" and job.state is JobState.ACTIVE and not job.held):
-                return f"{kind} {name}", obj["metadata"]["uid"], _MAKING
-        for pod in observed.pods:
-            if pod.creating and not pod.leaving and place.unix_seconds - pod.created > SILENT_SECONDS:
-                return pod.name, pod.uid, _BEGINNING
-        return None
-
-    async def _last_event(self, place: Place, uid: str, reasons: Sequence[str]) -> str:
-        try:
-            events = await self._api.list(
-                "Event", place.namespace, field_selector=f"involvedObject.uid={uid}"
-            )
-        except errors.Forbidden:
-            return ""
-        told = [e for e in events if e.get("reason") in reasons and _is_recent(e, place.unix_seconds)]
-        told.sort(key=lambda e: seconds(e.get("lastTimestamp") or e.get("eventTime")))
-        return str(told[-1].get("message", "")) if told else ""
-
-
-def _is_recent(event: Object, now: float) -> bool:
-    return now - seconds(event.get("lastTimestamp") or event.get("eventTime")) < RECENT_SECONDS
 
 
 def pinned(place: Place, named: ImagesSpec, images: Images) -> Images:
@@ -374,6 +367,21 @@ def pinned(place: Place, named: ImagesSpec, images: Images) -> Images:
         coordinator=live.get(Role.COORDINATOR, images.coordinator),
         pull_policy=images.pull_policy,
     )
+
+
+def _not_mine(live: Object, kind: str, name: str, place: Place) -> Problem | None:
+    """What an object in the way of the run's comes to; None: it is the run's."""
+    if place.mine(live):
+        return None
+    what = f"{kind} {name}"
+    if kind == _CLAIM:
+        return Problem(Reason.CLAIM_TAKEN, f"{what} holds another run's data")
+    owners = live["metadata"].get("ownerReferences") or ()
+    if leaving(live) or any(o.get("kind") == KIND and o.get("name") == place.name for o in owners):
+        return Problem(
+            Reason.NAME_TAKEN, f"{what} is of an earlier run of this name, and still being removed"
+        )
+    return Problem(Reason.NAME_TAKEN, f"{what} exists and is not this run's")
 
 
 def refused(error: errors.ApiError, what: str) -> Problem:

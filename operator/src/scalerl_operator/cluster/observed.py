@@ -7,7 +7,7 @@ constant of :mod:`scalerl_api.conditions` and the cluster's own words.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Final
 
@@ -21,6 +21,8 @@ from scalerl_operator.workloads import Role
 JOB_NAME: Final = "batch.kubernetes.io/job-name"
 LONGEST_BACK_OFF: Final = "back-off 5m0s"
 """In the kubelet's words for a container that it will start again."""
+PLACING_SECONDS: Final = 10.0
+"""For so long it is no news that a new pod waits for a node or for its volume: that takes a moment on any cluster."""
 
 _WAITING: Final = {
     "ErrImagePull": Reason.IMAGE_PULL_FAILED,
@@ -167,6 +169,21 @@ def rfc3339(unix_seconds: float) -> str:
     '1970-01-01T00:00:00Z'
     """
     return datetime.fromtimestamp(int(unix_seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def patient(observed: Observed, now: float) -> tuple[Observed, float | None]:
+    """Without what pods wait for that have just been made, and seconds until it counts."""
+    new = {
+        pod.uid: pod.created + PLACING_SECONDS - now
+        for pod in observed.pods
+        if pod.problem is not None
+        and pod.problem.reason in (Reason.UNSCHEDULABLE, Reason.VOLUME_NOT_READY)
+        and 0 <= now - pod.created < PLACING_SECONDS
+    }
+    if not new:
+        return observed, None
+    pods = tuple(replace(pod, problem=None) if pod.uid in new else pod for pod in observed.pods)
+    return replace(observed, pods=pods), max(new.values())
 
 
 # --- pods ---------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final
 
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.load import SpecError, run_from_object
@@ -19,6 +19,7 @@ from scalerl_api.spec import KIND, ScaleRLRun
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import Status
 from scalerl_operator.cluster import errors
+from scalerl_operator.cluster.announce import announce
 from scalerl_operator.cluster.api import KubeApi
 from scalerl_operator.cluster.apply import WORKLOADS, Applier, Place, leaving, pinned
 from scalerl_operator.cluster.cache import Cache
@@ -33,10 +34,12 @@ from scalerl_operator.cluster.conditions import (
 )
 from scalerl_operator.cluster.hearing import Coordinators
 from scalerl_operator.cluster.names import FINALIZER, selector
-from scalerl_operator.cluster.observed import Observed, Problem, observe, seconds
+from scalerl_operator.cluster.observed import Observed, Problem, observe, patient, seconds
 from scalerl_operator.cluster.render import render
 from scalerl_operator.cluster.render.shared import spec_hash
 from scalerl_operator.cluster.scaling import RunScaling
+from scalerl_operator.cluster.standing import standing
+from scalerl_operator.cluster.stuck import Stuck
 from scalerl_operator.cluster.types import Desired, Images, Object
 from scalerl_operator.policy import lifecycle, replicas
 from scalerl_operator.policy.budget import Usage
@@ -91,6 +94,7 @@ class Reconciler:
         self._api = api
         self._cache = cache
         self._applier = Applier(api, cache)
+        self._stuck = Stuck(api, self._applier.doubt)
         self._coordinators = Coordinators(lambda what: self._api.must_lead(what))
         self._images = images
         self._operator_namespace = operator_namespace
@@ -100,6 +104,8 @@ class Reconciler:
         self._uids: dict[Key, str] = {}
         self._scalings: dict[str, RunScaling] = {}
         self._written: dict[str, float] = {}
+        self._standing: dict[str, int] = {}
+        self._hashes: dict[str, tuple[int, dict[Role, str]]] = {}
 
     async def close(self) -> None:
         """Let go of all connections and of what is under way."""
@@ -178,8 +184,9 @@ class Reconciler:
     # --- plan -------------------------------------------------------------------------------------
 
     async def _look(self, run: ScaleRLRun, seen: _Seen) -> float | None:
-        hashes = {role: spec_hash(run, role) for role in (Role.PREPARE, Role.TRAINER)}
-        observed = observe(seen.objects, seen.uid, hashes)
+        observed, placed = patient(
+            observe(seen.objects, seen.uid, self._spec_hashes(run, seen)), seen.unix_seconds
+        )
         heard = await self._hear(seen, observed)
         steered = self._steer(run, seen, observed, heard)
         course = lifecycle.decide(
@@ -206,10 +213,19 @@ class Reconciler:
         waits = (
             course.again_seconds,
             put_off,
+            placed,
             BLOCKED_SECONDS if blocked is not None else None,
             self._next_start_look(seen, observed, desired),
         )
         return min((wait for wait in waits if wait is not None), default=None)
+
+    def _spec_hashes(self, run: ScaleRLRun, seen: _Seen) -> dict[Role, str]:
+        """What the Jobs of the present spec carry."""
+        known = self._hashes.get(seen.uid)
+        if known is None or known[0] != seen.generation:
+            hashes = {role: spec_hash(run, role) for role in (Role.PREPARE, Role.TRAINER)}
+            known = self._hashes[seen.uid] = (seen.generation, hashes)
+        return known[1]
 
     def _next_start_look(self, seen: _Seen, observed: Observed, desired: Desired) -> float | None:
         """For what only events tell: why a pod is not made, or is scheduled and does not begin. All else wakes us.
@@ -283,20 +299,25 @@ class Reconciler:
     ) -> tuple[Problem | None, Problem | None]:
         """What keeps the run from being started at all, and what keeps an object of it from being made."""
         images = pinned(seen, run.spec.images, self._images)
-        wanted = self._render(run, seen, desired, images)
         scaling = self._scalings.get(seen.uid)
-        if heard is not None and scaling is not None:
-            wanted = [*wanted, *scaling.objects(run, heard)]
+        more = scaling.objects(run, heard) if heard is not None and scaling is not None else []
+        stands = self._standing.get(seen.uid)
+        if stands is not None and stands == standing(run, seen, desired, images, frozen=frozen):
+            # Most looks: a pod or a Job says something new. All else is as it was found, or made.
+            blocked = await self._applier.keep(run, seen, more)
+            return None, blocked or await self._stuck.why(seen, observed, desired)
         begun = any(kind in WORKLOADS and seen.mine(obj) for (kind, _), obj in seen.objects.items())
         if seen.before.start_time is None and not begun:
             every = Desired(True, True, max(1, run.spec.generator.replicas), 1)
-            accepted = await self._applier.missing(
-                run, seen, wanted, lambda: self._render(run, seen, every, images)
-            )
+            accepted = await self._applier.missing(run, seen, lambda: self._render(run, seen, every, images))
             if accepted is not None:
                 return accepted, None
-        blocked = await self._applier.apply(run, seen, wanted, frozen=frozen)
-        return None, blocked or await self._applier.stuck(seen, observed, desired)
+        wanted = self._render(run, seen, desired, images)
+        blocked = await self._applier.apply(run, seen, [*wanted, *more], frozen=frozen)
+        found = standing(run, seen, desired, images, frozen=frozen)
+        if blocked is None and found is not None and not self._applier.repairs(seen.uid):
+            self._standing[seen.uid] = found
+        return None, blocked or await self._stuck.why(seen, observed, desired)
 
     def _render(self, run: ScaleRLRun, seen: _Seen, desired: Desired, images: Images) -> list[Object]:
         return render(run, seen.uid, desired, images, operator_namespace=self._operator_namespace)
@@ -344,25 +365,8 @@ class Reconciler:
         )
         self._cache.remember(made)
         seen.run["metadata"] = made["metadata"]
-        await self._announce(seen, status)
+        await announce(self._api, seen.run, seen.before, status)
         return None
-
-    async def _announce(self, seen: _Seen, status: RunStatus) -> None:
-        """One event a transition."""
-        if status.phase is not seen.before.phase:
-            await self._api.event(seen.run, "Normal", status.phase, Phase(status.phase).text)
-        for condition in status.conditions:
-            before = seen.before.condition(condition.type)
-            loudness = _LOUD.get((condition.type, condition.status))
-            if condition.status == "False" and condition.reason in _TROUBLE_OF_PODS:
-                loudness = "Warning"
-            if loudness is None or (
-                before is not None and (before.status, before.reason) == (condition.status, condition.reason)
-            ):
-                continue
-            meaning = ConditionType(condition.type) if loudness == "Normal" else Reason(condition.reason)
-            text = condition.message or meaning.text
-            await self._api.event(seen.run, loudness, condition.reason, f"{condition.type}: {text}")
 
     # --- ends -------------------------------------------------------------------------------------
 
@@ -414,26 +418,8 @@ class Reconciler:
         if scaling is not None:
             scaling.close()
         self._written.pop(uid, None)
+        self._standing.pop(uid, None)
+        self._hashes.pop(uid, None)
         self._applier.forget(uid)
+        self._stuck.forget(uid)
         await self._coordinators.forget(uid)
-
-
-_LOUD: Final[dict[tuple[str, str], Literal["Normal", "Warning"]]] = {
-    (ConditionType.ACCEPTED, "False"): "Warning",
-    (ConditionType.FAILED, "True"): "Warning",
-    (ConditionType.DEGRADED, "True"): "Warning",
-    (ConditionType.ACCEPTED, "True"): "Normal",
-    (ConditionType.ADMITTED, "False"): "Normal",
-    (ConditionType.PREPARED, "True"): "Normal",
-    (ConditionType.GENERATORS_PINNED, "True"): "Normal",
-    (ConditionType.COMPLETED, "True"): "Normal",
-    (ConditionType.SUSPENDED, "True"): "Normal",
-}
-"""Transitions that are worth an event; the others show in the conditions."""
-_TROUBLE_OF_PODS: Final = frozenset(
-    {
-        *(Reason.UNSCHEDULABLE, Reason.IMAGE_PULL_FAILED, Reason.CONTAINER_CONFIG_INVALID),
-        *(Reason.VOLUME_NOT_READY, Reason.OUT_OF_MEMORY, Reason.EVICTED),
-    }
-)
-"""What somebody has to see to, of whichever role: worth an event too."""

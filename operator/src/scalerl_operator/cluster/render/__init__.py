@@ -10,8 +10,9 @@ Never lives here: whether something is to exist, or I/O.
 from __future__ import annotations
 
 from scalerl_api.spec import ScaleRLRun
+from scalerl_operator.cluster.names import Names
 from scalerl_operator.cluster.render import coordinator, generator, network, prepare, storage, trainer
-from scalerl_operator.cluster.render.shared import Scope, finished, spec_hash
+from scalerl_operator.cluster.render.shared import Scope, finished, raw_hash, spec_hash
 from scalerl_operator.cluster.types import Desired, Images, Object
 
 
@@ -48,6 +49,19 @@ def render(
     return [finished(rendered) for rendered in objects]
 
 
+def names_of(run: ScaleRLRun) -> list[tuple[str, str]]:
+    """(kind, name) of all that a run is to have until its first attempt to train, its token among it."""
+    names = Names(run.metadata.name)
+    claim = [] if run.spec.storage.claim_name is not None else [("PersistentVolumeClaim", names.claim)]
+    return [
+        *claim,
+        *(("ConfigMap", names.spec), ("Secret", names.token), ("NetworkPolicy", names.network)),
+        *(("Job", names.prepare), ("Service", names.coordinator), ("StatefulSet", names.coordinator)),
+        *(("PodDisruptionBudget", names.generator), ("Deployment", names.generator)),
+        *(("Service", names.trainer), ("Job", names.trainer_job(1))),
+    ]
+
+
 def secret(run: ScaleRLRun, uid: str, token: str) -> Object:
     """The run's bearer token: made once, never applied over one that is there.
 
@@ -57,4 +71,4 @@ def secret(run: ScaleRLRun, uid: str, token: str) -> Object:
     return storage.token_secret(Scope(run, uid, Images("", "", ""), ""), token)
 
 
-__all__ = ["render", "secret", "spec_hash"]
+__all__ = ["names_of", "raw_hash", "render", "secret", "spec_hash"]

@@ -24,7 +24,7 @@ from scalerl_operator.cluster.names import PORTS, RUN_DIR, SPEC_DIR, SPEC_KEY, T
 from scalerl_operator.cluster.render.probes import probes
 from scalerl_operator.cluster.render.quantities import canonical
 from scalerl_operator.cluster.render.resources import native, resources
-from scalerl_operator.cluster.render.shared import Scope, pod_template_of, spec_hash
+from scalerl_operator.cluster.render.shared import Scope, pod_template_of
 from scalerl_operator.cluster.types import Object
 from scalerl_operator.workloads import ADDRESS, BIND, Container, Role, expand, port_variable
 
@@ -90,7 +90,7 @@ def pod_template(scope: Scope, settings: PodSettings) -> Object:
     return {
         "metadata": {
             "labels": given.labels | scope.labels(role) | settings.labels,
-            "annotations": annotations | {names.SPEC_HASH: spec_hash(scope.run, role)},
+            "annotations": annotations | {names.SPEC_HASH: scope.spec_hash(role)},
         },
         "spec": spec,
     }

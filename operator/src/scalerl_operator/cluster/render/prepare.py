@@ -9,7 +9,7 @@ from scalerl_api.process import BAD_INPUT_EXIT_CODE
 from scalerl_operator.cluster import names
 from scalerl_operator.cluster.names import RUN_DIR
 from scalerl_operator.cluster.render.pods import PodSettings, pod_template
-from scalerl_operator.cluster.render.shared import Scope, spec_hash
+from scalerl_operator.cluster.render.shared import Scope
 from scalerl_operator.cluster.types import Object
 from scalerl_operator.workloads import Role
 
@@ -35,7 +35,7 @@ def job(scope: Scope) -> Object:
     metadata = scope.metadata(scope.names.prepare, Role.PREPARE)
     metadata["labels"] |= scope.queue_labels
     metadata["annotations"][names.IMAGE] = scope.images.trainer
-    metadata["annotations"][names.SPEC_HASH] = spec_hash(scope.run, Role.PREPARE)
+    metadata["annotations"][names.SPEC_HASH] = scope.spec_hash(Role.PREPARE)
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Final
 
@@ -29,6 +29,8 @@ _NOT_READ: Final[dict[str, bool | set[str]]] = {
     "generator": {"replicas", "max_restarts", "pod_template"},
     "trainer": {"max_restarts", "pod_template"},
 }
+
+_PODS: Final = (Role.PREPARE, Role.COORDINATOR, Role.GENERATOR, Role.TRAINER)
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,16 @@ class Scope:
     @cached_property
     def plan(self) -> Plan:
         return plan(self.run)
+
+    @cached_property
+    def _spec_hashes(self) -> dict[Role, str]:
+        return {}
+
+    def spec_hash(self, role: Role) -> str:
+        """:func:`spec_hash` of the run; a Job and its pods carry the same."""
+        if role not in self._spec_hashes:
+            self._spec_hashes[role] = spec_hash(self.run, role)
+        return self._spec_hashes[role]
 
     def workload(self, role: Role) -> Workload:
         return self.plan.workload(role)
@@ -126,10 +138,22 @@ def spec_hash(run: ScaleRLRun, role: Role) -> str:
     return _digest([run.metadata.name, read, pods, image, spec.device_resource, spec.storage.claim_name])
 
 
+def raw_hash(run: ScaleRLRun) -> str:
+    """Over what decides whether an API server takes the run's pods: what the user says of them in Kubernetes' own words,
+    and the amounts that come from the rest of the spec. Two runs that train otherwise may well have the same.
+    """
+    spec = run.spec
+    said = [pod_template_of(spec, role).model_dump(mode="json", exclude_defaults=True) for role in _PODS]
+    amounts = [[c.name, asdict(c.resources)] for work in plan(run).workloads for c in work.containers]
+    queue = {name: text for name, text in run.metadata.labels.items() if name in names.QUEUE_LABELS}
+    return _digest([said, amounts, spec.device_resource, spec.images.model_dump(mode="json"), queue])
+
+
 def finished(rendered: Object) -> Object:
     """A copy that shares nothing with the run, with the hash of itself: so a field no longer wanted is noticed too."""
-    whole: Object = json.loads(_canonical(rendered))
-    whole["metadata"]["annotations"][names.RENDERED_HASH] = _digest(rendered)
+    text = _canonical(rendered)
+    whole: Object = json.loads(text)
+    whole["metadata"]["annotations"][names.RENDERED_HASH] = _short_hash(text)
     return whole
 
 
@@ -138,4 +162,8 @@ def _canonical(value: Any) -> str:
 
 
 def _digest(value: Any) -> str:
-    return hashlib.sha256(_canonical(value).encode()).hexdigest()[:16]
+    return _short_hash(_canonical(value))
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

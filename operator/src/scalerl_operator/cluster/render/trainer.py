@@ -17,7 +17,7 @@ from typing import Final
 from scalerl_operator.cluster import names
 from scalerl_operator.cluster.names import MASTER_PORT_NUMBER
 from scalerl_operator.cluster.render.pods import NEVER_EVICT, PodSettings, from_field, pod_template, variable
-from scalerl_operator.cluster.render.shared import Scope, spec_hash
+from scalerl_operator.cluster.render.shared import Scope
 from scalerl_operator.cluster.types import Object
 from scalerl_operator.workloads import Role
 
@@ -51,7 +51,7 @@ def job(scope: Scope, attempt: int) -> Object:
     metadata = scope.metadata(scope.names.trainer_job(attempt), Role.TRAINER)
     metadata["labels"] |= label | scope.queue_labels
     metadata["annotations"][names.IMAGE] = scope.images.trainer
-    metadata["annotations"][names.SPEC_HASH] = spec_hash(scope.run, Role.TRAINER)
+    metadata["annotations"][names.SPEC_HASH] = scope.spec_hash(Role.TRAINER)
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",

@@ -1,0 +1,38 @@
+"""Standing: whether a run's objects are still as they were last found, or made. Pure.
+
+Most looks at a run come of a pod or a Job that says something new. To render and compare all of its objects is most of
+what a look costs, and what they follow from has seldom changed.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from scalerl_api.spec import ScaleRLRun
+from scalerl_operator.cluster.apply import Place, leaving
+from scalerl_operator.cluster.types import Desired, Images, Object
+
+
+def standing(run: ScaleRLRun, place: Place, desired: Desired, images: Images, *, frozen: bool) -> int | None:
+    """What a run's objects follow from, and what they say, as one number: as long as it is the same, rendering and
+    comparing would find the same. None while something is on its way out.
+
+    Pods are nothing that is rendered, and no status is. Of a Job it counts that it is there: it cannot be changed.
+    """
+    there: list[tuple[str, str, int]] = []
+    for (kind, name), obj in place.objects.items():
+        if kind == "Pod":
+            continue
+        if leaving(obj):
+            return None
+        there.append((kind, name, hash(obj["metadata"]["uid"]) if kind == "Job" else _content(obj)))
+    there.sort()
+    generation = place.run["metadata"].get("generation")
+    labels = tuple(sorted(run.metadata.labels.items()))
+    return hash((generation, labels, desired, images, frozen, leaving(place.run), tuple(there)))
+
+
+def _content(obj: Object) -> int:
+    parts = [obj["metadata"].get(name) for name in ("uid", "labels", "annotations", "ownerReferences")]
+    parts += [obj.get(name) for name in ("spec", "data", "binaryData")]
+    return hash(msgspec.json.encode(parts, order="deterministic"))
