@@ -1,0 +1,149 @@
+"""The operator alone loses the API server: nobody resets its connections, they are silent for half a minute."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+from installed import say
+from replicas import a_run, leader, replica
+from testcluster import Cluster
+
+from scalerl_operator.cluster import connection
+from scalerl_operator.cluster.api import KubeApi
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+
+AWAY_SECONDS = 30.0
+LOST_SECONDS = 15.0
+"""The Lease runs out after ten seconds; whoever cannot renew it stops at once."""
+BACK_SECONDS = 20.0
+
+
+class Gate:
+    """A way to the API server that can be shut: what is sent meanwhile waits, as in a network that drops packets."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._target = (host, port)
+        self._open = asyncio.Event()
+        self._open.set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def shut(self) -> None:
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[int]:
+        """On a port of loopback."""
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        try:
+            yield int(server.sockets[0].getsockname()[1])
+        finally:
+            server.close()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        await self._open.wait()
+        there, back = await asyncio.open_connection(*self._target)
+        try:
+            async with asyncio.TaskGroup() as both:
+                both.create_task(self._carry(reader, back))
+                both.create_task(self._carry(there, writer))
+        except* (ConnectionError, asyncio.IncompleteReadError):
+            pass  # one side has gone, and so does the other
+        finally:
+            writer.close()
+            back.close()
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            await self._open.wait()
+            writer.write(data)
+            await writer.drain()
+        raise ConnectionResetError
+
+
+@contextlib.asynccontextmanager
+async def gated(served: Cluster, folder: Path) -> AsyncIterator[tuple[Cluster, Gate]]:
+    """The same cluster by another way."""
+    config = yaml.safe_load(served.kubeconfig.read_text())
+    (cluster,) = config["clusters"]
+    server = urlsplit(cluster["cluster"]["server"])
+    assert server.hostname is not None
+    assert server.port is not None
+    gate = Gate(server.hostname, server.port)
+    async with gate.serving() as port:
+        cluster["cluster"]["server"] = f"https://127.0.0.1:{port}"
+        path = folder / "kubeconfig"
+        path.write_text(yaml.safe_dump(config))
+        yield Cluster(path, served.kubectl_program), gate
+
+
+async def test_an_operator_that_is_cut_off_stops_leading_and_goes_on_when_it_is_back(
+    served: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    async def prepare_of(run: str) -> str:
+        job = await api.get("Job", namespace, f"{run}-prepare")
+        return "" if job is None else str(job["metadata"]["uid"])
+
+    async with (
+        KubeApi(await connection.load(str(served.kubeconfig))) as api,
+        gated(served, tmp_path) as (through, gate),
+        replica(through, namespace, "only") as only,
+    ):
+        await leader([only])
+        data = {"apiVersion": "v1", "kind": "ConfigMap", "data": {"data.jsonl": "{}"}}
+        await api.create(data | {"metadata": {"name": "tiny-addition-data", "namespace": namespace}})
+        await api.create(a_run(namespace, "first"))
+        await _until(lambda: prepare_of("first"), 30)
+        before = await prepare_of("first")
+
+        gate.shut()
+        began = time.monotonic()
+        await api.create(a_run(namespace, "second"))
+        await api.delete("ConfigMap", namespace, "first-spec")
+
+        async def lost() -> bool:
+            return await only.holder() != only.identity
+
+        say("API server silent, operator leads no more", await _until(lost, LOST_SECONDS), LOST_SECONDS)
+        await asyncio.sleep(AWAY_SECONDS - (time.monotonic() - began))
+        assert await prepare_of("second") == "", "it was cut off"
+        gate.open()
+
+        async def caught_up() -> bool:
+            spec = await api.get("ConfigMap", namespace, "first-spec")
+            return spec is not None and bool(await prepare_of("second"))
+
+        took = await _until(caught_up, BACK_SECONDS)
+        say("API server back after 30 s, operator has caught up", took, BACK_SECONDS)
+        assert await only.holder() == only.identity
+        assert await prepare_of("first") == before, "nothing is made twice"
+        assert only.process.returncode is None
+
+
+async def _until(true: Callable[[], Awaitable[object]], seconds: float) -> float:
+    """Seconds until it is true; an assertion if it never is."""
+    began = time.monotonic()
+    for _ in itertools.count():
+        if await true():
+            break
+        assert time.monotonic() - began < seconds, f"not within {seconds} s"
+        await asyncio.sleep(0.1)
+    return time.monotonic() - began
