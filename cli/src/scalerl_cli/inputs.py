@@ -9,7 +9,7 @@ from typing import Any
 
 from scalerl_api.load import SpecProblem, load_run
 from scalerl_api.spec import ModelSpec, RunSpec, ScaleRLRun
-from scalerl_cli.machine import WEIGHTS, memory_problem, vllm_problem
+from scalerl_cli.machine import WEIGHTS, head_problem, memory_problem, vllm_problem
 from scalerl_operator.plan import plan
 from scalerl_operator.runtime.devices import NotEnoughDevices, check, machine_devices
 
@@ -119,7 +119,7 @@ def machine_problems(run: ScaleRLRun) -> Iterator[SpecProblem]:
         except NotEnoughDevices as error:
             role = "generator" if run.spec.generator.devices else "trainer"
             yield SpecProblem(f"spec.{role}.devices", str(error))
-    for problem in (vllm_problem(run.spec), memory_problem(run.spec)):
+    for problem in (vllm_problem(run.spec), head_problem(run.spec), memory_problem(run.spec)):
         if problem is not None:
             yield problem
 

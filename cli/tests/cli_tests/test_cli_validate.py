@@ -25,7 +25,7 @@ GOOD: dict[str, Any] = {
     "kind": "ScaleRLRun",
     "metadata": {"name": "good"},
     "spec": {
-        "model": {"scratch": {"layers": 2, "hiddenSize": 64, "attentionHeads": 4}, "contextTokens": 64},
+        "model": {"scratch": {"layers": 2, "hiddenSize": 64, "attentionHeads": 2}, "contextTokens": 64},
         "task": {
             "reasoningGym": {"name": "chain_sum", "size": 500},
             "verifier": {"name": "reasoning-gym"},
@@ -358,6 +358,39 @@ def test_which_vllm_is_installed(
     problem = machine.vllm_problem(spec, [str(tmp_path)], numa="libc.so.6")
     assert (problem is None) == (not words)
     assert all(word in str(problem) for word in ["spec.generator.devices", *words] if words)
+
+
+@pytest.mark.parametrize(
+    ("config", "refused"),
+    [
+        ({"hidden_size": 64, "num_attention_heads": 4}, True),
+        ({"hidden_size": 64, "num_attention_heads": 4, "head_dim": 32}, False),
+        ({"hidden_size": 128, "num_attention_heads": 4}, False),
+        ({"n_embd": 64}, False),
+    ],
+)
+def test_a_head_that_vllm_on_cpus_cannot_do(tmp_path: Path, config: dict[str, int], refused: bool) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = {**GOOD["spec"], "model": {"path": str(tmp_path), "contextTokens": 64}}
+    problem = machine.head_problem(RunSpec.model_validate(spec))
+    assert (problem is not None) == refused
+    if problem is not None:
+        assert "spec.model.path" in str(problem)
+        assert "16 dimensions" in str(problem)
+    on_gpus = {**spec, "generator": {"devices": 1}}
+    assert machine.head_problem(RunSpec.model_validate(on_gpus)) is None
+
+
+def test_a_scratch_model_that_vllm_on_cpus_cannot_do() -> None:
+    scratch = {"layers": 1, "hiddenSize": 64, "vocabularySize": 128}
+    four, two = (
+        RunSpec.model_validate(
+            {**GOOD["spec"], "model": {"scratch": {**scratch, "attentionHeads": n}, "contextTokens": 64}}
+        )
+        for n in (4, 2)
+    )
+    assert "hiddenSize / attentionHeads" in str(machine.head_problem(four))
+    assert machine.head_problem(two) is None
 
 
 def test_what_vllm_is_linked_against_has_to_be_there(tmp_path: Path) -> None:
