@@ -4,8 +4,9 @@ All of it on two cores: etcd, API server, controller-manager, scheduler, four no
 as soon as it is scheduled, and runs nothing, so a preparation goes on for ever), this client, and the operator: its
 ``main``, as the image runs it, with a service account's token.
 
-The runs are ``examples/tiny/run-kubernetes.yaml``, which brings a pod template of its own, so every object that the run
-will ever have goes through a dry run first. Nothing is cached before; the volumes for their claims are there.
+The runs are ``examples/tiny/run-kubernetes.yaml``, which brings a pod template of its own: workloads with it go through a
+dry run before anything is made, once a minute for all runs, since they all bring the same. Nothing is cached before; the
+volumes for their claims are there, and are bound to them one after the other.
 
 1. *reconciled*: all runs are created by 16 connections as quickly as they are taken. A run is reconciled when its
    status has its ``observedGeneration`` and phase Preparing, which is written last; then the claim, the token, the

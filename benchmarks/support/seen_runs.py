@@ -14,6 +14,7 @@ import msgspec
 
 from scalerl_api.conditions import Phase
 from scalerl_operator.cluster.api import KubeApi
+from scalerl_operator.cluster.names import RENDERED_HASH
 
 if TYPE_CHECKING:
     from testcluster import Cluster
@@ -23,6 +24,7 @@ class _Metadata(msgspec.Struct):
     name: str
     resourceVersion: str
     generation: int = 0
+    annotations: dict[str, str] = {}
 
 
 class _Status(msgspec.Struct):
@@ -52,6 +54,7 @@ class Seen:
     all_written: asyncio.Event = field(default_factory=asyncio.Event)
     """Of all that are watched for."""
     _awaited: dict[str, int] = field(default_factory=dict)
+    _rendered: dict[str, str] = field(default_factory=dict)
 
     def watch_for(self, runs: list[str]) -> None:
         """From now on, note the operator's first write for each of these."""
@@ -68,8 +71,11 @@ class Seen:
 
     def config_map(self, item: _Item) -> None:
         name = item.metadata.name.removesuffix("-spec")
-        if name in self._awaited:
+        rendered = item.metadata.annotations.get(RENDERED_HASH, "")
+        # Before it is first applied, who holds its fields is written: that changes nothing of what it says.
+        if self._rendered.get(name) != rendered and name in self._awaited:
             self._wrote(name)
+        self._rendered[name] = rendered
 
     def _wrote(self, name: str) -> None:
         self.written.setdefault(name, time.monotonic())

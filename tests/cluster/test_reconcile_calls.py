@@ -11,6 +11,7 @@ import pytest
 from stage import Stage, condition, stage, tiny
 from testcluster import Cluster
 
+from scalerl_api.conditions import Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.cluster import reconcile
 from scalerl_operator.cluster.apply import TRIED_SECONDS
@@ -133,8 +134,9 @@ async def test_that_a_new_pod_has_no_node_yet_is_no_news_before_a_while(there: S
     writes = there.calls.writes
     wait = await there.look()
     assert wait is not None
-    assert (there.calls.writes - writes, wait <= PLACING_SECONDS) == (0, True)
-    there.now += PLACING_SECONDS + 1.0
+    patience = PLACING_SECONDS[Reason.VOLUME_NOT_READY]
+    assert (there.calls.writes - writes, wait <= patience) == (0, True)
+    there.now += patience + 1.0
     run = await there.looks(lambda r: condition(r, "Prepared") == "VolumeNotReady", times=1)
     assert ("VolumeNotReady", f"Prepared: {unbound}") in await there.events()
     assert run["status"]["phase"] == "Preparing"

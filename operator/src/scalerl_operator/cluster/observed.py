@@ -21,8 +21,8 @@ from scalerl_operator.workloads import Role
 JOB_NAME: Final = "batch.kubernetes.io/job-name"
 LONGEST_BACK_OFF: Final = "back-off 5m0s"
 """In the kubelet's words for a container that it will start again."""
-PLACING_SECONDS: Final = 10.0
-"""For so long it is no news that a new pod waits for a node or for its volume: that takes a moment on any cluster."""
+PLACING_SECONDS: Final = {Reason.UNSCHEDULABLE: 10.0, Reason.VOLUME_NOT_READY: 30.0}
+"""For so long it is no news that a new pod waits for a node, or for its volume, which is made only now."""
 
 _WAITING: Final = {
     "ErrImagePull": Reason.IMAGE_PULL_FAILED,
@@ -173,13 +173,12 @@ def rfc3339(unix_seconds: float) -> str:
 
 def patient(observed: Observed, now: float) -> tuple[Observed, float | None]:
     """Without what pods wait for that have just been made, and seconds until it counts."""
-    new = {
-        pod.uid: pod.created + PLACING_SECONDS - now
-        for pod in observed.pods
-        if pod.problem is not None
-        and pod.problem.reason in (Reason.UNSCHEDULABLE, Reason.VOLUME_NOT_READY)
-        and 0 <= now - pod.created < PLACING_SECONDS
-    }
+    new: dict[str, float] = {}
+    for pod in observed.pods:
+        if pod.problem is not None and pod.problem.reason in PLACING_SECONDS:
+            left = pod.created + PLACING_SECONDS[pod.problem.reason] - now
+            if left > 0 and pod.created <= now:
+                new[pod.uid] = left
     if not new:
         return observed, None
     pods = tuple(replace(pod, problem=None) if pod.uid in new else pod for pod in observed.pods)
