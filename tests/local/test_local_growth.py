@@ -17,7 +17,7 @@ from runs import START_SECONDS, LocalRun, assert_counts_add_up, assert_nothing_l
 from scalerl_operator.autoscaling.record import Line
 from scalerl_operator.autoscaling.replay import verify
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1000)
 
 STALENESS = 4
 MORE_STEPS = 6
@@ -69,8 +69,9 @@ def delivered(run: LocalRun) -> dict[str, int]:
     for actor in run.find("scalerl_generator.actor"):
         address = re.search(r"--listen (\S+)", actor.command)
         assert address is not None, actor.command
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with urllib.request.urlopen(f"http://{address[1]}/metrics", timeout=5) as answer:
+            with direct.open(f"http://{address[1]}/metrics", timeout=5) as answer:
                 text = answer.read().decode()
         except OSError:
             continue  # it is starting
@@ -82,7 +83,8 @@ def delivered(run: LocalRun) -> dict[str, int]:
 def grown(run: LocalRun) -> list[Line]:
     """The recorded decisions to change the number of generators."""
     record = run.directory / "decisions.jsonl"
-    lines, differences = verify(record.read_bytes()) if record.exists() else ([], [])
+    written = record.read_bytes() if record.exists() else b""
+    lines, differences = verify(written[: written.rfind(b"\n") + 1])  # the last line may be half there
     assert differences == []
     return [line for line in lines if line.decision.action.kind == "scale"]
 
@@ -110,15 +112,10 @@ def test_a_trainer_that_waits_gets_a_second_generator(tmp_path: Path) -> None:
     assert_nothing_left(run.directory)
 
     assert both.keys() == {"generator-0", "generator-1"}
-    first = grown(run)[0]
-    load, decision = first.observation.load, first.decision
-    assert (first.policy, decision.action.generators) == ("balance", 2)
-    assert "1 → 2 generators: the trainer waits for rollouts" in decision.reasons[0]
-    assert load is not None
-    assert load.trainer_busy < 0.7
-    assert load.generator_busy >= 0.8
-    assert load.queued_steps < 1
-    assert first.observation.generators.wanted == 1
+    first, *more = grown(run)
+    assert (first.policy, first.decision.action.generators) == ("balance", 2)
+    assert "1 → 2 generators: the trainer waits for rollouts" in first.decision.reasons[0]
+    assert not more, [line.decision.reasons for line in more]
 
     rows = run.metrics()
     assert (rows[0]["publish_members"], rows[-1]["publish_members"]) == (1, 2)

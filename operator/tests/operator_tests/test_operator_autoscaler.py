@@ -111,6 +111,40 @@ async def test_the_load_is_looked_at_once_a_cooldown(tmp_path: Path, url: str) -
     assert verify(watched.path.read_bytes())[1] == []
 
 
+@pytest.mark.parametrize(("step_seconds", "grows_at"), [(5, 20), (7, 25), (60, 180)])
+async def test_steps_longer_than_a_cooldown_are_waited_for(
+    tmp_path: Path, url: str, step_seconds: int, grows_at: int
+) -> None:
+    """Balance takes three steps to tell, and the window stays open until it has them."""
+    watched = Watched(tmp_path / "d", url, {"generators": {"max": 2}, "cooldownSeconds": 20})
+    taken: list[tuple[int, int | None]] = []
+    for second in range(0, 200, 5):
+        step = await watched.step(
+            [],
+            ONE,
+            wall_seconds=1000.0 + second,
+            device_seconds=2000.0 + 2 * second,
+            step=200 + second // step_seconds,
+            trainer_busy_fraction=0.4,
+            generator_busy_fraction=0.95,
+        )
+        if step is not None:
+            taken.append((second, step.action.generators))
+    assert taken[0] == (grows_at, 2)
+
+
+async def test_what_is_outside_its_limits_waits_for_no_step(tmp_path: Path, url: str) -> None:
+    watched = Watched(tmp_path / "d", url, {"generators": {"max": 2}, "cooldownSeconds": 20})
+    three = Generators(wanted=3, ready=3)
+    looks = [
+        await watched.step(
+            [], three, wall_seconds=1000.0 + second, device_seconds=4000.0 + 4 * second, step=200
+        )
+        for second in range(0, 30, 5)
+    ]
+    assert [step.action.generators for step in looks if step is not None] == [2]
+
+
 async def test_balance_does_not_wait_for_a_forecast(tmp_path: Path) -> None:
     """With nobody to ask, the trainer is fed all the same; and what went well there asks no question less."""
     nobody = f"http://127.0.0.1:{unused_port()}"

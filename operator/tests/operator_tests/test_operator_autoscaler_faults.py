@@ -6,6 +6,7 @@ Whatever goes wrong: never a stop, a reason is given, and the next step is as go
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import resource
 from pathlib import Path
@@ -209,3 +210,35 @@ async def test_a_full_disk_is_a_condition_and_no_action(tmp_path: Path, url: str
     watched.clock.monotonic += LAST_RETRY_SECONDS
     step = await watched.must(curve[:41])
     assert (step.action.kind, step.trouble) == ("stop", "")
+
+
+async def test_a_full_disk_does_not_make_balance_hot(tmp_path: Path, url: str) -> None:
+    """What cannot be recorded is tried again, ever more seldom, and acted upon once it can."""
+    watched = Watched(tmp_path / "d", url, {"generators": {"max": 2}, "cooldownSeconds": 1})
+    await watched.must(flat_curve()[:12])
+    size = watched.path.stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    taken: list[tuple[int, str]] = []
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, before[1]))
+    try:
+        for second in range(1, 130):
+            if second == 100:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            watched.clock.monotonic += 1
+            step = await watched.step(
+                flat_curve()[:12],
+                wall_seconds=5000.0 + second,
+                device_seconds=10_000.0 + 2 * second,
+                step=500 + 5 * second,
+                trainer_busy_fraction=0.4,
+                generator_busy_fraction=0.95,
+            )
+            if step is not None and step.policy == "balance":
+                taken.append((second, step.action.kind))
+                if step.action.kind == "scale":
+                    break
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    gaps = [later - earlier for (earlier, _), (later, _) in itertools.pairwise(taken)]
+    assert gaps == [15, 30, 60]
+    assert [kind for _, kind in taken] == ["none", "none", "none", "scale"]

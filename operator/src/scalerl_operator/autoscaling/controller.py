@@ -18,8 +18,8 @@ from scalerl_operator.autoscaling.record import DecisionRecord, Policy
 from scalerl_operator.autoscaling.sidecar import Sidecar
 from scalerl_operator.autoscaling.storage import RecordError
 from scalerl_operator.policy.autoscale import decide
-from scalerl_operator.policy.balance import balance
-from scalerl_operator.policy.facts import Action, Decision, Generators, Observation
+from scalerl_operator.policy.balance import LEAST_STEPS, balance
+from scalerl_operator.policy.facts import Action, Decision, Generators, Load, Observation
 
 FIRST_RETRY_SECONDS: Final = 15.0
 LAST_RETRY_SECONDS: Final = 600.0
@@ -102,7 +102,7 @@ class Autoscaler:
         if (
             load is not None
             and load.seconds >= self.spec.autoscaling.cooldown_seconds
-            and self._may_balance()
+            and self._may_balance(load, generators)
         ):
             seen = self._observe(status, generators, points)
             self._meter.restart()
@@ -111,8 +111,12 @@ class Autoscaler:
             return step
         return None
 
-    def _may_balance(self) -> bool:
-        return self.spec.autoscaling.generators is not None and not self._balancing.waits
+    def _may_balance(self, load: Load, generators: Generators) -> bool:
+        limits = self.spec.autoscaling.generators
+        if limits is None or self._balancing.waits:
+            return False
+        # The window stays open until it holds enough steps, however long one takes; a limit needs none.
+        return load.steps >= LEAST_STEPS or not limits.min <= generators.wanted <= limits.max
 
     async def _autoscale(self, status: Status, generators: Generators, points: list[Point]) -> Step:
         resumed = self._resumed
@@ -166,5 +170,7 @@ class _Patience:
     def note(self, *, failed: bool) -> None:
         """How it went."""
         self._failures = self._failures + 1 if failed else 0
+        if not failed:
+            return
         pause = FIRST_RETRY_SECONDS * 2.0 ** min(self._failures - 1, 10)
         self._retry_at = self._monotonic() + min(pause, LAST_RETRY_SECONDS)
