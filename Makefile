@@ -17,7 +17,7 @@ IMAGE_PREFIX ?= scalerl-
 TAG ?= dev
 BASE_IMAGE ?=
 # Where setup had to bring libnuma (requirements/libnuma.sh), tests that load vLLM themselves find it.
-PYTEST = $(if $(wildcard $(VENV)/lib/scalerl/libnuma.so.1),LD_LIBRARY_PATH=$(abspath $(VENV)/lib/scalerl)) $(BIN)/python -m pytest
+PYTEST = $(if $(wildcard $(VENV)/lib/scalerl/libnuma.so.1),LD_LIBRARY_PATH=$(abspath $(VENV)/lib/scalerl)$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}) $(BIN)/python -m pytest
 # Ten minutes until one curve flattens: not in `make test`, where tests/cluster/test_reconcile.py suspends a run that was stopped so.
 AUTOSTOP := tests/cluster/test_runs.py::test_a_run_is_stopped_by_its_forecast
 RUN_DIR ?=
@@ -36,7 +36,7 @@ $(BIN)/uv: requirements/uv.txt
 
 # `sync` also removes what is not in the locks: the other device's vLLM, after a change of DEVICE.
 $(INSTALLED): $(BIN)/uv $(LOCKS) requirements/libnuma.txt $(MEMBERS:%=%/pyproject.toml)
-	@rm -f $(VENV)/.installed-*
+	@rm -rf $(VENV)/.installed-* $(VENV)/lib/scalerl
 	$(BIN)/uv pip sync -q --compile-bytecode --python $(BIN)/python --require-hashes $(LOCKS)
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --no-build-isolation $(MEMBERS:%=-e ./%)
 	$(if $(filter cpu,$(DEVICE)),requirements/libnuma.sh $(VENV))

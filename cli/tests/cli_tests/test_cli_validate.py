@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from scalerl_api.spec import RunSpec
-from scalerl_cli import machine
+from scalerl_cli import inputs, machine
 from scalerl_cli.main import main
 from scalerl_cli.validate import problems
 
@@ -366,19 +366,25 @@ def test_which_vllm_is_installed(
         ({"hidden_size": 64, "num_attention_heads": 4}, True),
         ({"hidden_size": 64, "num_attention_heads": 4, "head_dim": 32}, False),
         ({"hidden_size": 128, "num_attention_heads": 4}, False),
+        ({"hidden_size": 64, "num_attention_heads": 4, "head_dim": None}, True),
         ({"n_embd": 64}, False),
+        ({"hidden_size": 64, "num_attention_heads": 4, "kv_lora_rank": 512}, False),
+        ({"hidden_size": 64, "num_attention_heads": 0}, False),
+        ({"head_dim": float("inf")}, False),
     ],
 )
-def test_a_head_that_vllm_on_cpus_cannot_do(tmp_path: Path, config: dict[str, int], refused: bool) -> None:
+def test_a_head_that_vllm_on_cpus_cannot_do(
+    tmp_path: Path, config: dict[str, float | None], refused: bool
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     spec = {**GOOD["spec"], "model": {"path": str(tmp_path), "contextTokens": 64}}
-    problem = machine.head_problem(RunSpec.model_validate(spec))
+    problem = inputs.head_problem(RunSpec.model_validate(spec))
     assert (problem is not None) == refused
     if problem is not None:
         assert "spec.model.path" in str(problem)
         assert "16 dimensions" in str(problem)
     on_gpus = {**spec, "generator": {"devices": 1}}
-    assert machine.head_problem(RunSpec.model_validate(on_gpus)) is None
+    assert inputs.head_problem(RunSpec.model_validate(on_gpus)) is None
 
 
 def test_a_scratch_model_that_vllm_on_cpus_cannot_do() -> None:
@@ -389,8 +395,8 @@ def test_a_scratch_model_that_vllm_on_cpus_cannot_do() -> None:
         )
         for n in (4, 2)
     )
-    assert "hiddenSize / attentionHeads" in str(machine.head_problem(four))
-    assert machine.head_problem(two) is None
+    assert "hiddenSize / attentionHeads" in str(inputs.head_problem(four))
+    assert inputs.head_problem(two) is None
 
 
 def test_what_vllm_is_linked_against_has_to_be_there(tmp_path: Path) -> None:
@@ -407,7 +413,7 @@ def test_what_setup_brought_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with open("/proc/self/maps") as maps:
         (tmp_path / "lib" / "scalerl").mkdir(parents=True)
         (tmp_path / "lib" / "scalerl" / "libnowhere.so.1").symlink_to(
-            next(line.split()[-1] for line in maps if "libc.so.6" in line)
+            next(line.split()[-1] for line in maps if "/libc.so" in line or "/libc-" in line)
         )
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     spec = RunSpec.model_validate(GOOD["spec"])
