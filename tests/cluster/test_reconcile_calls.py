@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -11,10 +12,11 @@ import pytest
 from stage import Stage, condition, stage, tiny
 from testcluster import Cluster
 
+from scalerl_api import wire
 from scalerl_api.conditions import Reason
 from scalerl_api.spec import ScaleRLRun
-from scalerl_operator.cluster import reconcile
-from scalerl_operator.cluster.apply import TRIED_SECONDS
+from scalerl_operator.cluster import errors, reconcile
+from scalerl_operator.cluster.apply import TRIED_SECONDS, WORKLOADS
 from scalerl_operator.cluster.names import QUEUE
 from scalerl_operator.cluster.observed import PLACING_SECONDS
 from scalerl_operator.cluster.reconcile import START_LOOKS
@@ -104,6 +106,75 @@ async def test_what_was_created_is_applied_from_the_first_change_on(there: Stage
     await there.look()
     more = there.calls.counts - calls
     assert (more["get"], more["apply"]) == (0, 1), "it is taken over once"
+
+
+STRIPPED = {"metadata": {"labels": {"scalerl.dev/run": None}}}
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["seen at once", "seen when it is too late"])
+async def test_what_lost_the_label_that_it_is_known_by_is_stopped_with_the_run(
+    there: Stage, *, seen: bool
+) -> None:
+    await there.start(tiny())
+    (job,) = (o["metadata"]["name"] for o in await there.all("Job", "trainer"))
+    await there.edit("Deployment", "tiny-addition-generator", STRIPPED)
+    await there.edit("Job", job, STRIPPED)
+    if seen:
+        await there.look()
+        for kind, name in (("Deployment", "tiny-addition-generator"), ("Job", job)):
+            live = await there.get(kind, name)
+            assert live is not None
+            assert live["metadata"]["labels"]["scalerl.dev/run"] == "tiny-addition"
+        assert [reason for reason, _ in await there.events()].count("RepairedDrift") == 2
+    await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"suspend": True}})
+    run = await there.looks(lambda r: r["status"]["phase"] in ("Suspending", "Suspended"))
+    assert (run["status"]["phase"], there.coordinator.told) == ("Suspending", ["interrupted"])
+    assert await there.get("Job", job) is not None, "it saves what it trained"
+    there.coordinator.phase = wire.Phase.FINISHED
+    await there.end("trainer", 0, count=2)
+    await there.looks(lambda r: r["status"]["phase"] == "Suspended")
+    for _ in range(50):
+        await there.look()
+        left = [o["metadata"]["name"] for kind in WORKLOADS for o in await there.all(kind)]
+        if not left:
+            break
+        await asyncio.sleep(0.2)
+    assert left == []
+
+
+async def test_a_run_is_deleted_only_when_a_trainer_without_its_label_has_saved(there: Stage) -> None:
+    await there.start(tiny())
+    (job,) = (o["metadata"]["name"] for o in await there.all("Job", "trainer"))
+    await there.edit("Job", job, STRIPPED)
+    await there.delete("ScaleRLRun", "tiny-addition")
+    await there.look()
+    assert there.coordinator.told == ["interrupted"]
+    assert await there.get("ScaleRLRun", "tiny-addition") is not None
+
+
+async def test_what_a_lost_answer_has_made_is_compared_with_what_is_wanted_by_now(
+    there: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = there.api.create
+
+    async def lost(obj: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
+        made = await create(obj, dry_run=dry_run)
+        if obj["kind"] == "ConfigMap":
+            raise errors.Unreachable("no answer")
+        return made
+
+    await there.create(tiny())
+    monkeypatch.setattr(there.api, "create", lost)
+    with pytest.raises(errors.Unreachable):
+        await there.look()
+    monkeypatch.undo()
+    run = await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"budget": {"maxSteps": 77}}})
+    # Its watch is slower than the run's.
+    there.cache.observe("MODIFIED", run)
+    await there.reconciler.reconcile((there.namespace, "tiny-addition"))
+    spec = await there.get("ConfigMap", "tiny-addition-spec")
+    assert spec is not None
+    assert "maxSteps: 77" in spec["data"]["run.yaml"]
 
 
 async def test_what_comes_between_the_question_and_the_making_is_not_written_over(

@@ -19,7 +19,16 @@ from scalerl_operator.cluster import errors
 from scalerl_operator.cluster.api import KubeApi
 from scalerl_operator.cluster.cache import Cache
 from scalerl_operator.cluster.drift import differs
-from scalerl_operator.cluster.names import COMPONENT, IMAGE, RENDERED_HASH, RUN_UID, TOKEN_KEY, Names
+from scalerl_operator.cluster.names import (
+    COMPONENT,
+    IMAGE,
+    RENDERED_HASH,
+    RUN,
+    RUN_UID,
+    TOKEN_KEY,
+    Names,
+    label_value,
+)
 from scalerl_operator.cluster.observed import (
     JOB_NAME,
     Problem,
@@ -37,6 +46,8 @@ log = logging.getLogger(__name__)
 REPAIR_SECONDS: Final = 2.0
 """The first repair of an object comes at once, the next after so long, then twice that, up to five minutes."""
 LONGEST_REPAIR_SECONDS: Final = 300.0
+OWN_TRIES: Final = 3
+"""How often an object is taken over anew when somebody else writes it in between."""
 TRIED_SECONDS: Final = 60.0
 """For so long what the API server would have taken counts as what it takes."""
 HURRIED_SECONDS: Final = 5
@@ -175,6 +186,21 @@ class Applier:
 
     # --- every look -----------------------------------------------------------------------------------
 
+    async def find(self, place: Place, attempt: int) -> None:
+        """Workloads of the run that should be there and are not: one whose label somebody has taken off is nowhere to be
+        seen, and works on. Asked for by name before the run comes to rest, when nothing would ask for them any more.
+
+        attempt: the trainer's, 0 before the first.
+        """
+        names = Names(place.name)
+        wanted = [("Deployment", names.generator), ("StatefulSet", names.coordinator)]
+        wanted += [("Job", names.trainer_job(attempt))] if attempt else []
+        for kind, name in wanted:
+            if (kind, name) not in place.objects:
+                there = await self._api.get(kind, place.namespace, name)
+                if there is not None and place.mine(there):
+                    await self._adopt(there, place)
+
     async def apply(
         self, run: ScaleRLRun, place: Place, wanted: Sequence[Object], *, frozen: bool = False
     ) -> Problem | None:
@@ -200,7 +226,9 @@ class Applier:
             wanted = [obj for obj in wanted if (obj["kind"], obj["metadata"]["name"]) not in present]
         problem = await self._make_token(run, place)
         for obj in wanted:
-            problem = problem or await self._bring(obj, place)
+            # Frozen, nothing of what is wanted is known to be there.
+            if problem is None:
+                problem = await (self._create(obj, place, frozen=True) if frozen else self._bring(obj, place))
         return problem
 
     async def keep(self, run: ScaleRLRun, place: Place, moving: Sequence[Object]) -> Problem | None:
@@ -275,7 +303,7 @@ class Applier:
             log.warning("%s/%s: %s was changed: %s", place.namespace, place.name, key, difference)
             text = f"{kind} {metadata['name']}: {difference}"
             await self._api.event(place.run, "Warning", Reason.REPAIRED_DRIFT, text)
-        return await self._own(wanted, live, place) or await self._write(wanted, place)
+        return await self._change(wanted, live, place)
 
     def _may_repair(self, place: Place, key: tuple[str, str]) -> bool:
         """Whoever else writes our fields is not fought at full speed."""
@@ -289,8 +317,11 @@ class Applier:
         repairs[key] = (count + 1, place.unix_seconds)
         return True
 
-    async def _create(self, obj: Object, place: Place, *, dry_run: bool = False) -> Problem | None:
-        """Make what is not there, and never over what another has made meanwhile."""
+    async def _create(
+        self, obj: Object, place: Place, *, dry_run: bool = False, frozen: bool = False
+    ) -> Problem | None:
+        """Make what is not there, and never over what another has made meanwhile. frozen: what turns out to be there is
+        left as it is."""
         kind, name = obj["kind"], obj["metadata"]["name"]
         try:
             made = await self._api.create(obj, dry_run=dry_run)
@@ -300,35 +331,68 @@ class Applier:
                 raise  # and gone again: another look will tell
             if (problem := _not_mine(there, kind, name, place)) is not None:
                 return problem
-            made = there  # news of it are still on their way
+            if dry_run:
+                return None
+            await self._adopt(there, place)
+            # Whoever made it, of whatever spec, it is compared like all that is known to be there.
+            return None if frozen else await self._bring(obj, place)
         except (errors.Invalid, errors.Forbidden) as error:
             return refused(error, f"{kind} {name}")
         if not dry_run:
             self._made(made, place)
         return None
 
+    async def _adopt(self, there: Object, place: Place) -> None:
+        """An object of the run that was not known to be there: news of it are still on their way, or somebody has taken
+        off the label that they come by. Without that it is never heard of again."""
+        kind, metadata, mine = there["kind"], there["metadata"], label_value(place.name)
+        stripped = label(there, RUN) != mine and not leaving(there)
+        if stripped and self._may_repair(place, (kind, metadata["name"])):
+            patch = {"metadata": {"uid": metadata["uid"], "labels": {RUN: mine}}}
+            there = await self._api.patch(kind, place.namespace, metadata["name"], patch)
+            text = f"{kind} {metadata['name']}: somebody took its label {RUN} off"
+            await self._api.event(place.run, "Warning", Reason.REPAIRED_DRIFT, text)
+        self._made(there, place)
+
     def _made(self, obj: Object, place: Place) -> None:
         place.objects[obj["kind"], obj["metadata"]["name"]] = obj
         self._cache.remember(obj)
 
-    async def _own(self, wanted: Object, live: Object, place: Place) -> Problem | None:
-        """What creating an object has set is from now on what we apply (:mod:`.ownership`)."""
+    async def _change(self, wanted: Object, live: Object, place: Place) -> Problem | None:
+        """Apply what is wanted of an object that is there."""
         kind, name, uid = wanted["kind"], wanted["metadata"]["name"], live["metadata"]["uid"]
         owned = self._owned.setdefault(place.uid, set())
-        if uid in owned:
-            return None
-        there = await self._api.get(kind, place.namespace, name)
-        if there is not None:
+        if uid not in owned:
+            there = await self._own(kind, name, place)
+            if there is None:
+                return await self._create(wanted, place)
             if (problem := _not_mine(there, kind, name, place)) is not None:
                 return problem
-            metadata = there["metadata"]
-            managed = applied(metadata.get("managedFields") or ())
-            if managed is not None:
-                patch = {"metadata": {"uid": metadata["uid"], "managedFields": managed}}
-                version = metadata["resourceVersion"]
-                await self._api.patch(kind, place.namespace, name, patch, resource_version=version)
-            owned.add(metadata["uid"])
-        return None
+            owned.add(there["metadata"]["uid"])
+        return await self._write(wanted, place)
+
+    async def _own(self, kind: str, name: str, place: Place, tries: int = OWN_TRIES) -> Object | None:
+        """What creating an object has set is from now on what we apply (:mod:`.ownership`). The object as it was; None:
+        it is gone.
+
+        Asked for again a few times: of what is on its way up somebody writes the status all the time.
+        """
+        there = await self._api.get(kind, place.namespace, name)
+        if there is None or not place.mine(there):
+            return there
+        metadata = there["metadata"]
+        managed = applied(metadata.get("managedFields") or ())
+        if managed is None:
+            return there
+        patch = {"metadata": {"uid": metadata["uid"], "managedFields": managed}}
+        version = metadata["resourceVersion"]
+        try:
+            await self._api.patch(kind, place.namespace, name, patch, resource_version=version)
+        except errors.Conflict:
+            if tries <= 1:
+                raise
+            return await self._own(kind, name, place, tries - 1)
+        return there
 
     async def _write(self, obj: Object, place: Place) -> Problem | None:
         try:

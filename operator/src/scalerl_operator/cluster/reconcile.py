@@ -69,6 +69,14 @@ class _Seen(Place):
         return list(self.run["metadata"].get("finalizers") or ())
 
     @property
+    def comes_to_rest(self) -> bool:
+        """Whether it is to be suspended or deleted, and nothing has been done about it yet."""
+        memory = self.memory
+        asked = leaving(self.run) or self.run["spec"].get("suspend") is True
+        done = memory.rest is not lifecycle.Rest.NO or memory.drain_since is not None or memory.outcome
+        return asked and not done
+
+    @property
     def generation(self) -> int:
         return int(self.run["metadata"].get("generation", 0))
 
@@ -135,6 +143,8 @@ class Reconciler:
         seen = self._observe(key, obj)
         if leaving(obj) and FINALIZER not in seen.finalizers:
             return None  # the rest is the garbage collector's
+        if seen.comes_to_rest:
+            await self._applier.find(seen, seen.memory.attempt)
         try:
             run = run_from_object(obj)
         except SpecError as problem:
