@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import uuid
@@ -16,6 +17,8 @@ from testcluster.tools import kubectl
 
 from scalerl_operator.cluster import connection
 from scalerl_operator.cluster.api import KubeApi
+from scalerl_operator.cluster.kinds import kind_of
+from scalerl_operator.cluster.leader import LEASE_NAME
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -59,9 +62,18 @@ async def api(served: Cluster) -> AsyncIterator[KubeApi]:
 
 @pytest.fixture
 def namespace(served: Cluster) -> Iterator[str]:
-    """A namespace of the test's own."""
+    """A namespace of the test's own, with a Lease that an operator has given up: the next leads at once."""
     name = f"io-{uuid.uuid4().hex[:8]}"
     served.kubectl("create", "namespace", name)
+    lease = {"kind": "Lease", "metadata": {"name": LEASE_NAME}, "spec": {"holderIdentity": ""}}
+    served.kubectl(
+        "create",
+        "-n",
+        name,
+        "-f",
+        "-",
+        stdin=json.dumps({"apiVersion": kind_of("Lease").api_version, **lease}),
+    )
     yield name
     served.kubectl("delete", "namespace", name, "--wait=false")
 

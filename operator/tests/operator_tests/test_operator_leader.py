@@ -22,6 +22,12 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
+def given_up() -> dict[str, Any]:
+    """As an operator leaves it that has ended in order."""
+    spec = {"holderIdentity": "", "leaseDurationSeconds": 1, "renewTime": "t0", "leaseTransitions": 0}
+    return {"metadata": {"name": "scalerl-operator", "resourceVersion": "0"}, "spec": spec}
+
+
 @dataclass
 class Leases:
     """One Lease with the API server's optimistic locking, slow, failing or away as told."""
@@ -29,7 +35,7 @@ class Leases:
     latency: Callable[[], tuple[float, float]] = lambda: (0.005, 0.005)
     """Seconds before the request takes effect, and from there to its answer."""
     failing: Callable[[], bool] = lambda: False
-    lease: dict[str, Any] | None = None
+    lease: dict[str, Any] | None = field(default_factory=given_up)
     version: int = 0
     writes: list[tuple[float, str]] = field(default_factory=list)
 
@@ -133,7 +139,7 @@ def test_after_a_kill_the_next_leads_within_15_seconds(offset: float) -> None:
         took = await until(heir.leader.is_leader, 15)
         assert took > 5
         assert leases.lease is not None
-        assert leases.lease["spec"]["leaseTransitions"] == 1
+        assert leases.lease["spec"]["leaseTransitions"] == 2, "with the first, who found none that held it"
         await heir.kill()
 
     run(scenario())
@@ -184,7 +190,7 @@ def test_the_same_replica_restarted_goes_on_at_once() -> None:
         again = Replica(leases, "pod-1")
         await until(again.leader.is_leader, 0.5)
         assert leases.lease is not None
-        assert leases.lease["spec"]["leaseTransitions"] == 0
+        assert leases.lease["spec"]["leaseTransitions"] == 1
         await again.kill()
 
     run(scenario())
@@ -228,6 +234,62 @@ def test_a_lease_that_somebody_deletes_never_makes_two_lead() -> None:
         await first.kill()
         leases.lease = None
         await until(second.leader.is_leader, 15)
+        await second.kill()
+
+    run(scenario())
+
+
+def test_where_there_never_was_a_lease_the_first_leads_once_one_would_have_run_out() -> None:
+    async def scenario() -> None:
+        leases = Leases(lease=None)
+        first, second = Replica(leases, "one"), Replica(leases, "two")
+        took = await until(lambda: first.leader.is_leader() or second.leader.is_leader(), 15)
+        assert took >= 10
+        await asyncio.sleep(30)
+        assert first.leader.is_leader() != second.leader.is_leader()
+        await first.kill()
+        await second.kill()
+
+    run(scenario())
+
+
+def test_a_replica_that_is_new_does_not_know_that_somebody_leads_whose_lease_was_deleted() -> None:
+    async def scenario() -> None:
+        leases = Leases()
+        first = Replica(leases, "one")
+        await asyncio.sleep(20)
+        leases.lease = None
+        second = Replica(leases, "two")
+        for _ in range(200):
+            await asyncio.sleep(0.1)
+            assert first.leader.is_leader()
+            assert not second.leader.is_leader()
+        await first.kill()
+        await second.kill()
+
+    run(scenario())
+
+
+def test_who_was_cut_off_does_not_take_a_lease_for_its_own_that_is_not_there() -> None:
+    """While it was away another led, whose Lease somebody has deleted."""
+
+    async def scenario() -> None:
+        away = False
+        shared = Leases()
+        cut_off = Leases(failing=lambda: away)
+        first = Replica(cut_off, "one")
+        await asyncio.sleep(5)
+        away = True
+        await until(lambda: not first.leader.is_leader(), 10)
+        second = Replica(shared, "two")
+        await until(second.leader.is_leader, 1)
+        await asyncio.sleep(5)
+        away, cut_off.lease, shared.lease = False, None, None
+        began = now()
+        while now() - began < 5:  # longer than two looks of one who waits
+            assert not first.leader.is_leader()
+            await asyncio.sleep(0.1)
+        await first.kill()
         await second.kill()
 
     run(scenario())
@@ -289,6 +351,8 @@ def test_never_two_at_once(seed: int, offsets: list[float]) -> None:
             if now() >= change:
                 change = now() + chance.uniform(1, 30)
                 away = chance.random() < 0.2
+                if chance.random() < 0.2:
+                    leases.lease = None  # somebody deletes it
                 index = chance.choice(list(replicas))
                 if chance.random() < 0.5:
                     await replicas[index].kill()

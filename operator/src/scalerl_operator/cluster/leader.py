@@ -5,6 +5,10 @@ As client-go does it: nobody's clock is compared with anybody else's. A replica 
 change the holder is taken for dead. The holder counts from the moment it *sent* its last successful renewal, and
 stops a margin before the others could begin: so two never lead at once, however their wall clocks differ and however
 late an answer comes.
+
+Where there is no Lease, somebody may have deleted one whose holder still leads. So only who leads makes it anew at once;
+all others, whether they have ever seen one or have only begun, first see none for as long as a Lease lasts. That makes
+the very first start of an operator in a cluster take that long; the Lease stays when the operator goes.
 """
 
 from __future__ import annotations
@@ -24,6 +28,9 @@ from scalerl_operator.cluster.types import Object
 LEASE_NAME: Final = "scalerl-operator"
 
 log = logging.getLogger(__name__)
+
+_NO_LEASE: Final = ("", "")
+"""What is seen where there is none; one that was given up still says when."""
 
 
 class LeaseApi(Protocol):
@@ -166,8 +173,9 @@ class Leader:
     async def _take(self) -> bool:
         lease = await self._api.get("Lease", self._namespace, self._name)
         if lease is None:
-            # Whoever held one that somebody has deleted goes on until it wants to renew it.
-            if self._holder not in ("", self._identity) and self._clock() < self._seen_at + self._duration:
+            self._holder = ""
+            self._note(_NO_LEASE)
+            if not self.is_leader() and self._clock() < self._seen_at + self._duration:
                 return False
             await self._api.create(self._record(None))
         else:
