@@ -110,6 +110,8 @@ class TroubleStatus(StatusModel):
     """Checkpoints that could not be written, over the whole run."""
     unsaved_since: Annotated[int, Field(ge=-1)] | None = None
     """Newest checkpoint when the last one failed, -1 for none; gone once a newer one is written."""
+    checkpoint_version: Annotated[int, Field(ge=-1)] | None = None
+    """Newest checkpoint when the coordinator was last heard, -1 for none."""
 
 
 class DecisionStatus(StatusModel):

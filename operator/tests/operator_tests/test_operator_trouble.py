@@ -86,7 +86,8 @@ def test_grading_that_failed_once_is_over_after_a_while(looks: Looks) -> None:
 
 
 def test_grading_that_fails_again_and_again_is_not_over_and_only_progress(looks: Looks) -> None:
-    looks.look(0, grading_errors=1)
+    looks.look(0)
+    looks.look(1, grading_errors=1)
     for minute in range(1, 60):
         assert looks.look(60.0 * minute, grading_errors=1 + minute) == Reason.GRADING_FAILED
         assert looks.quiet, "the count moves: written with what moves all the time"
@@ -107,16 +108,34 @@ def test_a_trainer_that_goes_back_has_written_no_checkpoint(looks: Looks) -> Non
     assert looks.look(15, checkpoint_version=30) == Reason.AS_EXPECTED
 
 
+def test_a_failure_that_a_newer_checkpoint_came_with_is_over(looks: Looks) -> None:
+    looks.look(0, checkpoint_version=40)
+    assert looks.look(60, checkpoint_failures=1, checkpoint_version=60) == Reason.AS_EXPECTED
+    assert looks.look(65, checkpoint_failures=2) == Reason.CHECKPOINT_FAILED
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_what_was_counted_for_an_earlier_release_is_no_news(looks: Looks, *, silent: bool) -> None:
+    looks.look(0)
+    del looks.stored["trouble"]
+    looks.look(5, silent=silent, checkpoint_failures=3, grading_errors=7)
+    assert looks.look(10) == Reason.AS_EXPECTED
+    assert looks.look(15, checkpoint_failures=4) == Reason.CHECKPOINT_FAILED
+
+
 def test_the_first_checkpoint_of_all_ends_it_too(looks: Looks) -> None:
-    assert looks.look(0, checkpoint_version=-1, checkpoint_failures=1) == Reason.CHECKPOINT_FAILED
+    looks.look(0, checkpoint_version=-1)
+    assert looks.look(1, checkpoint_failures=1) == Reason.CHECKPOINT_FAILED
     assert looks.look(5, checkpoint_version=20) == Reason.AS_EXPECTED
 
 
 def test_a_coordinator_that_is_silent_for_a_moment_changes_nothing(looks: Looks) -> None:
-    looks.look(0, checkpoint_failures=1)
+    looks.look(0)
+    looks.look(1, checkpoint_failures=1)
     assert looks.look(5, silent=True) == Reason.CHECKPOINT_FAILED
 
 
 def test_a_run_that_is_over_is_not_degraded(looks: Looks) -> None:
-    looks.look(0, checkpoint_failures=1, grading_errors=3)
+    looks.look(0)
+    assert looks.look(1, checkpoint_failures=1, grading_errors=3) == Reason.CHECKPOINT_FAILED
     assert looks.look(5, Phase.SUSPENDED, silent=True) == Reason.AS_EXPECTED

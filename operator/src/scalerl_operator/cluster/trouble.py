@@ -18,13 +18,22 @@ GRADING_QUIET_SECONDS: Final = 600.0
 
 
 def noted(before: TroubleStatus, heard: Status, unix_seconds: float) -> TroubleStatus:
-    """What is known of a run's trouble after the coordinator's last word."""
-    graded_at, unsaved = before.last_grading_error_time, before.unsaved_since
-    if heard.grading_errors > before.grading_errors:
-        graded_at = rfc3339(unix_seconds)
-    if heard.checkpoint_failures > before.checkpoint_failures:
-        unsaved = heard.checkpoint_version
-    elif unsaved is not None:
+    """What is known of a run's trouble after the coordinator's last word.
+
+    Of a failure and a newer checkpoint since the word before, which was first is not said. It counts as saved: if it is
+    not, the next failure tells. What was counted before the first word is an earlier release's, and no news.
+    """
+    graded_at, unsaved, saved = (
+        before.last_grading_error_time,
+        before.unsaved_since,
+        before.checkpoint_version,
+    )
+    if saved is not None:
+        if heard.grading_errors > before.grading_errors:
+            graded_at = rfc3339(unix_seconds)
+        if heard.checkpoint_failures > before.checkpoint_failures and unsaved is None:
+            unsaved = saved
+    if unsaved is not None:
         # A trainer that went further back has written nothing by that.
         unsaved = None if heard.checkpoint_version > unsaved else heard.checkpoint_version
     return TroubleStatus(
@@ -32,6 +41,7 @@ def noted(before: TroubleStatus, heard: Status, unix_seconds: float) -> TroubleS
         last_grading_error_time=graded_at,
         checkpoint_failures=heard.checkpoint_failures,
         unsaved_since=unsaved,
+        checkpoint_version=heard.checkpoint_version,
     )
 
 
