@@ -177,6 +177,52 @@ async def test_what_a_lost_answer_has_made_is_compared_with_what_is_wanted_by_no
     assert "maxSteps: 77" in spec["data"]["run.yaml"]
 
 
+async def test_a_take_over_is_tried_again_while_somebody_writes_the_object(
+    there: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await there.start(tiny())
+    name = "tiny-addition-generator"
+    get, written = there.api.get, 0
+
+    async def and_written(kind: str, *of: Any, **more: Any) -> dict[str, Any] | None:
+        nonlocal written
+        found = await get(kind, *of, **more)
+        if kind == "Deployment" and written < 2:
+            written += 1
+            status = {"status": {"observedGeneration": 100 + written}}
+            await there.edit("Deployment", name, status, "status")
+        return found
+
+    monkeypatch.setattr(there.api, "get", and_written)
+    await there.edit("Deployment", name, {"spec": {"replicas": 5}})
+    await there.look()
+    live = await there.get("Deployment", name)
+    assert live is not None
+    assert (written, live["spec"]["replicas"]) == (2, 1)
+
+
+async def test_what_goes_while_it_is_repaired_is_created_again(
+    there: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not applied: that would write over what another makes meanwhile."""
+    await there.start(tiny())
+    name = "tiny-addition-trainer"
+    get = there.api.get
+
+    async def gone(kind: str, *of: Any, **more: Any) -> dict[str, Any] | None:
+        if kind == "Service":
+            await there.delete("Service", name)
+        return await get(kind, *of, **more)
+
+    monkeypatch.setattr(there.api, "get", gone)
+    await there.edit("Service", name, {"spec": {"publishNotReadyAddresses": False}})
+    applied = there.calls.counts["apply"]
+    await there.look()
+    live = await there.get("Service", name)
+    assert live is not None
+    assert (live["spec"]["publishNotReadyAddresses"], there.calls.counts["apply"]) == (True, applied)
+
+
 async def test_what_comes_between_the_question_and_the_making_is_not_written_over(
     there: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
