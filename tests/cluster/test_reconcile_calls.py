@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import yaml
 from stage import Stage, condition, stage, tiny
 from testcluster import Cluster
 
@@ -16,8 +17,9 @@ from scalerl_api import wire
 from scalerl_api.conditions import Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.cluster import errors, reconcile
-from scalerl_operator.cluster.apply import TRIED_SECONDS, WORKLOADS
-from scalerl_operator.cluster.names import QUEUE
+from scalerl_operator.cluster.apply import LONGEST_REPAIR_SECONDS, TRIED_SECONDS, WORKLOADS
+from scalerl_operator.cluster.drift import differs
+from scalerl_operator.cluster.names import QUEUE, RENDERED_HASH
 from scalerl_operator.cluster.observed import PLACING_SECONDS
 from scalerl_operator.cluster.reconcile import START_LOOKS
 from scalerl_operator.cluster.render import render
@@ -59,6 +61,54 @@ async def test_pods_that_were_just_taken_are_not_tried_again(there: Stage) -> No
     assert await tried("fourth") == 4, "what is taken may change"
 
 
+async def test_pods_that_were_taken_are_tried_again_once_anything_was_refused(
+    there: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+    create = there.api.create
+
+    async def noted(obj: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
+        tried.extend([obj["kind"]] if dry_run else [])
+        return await create(obj, dry_run=dry_run)
+
+    monkeypatch.setattr(there.api, "create", noted)
+    await there.create(tiny("first"), tiny("second"), tiny("third"))
+    await there.look("first")
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "q"}}
+    full = yaml.safe_dump(quota | {"spec": {"hard": {"count/configmaps": "0"}}})
+    await asyncio.to_thread(there.kubectl, "apply", "-n", there.namespace, "-f", "-", stdin=full)
+    await asyncio.to_thread(
+        *(there.kubectl, "wait", "-n", there.namespace, "resourcequota/q", "--timeout=20s"),
+        "--for=jsonpath={.status.used}",
+    )
+    tried.clear()
+    run = await there.looks(lambda r: condition(r, "Degraded") == "QuotaExceeded", "second", times=1)
+    assert (condition(run, "Accepted"), tried) == ("Accepted", [])
+    await there.look("third")
+    assert len(tried) == 4
+
+
+async def test_a_run_that_was_repaired_is_after_a_while_compared_no_more_than_any(
+    there: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await there.create(tiny())
+    await there.look()
+    await there.edit("ConfigMap", "tiny-addition-spec", {"data": {"run.yaml": "{}"}})
+    await there.look()
+    there.now += 2 * LONGEST_REPAIR_SECONDS + 1.0
+    await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"budget": {"maxSteps": 77}}})
+    await there.look()
+    rendered: list[str] = []
+
+    def counted(run: ScaleRLRun, *of: Any, **more: Any) -> list[dict[str, Any]]:
+        rendered.append(run.metadata.name)
+        return render(run, *of, **more)
+
+    monkeypatch.setattr(reconcile, "render", counted)
+    await there.look()
+    assert rendered == []
+
+
 async def test_news_of_a_pod_has_nothing_rendered_and_an_edit_by_hand_has(
     there: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +134,60 @@ async def test_news_of_a_pod_has_nothing_rendered_and_an_edit_by_hand_has(
     before = len(rendered)
     await there.look()
     assert len(rendered) == before + 1, "labels have no generation"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "change"),
+    [
+        ("Service", "trainer", {"spec": {"publishNotReadyAddresses": False}}),
+        ("Service", "coordinator", {"spec": {"ports": [{"name": "http", "port": 8080, "targetPort": 1}]}}),
+        ("StatefulSet", "coordinator", {"spec": {"replicas": 0}}),
+        ("Deployment", "generator", {"spec": {"replicas": 0}}),
+        ("PersistentVolumeClaim", "data", {"metadata": {"annotations": {"scalerl.dev/rendered": None}}}),
+        ("NetworkPolicy", "run", {"spec": {"ingress": []}}),
+        ("PodDisruptionBudget", "generator", {"spec": {"maxUnavailable": 3}}),
+        ("ConfigMap", "spec", {"data": {"run.yaml": "{}"}}),
+    ],
+)
+async def test_what_was_created_is_taken_over_whatever_it_is(
+    there: Stage, kind: str, name: str, change: dict[str, Any]
+) -> None:
+    """As if an earlier release had created it with a label that is rendered no more."""
+    create, name = there.api.create, f"tiny-addition-{name}"
+
+    async def earlier(obj: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
+        if obj["kind"] == kind and not dry_run:
+            obj["metadata"]["labels"]["earlier"] = "yes"
+        return await create(obj, dry_run=dry_run)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(there.api, "create", earlier)
+        await there.start(tiny(generator={"replicas": 2, "kvCache": "256Mi"}))
+    made = await there.get(kind, name)
+    assert made is not None
+    assert made["metadata"]["labels"]["earlier"] == "yes"
+    await there.edit(
+        kind, name, change | {"metadata": {"labels": {"team": "blue"}, **change.get("metadata", {})}}
+    )
+    await there.look()
+    live = await there.get(kind, name)
+    assert live is not None
+    labels = live["metadata"]["labels"]
+    assert ("earlier" in labels, labels["team"]) == (False, "blue")
+    ours = [e for e in live["metadata"]["managedFields"] if e["manager"] == "scalerl-operator"]
+    assert [e["operation"] for e in ours] == ["Apply"]
+    assert differs(without_labels(made), without_labels(live)) is None, "and is as it was made"
+    applied = there.calls.counts["apply"]
+    await there.look()
+    assert there.calls.counts["apply"] == applied
+
+
+def without_labels(obj: dict[str, Any]) -> dict[str, Any]:
+    """What an object is for, and what we say of it."""
+    said = {name: obj[name] for name in ("spec", "data") if name in obj}
+    return said | {
+        "metadata": {"annotations": {RENDERED_HASH: obj["metadata"]["annotations"][RENDERED_HASH]}}
+    }
 
 
 async def test_what_was_created_is_applied_from_the_first_change_on(there: Stage) -> None:

@@ -162,7 +162,11 @@ class Applier:
         self, run: ScaleRLRun, place: Place, everything: Callable[[], Sequence[Object]]
     ) -> Problem | None:
         """Whether the API server would take what a user wrote of pods. It is not asked again what it has just taken: of a
-        thousand runs with the same pods one is tried."""
+        thousand runs with the same pods one is tried.
+
+        A quota of objects that another run has used up meanwhile is therefore told when the first one is refused, with
+        some made already, and from then on before.
+        """
         tried = (place.namespace, raw_hash(run))
         now = place.unix_seconds
         if tried in self._trials and 0 <= now - self._trials[tried] < TRIED_SECONDS:
@@ -238,9 +242,13 @@ class Applier:
             problem = problem or await self._bring(obj, place)
         return problem
 
-    def repairs(self, uid: str) -> bool:
-        """Whether an object of the run was ever changed by somebody else: then it is compared at every look."""
-        return bool(self._repairs.get(uid))
+    def repairs(self, place: Place) -> bool:
+        """Whether somebody else has lately changed an object of the run: then it is compared at every look."""
+        return any(self._is_recent(place, last) for _, last in self._repairs.get(place.uid, {}).values())
+
+    @staticmethod
+    def _is_recent(place: Place, repaired: float) -> bool:
+        return place.unix_seconds - repaired <= 2 * LONGEST_REPAIR_SECONDS
 
     async def _hurry(self, place: Place, job: str) -> None:
         """The ranks that a failed gang has left behind have nothing to save, and may hang in a collective."""
@@ -271,7 +279,7 @@ class Applier:
         except errors.AlreadyExists:
             held = await self._api.get("Secret", place.namespace, name)
         except (errors.Invalid, errors.Forbidden) as error:
-            return refused(error, f"Secret {name}")
+            return self._refused(error, f"Secret {name}", place)
         if held is None or not place.mine(held):
             return Problem(Reason.NAME_TAKEN, f"Secret {name} exists and is not this run's")
         self._tokens[place.uid] = _token(held)
@@ -310,7 +318,7 @@ class Applier:
         repairs = self._repairs.setdefault(place.uid, {})
         count, last = repairs.get(key, (0, 0.0))
         quiet = place.unix_seconds - last
-        if quiet > 2 * LONGEST_REPAIR_SECONDS:
+        if not self._is_recent(place, last):
             count = 0
         if count and 0 <= quiet < min(REPAIR_SECONDS * 2.0 ** min(count - 1, 16), LONGEST_REPAIR_SECONDS):
             return False
@@ -337,7 +345,7 @@ class Applier:
             # Whoever made it, of whatever spec, it is compared like all that is known to be there.
             return None if frozen else await self._bring(obj, place)
         except (errors.Invalid, errors.Forbidden) as error:
-            return refused(error, f"{kind} {name}")
+            return self._refused(error, f"{kind} {name}", place)
         if not dry_run:
             self._made(made, place)
         return None
@@ -398,9 +406,14 @@ class Applier:
         try:
             made = await self._api.apply(obj)
         except (errors.Invalid, errors.Forbidden) as error:
-            return refused(error, f"{obj['kind']} {obj['metadata']['name']}")
+            return self._refused(error, f"{obj['kind']} {obj['metadata']['name']}", place)
         self._made(made, place)
         return None
+
+    def _refused(self, error: errors.ApiError, what: str, place: Place) -> Problem:
+        """What was taken in the namespace before may be so no longer."""
+        self._trials = {at: when for at, when in self._trials.items() if at[0] != place.namespace}
+        return refused(error, what)
 
 
 def pinned(place: Place, named: ImagesSpec, images: Images) -> Images:

@@ -172,7 +172,7 @@ def rfc3339(unix_seconds: float) -> str:
 
 
 def patient(observed: Observed, now: float) -> tuple[Observed, float | None]:
-    """Without what pods wait for that have just been made, and seconds until it counts."""
+    """Without what pods wait for that have just been made, and seconds until the first counts."""
     new: dict[str, float] = {}
     for pod in observed.pods:
         if pod.problem is not None and pod.problem.reason in PLACING_SECONDS:
@@ -182,7 +182,7 @@ def patient(observed: Observed, now: float) -> tuple[Observed, float | None]:
     if not new:
         return observed, None
     pods = tuple(replace(pod, problem=None) if pod.uid in new else pod for pod in observed.pods)
-    return replace(observed, pods=pods), max(new.values())
+    return replace(observed, pods=pods), min(new.values())
 
 
 # --- pods ---------------------------------------------------------------------------------------

@@ -325,7 +325,7 @@ class Reconciler:
         wanted = self._render(run, seen, desired, images)
         blocked = await self._applier.apply(run, seen, [*wanted, *more], frozen=frozen)
         found = standing(run, seen, desired, images, frozen=frozen)
-        if blocked is None and found is not None and not self._applier.repairs(seen.uid):
+        if blocked is None and found is not None and not self._applier.repairs(seen):
             self._standing[seen.uid] = found
         return None, blocked or await self._stuck.why(seen, observed, desired)
 
