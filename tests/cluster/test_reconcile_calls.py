@@ -17,10 +17,11 @@ from scalerl_api import wire
 from scalerl_api.conditions import Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.cluster import errors, reconcile
-from scalerl_operator.cluster.apply import LONGEST_REPAIR_SECONDS, TRIED_SECONDS, WORKLOADS
+from scalerl_operator.cluster.apply import LONGEST_REPAIR_SECONDS, TRIED_SECONDS
 from scalerl_operator.cluster.drift import differs
 from scalerl_operator.cluster.names import QUEUE, RENDERED_HASH
 from scalerl_operator.cluster.observed import PLACING_SECONDS
+from scalerl_operator.cluster.place import WORKLOADS
 from scalerl_operator.cluster.reconcile import START_LOOKS
 from scalerl_operator.cluster.render import render
 from scalerl_operator.cluster.stuck import ASK_SECONDS, SILENT_SECONDS

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from operator_tests.manifests import EVERYTHING, UID, cluster_run
-from scalerl_operator.cluster.apply import Place, pinned
 from scalerl_operator.cluster.names import IMAGE
+from scalerl_operator.cluster.place import Place, pinned
 from scalerl_operator.cluster.render import render
 from scalerl_operator.cluster.types import Images, Object
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from operator_tests.manifests import UID, cluster_run
-from scalerl_operator.cluster.apply import Place
+from scalerl_operator.cluster.place import Place
 from scalerl_operator.cluster.standing import standing
 from scalerl_operator.cluster.types import Desired, Images
 

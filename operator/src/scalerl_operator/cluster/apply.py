@@ -9,22 +9,17 @@ import base64
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
-from scalerl_api.cluster import ImagesSpec
 from scalerl_api.conditions import Reason
-from scalerl_api.spec import KIND, ScaleRLRun
+from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.cluster import errors
 from scalerl_operator.cluster.api import KubeApi
 from scalerl_operator.cluster.cache import Cache
 from scalerl_operator.cluster.drift import differs
 from scalerl_operator.cluster.names import (
-    COMPONENT,
-    IMAGE,
     RENDERED_HASH,
     RUN,
-    RUN_UID,
     TOKEN_KEY,
     Names,
     label_value,
@@ -32,14 +27,13 @@ from scalerl_operator.cluster.names import (
 from scalerl_operator.cluster.observed import (
     JOB_NAME,
     Problem,
-    creation_problem,
     is_settled,
     label,
 )
 from scalerl_operator.cluster.ownership import applied
+from scalerl_operator.cluster.place import CLAIM, WORKLOADS, Place, leaving, not_mine, refused
 from scalerl_operator.cluster.render import names_of, raw_hash, secret
-from scalerl_operator.cluster.types import Images, Object
-from scalerl_operator.workloads import Role
+from scalerl_operator.cluster.types import Object
 
 log = logging.getLogger(__name__)
 
@@ -52,40 +46,8 @@ TRIED_SECONDS: Final = 60.0
 """For so long what the API server would have taken counts as what it takes."""
 HURRIED_SECONDS: Final = 5
 """What the rest of a failed gang gets to end."""
-WORKLOADS: Final = frozenset({"Job", "Deployment", "StatefulSet"})
 _GATHERED: Final = WORKLOADS | {"Service", "PodDisruptionBudget", "NetworkPolicy"}
 """Kinds of which a run's objects are removed when they are not wanted any more; what holds data stays."""
-_CLAIM: Final = "PersistentVolumeClaim"
-
-
-@dataclass(frozen=True)
-class Place:
-    """One run as it is found: the object, and what there is of it by (kind, name), with what was written since."""
-
-    run: Object
-    objects: dict[tuple[str, str], Object]
-    unix_seconds: float
-
-    @property
-    def uid(self) -> str:
-        return str(self.run["metadata"]["uid"])
-
-    @property
-    def namespace(self) -> str:
-        return str(self.run["metadata"]["namespace"])
-
-    @property
-    def name(self) -> str:
-        return str(self.run["metadata"]["name"])
-
-    def mine(self, obj: Object) -> bool:
-        """Whether an object is this run's, not an earlier one's of the same name."""
-        return label(obj, RUN_UID) == self.uid
-
-
-def leaving(obj: Object) -> bool:
-    """Whether an object is being deleted."""
-    return "deletionTimestamp" in obj["metadata"]
 
 
 class Applier:
@@ -138,7 +100,7 @@ class Applier:
         """
         storage = run.spec.storage
         if storage.claim_name is not None:
-            if await self._api.get(_CLAIM, place.namespace, storage.claim_name) is None:
+            if await self._api.get(CLAIM, place.namespace, storage.claim_name) is None:
                 return Problem(
                     Reason.CLAIM_NOT_FOUND, f"spec.storage.claimName: {storage.claim_name} does not exist"
                 )
@@ -186,7 +148,7 @@ class Applier:
         if live is None:
             # A moment old will do: nothing is ever made over what has come since.
             live = await self._api.get(kind, place.namespace, name, recent=True)
-        return None if live is None else _not_mine(live, kind, name, place)
+        return None if live is None else not_mine(live, kind, name, place)
 
     # --- every look -----------------------------------------------------------------------------------
 
@@ -194,12 +156,14 @@ class Applier:
         """Workloads of the run that should be there and are not: one whose label somebody has taken off is nowhere to be
         seen, and works on. Asked for by name before the run comes to rest, when nothing would ask for them any more.
 
-        attempt: the trainer's, 0 before the first.
+        attempt: the trainer's.
         """
         names = Names(place.name)
-        wanted = [("Deployment", names.generator), ("StatefulSet", names.coordinator)]
-        wanted += [("Job", names.trainer_job(attempt))] if attempt else []
-        for kind, name in wanted:
+        for kind, name in (
+            ("Deployment", names.generator),
+            ("StatefulSet", names.coordinator),
+            ("Job", names.trainer_job(attempt)),
+        ):
             if (kind, name) not in place.objects:
                 there = await self._api.get(kind, place.namespace, name)
                 if there is not None and place.mine(there):
@@ -294,7 +258,7 @@ class Applier:
         if live is None:
             return await self._create(wanted, place)
         if not place.mine(live):
-            return _not_mine(live, *key, place)
+            return not_mine(live, *key, place)
         if leaving(live) or kind == "Job":
             return None  # a Job cannot be changed: what is wanted of it anew is another attempt
         difference = differs(wanted, live)
@@ -337,7 +301,7 @@ class Applier:
             there = await self._api.get(kind, place.namespace, name)
             if there is None:
                 raise  # and gone again: another look will tell
-            if (problem := _not_mine(there, kind, name, place)) is not None:
+            if (problem := not_mine(there, kind, name, place)) is not None:
                 return problem
             if dry_run:
                 return None
@@ -374,7 +338,7 @@ class Applier:
             there = await self._own(kind, name, place)
             if there is None:
                 return await self._create(wanted, place)
-            if (problem := _not_mine(there, kind, name, place)) is not None:
+            if (problem := not_mine(there, kind, name, place)) is not None:
                 return problem
             owned.add(there["metadata"]["uid"])
         return await self._write(wanted, place)
@@ -414,60 +378,6 @@ class Applier:
         """What was taken in the namespace before may be so no longer."""
         self._trials = {at: when for at, when in self._trials.items() if at[0] != place.namespace}
         return refused(error, what)
-
-
-def pinned(place: Place, named: ImagesSpec, images: Images) -> Images:
-    """``images``, but for roles that work already: an upgrade of the operator does not mix versions in a run that is
-    under way. One that was suspended takes the new ones.
-
-    named: the run's own, which win. Each workload has beside its image the one that it would have without: a role whose
-    image is no longer named goes back to that, and not to what it had been given.
-    """
-    given: dict[str, str | None] = {
-        Role.PREPARE: named.trainer,
-        Role.TRAINER: named.trainer,
-        Role.GENERATOR: named.generator,
-        Role.COORDINATOR: named.coordinator,
-    }
-    live: dict[str, str] = {}
-    for (kind, _), obj in place.objects.items():
-        if kind in WORKLOADS and place.mine(obj) and not leaving(obj):
-            role = label(obj, COMPONENT)
-            own = (obj["metadata"].get("annotations") or {}).get(IMAGE)
-            if own is None and given.get(role) is None:  # made by a release that did not note it
-                own = obj["spec"]["template"]["spec"]["containers"][0]["image"]
-            if own is not None:
-                live[role] = own
-    return Images(
-        trainer=live.get(Role.TRAINER, live.get(Role.PREPARE, images.trainer)),
-        generator=live.get(Role.GENERATOR, images.generator),
-        coordinator=live.get(Role.COORDINATOR, images.coordinator),
-        pull_policy=images.pull_policy,
-    )
-
-
-def _not_mine(live: Object, kind: str, name: str, place: Place) -> Problem | None:
-    """What an object in the way of the run's comes to; None: it is the run's."""
-    if place.mine(live):
-        return None
-    what = f"{kind} {name}"
-    if kind == _CLAIM:
-        return Problem(Reason.CLAIM_TAKEN, f"{what} holds another run's data")
-    owners = live["metadata"].get("ownerReferences") or ()
-    if leaving(live) or any(o.get("kind") == KIND and o.get("name") == place.name for o in owners):
-        return Problem(
-            Reason.NAME_TAKEN, f"{what} is of an earlier run of this name, and still being removed"
-        )
-    return Problem(Reason.NAME_TAKEN, f"{what} exists and is not this run's")
-
-
-def refused(error: errors.ApiError, what: str) -> Problem:
-    """What the API server's no comes to."""
-    if isinstance(error, errors.QuotaExceeded):
-        return Problem(Reason.QUOTA_EXCEEDED, f"{what}: {error.message}")
-    if isinstance(error, errors.Forbidden) and "cannot" in error.message and "User" in error.message:
-        return Problem(Reason.FORBIDDEN, f"{what}: {error.message}")
-    return Problem(creation_problem(error.message), f"{what}: {error.message}")
 
 
 def _token(held: Object) -> str:

@@ -21,7 +21,7 @@ from scalerl_api.wire import Status
 from scalerl_operator.cluster import errors
 from scalerl_operator.cluster.announce import announce
 from scalerl_operator.cluster.api import KubeApi
-from scalerl_operator.cluster.apply import WORKLOADS, Applier, Place, leaving, pinned
+from scalerl_operator.cluster.apply import Applier
 from scalerl_operator.cluster.cache import Cache
 from scalerl_operator.cluster.conditions import (
     Looked,
@@ -35,6 +35,7 @@ from scalerl_operator.cluster.conditions import (
 from scalerl_operator.cluster.hearing import Coordinators
 from scalerl_operator.cluster.names import FINALIZER, selector
 from scalerl_operator.cluster.observed import Observed, Problem, observe, patient, seconds
+from scalerl_operator.cluster.place import WORKLOADS, Place, leaving, pinned
 from scalerl_operator.cluster.render import render
 from scalerl_operator.cluster.render.shared import spec_hash
 from scalerl_operator.cluster.scaling import RunScaling
@@ -70,11 +71,11 @@ class _Seen(Place):
 
     @property
     def comes_to_rest(self) -> bool:
-        """Whether it is to be suspended or deleted, and nothing has been done about it yet."""
+        """Whether it has worked, and is to be suspended or deleted, and nothing has been done about it yet."""
         memory = self.memory
         asked = leaving(self.run) or self.run["spec"].get("suspend") is True
         done = memory.rest is not lifecycle.Rest.NO or memory.drain_since is not None or memory.outcome
-        return asked and not done
+        return asked and not done and memory.attempt > 0
 
     @property
     def generation(self) -> int:

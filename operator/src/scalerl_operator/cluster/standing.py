@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from scalerl_api.spec import ScaleRLRun
-from scalerl_operator.cluster.apply import Place, leaving
+from scalerl_operator.cluster.place import Place, leaving
 from scalerl_operator.cluster.types import Desired, Images, Object
 
 

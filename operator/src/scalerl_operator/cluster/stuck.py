@@ -7,7 +7,6 @@ from typing import Final
 
 from scalerl_operator.cluster import errors
 from scalerl_operator.cluster.api import KubeApi
-from scalerl_operator.cluster.apply import Place, leaving
 from scalerl_operator.cluster.names import COMPONENT, Names
 from scalerl_operator.cluster.observed import (
     Observed,
@@ -17,6 +16,7 @@ from scalerl_operator.cluster.observed import (
     mount_problem,
     seconds,
 )
+from scalerl_operator.cluster.place import Place, leaving
 from scalerl_operator.cluster.types import Desired, Object
 from scalerl_operator.policy.lifecycle import JobState
 from scalerl_operator.workloads import Role
