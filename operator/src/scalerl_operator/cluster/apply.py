@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 REPAIR_SECONDS: Final = 2.0
 """The first repair of an object comes at once, the next after so long, then twice that, up to five minutes."""
 LONGEST_REPAIR_SECONDS: Final = 300.0
-OWN_TRIES: Final = 3
+OWN_TRIES: Final = 5
 """How often an object is taken over anew when somebody else writes it in between."""
 TRIED_SECONDS: Final = 60.0
 """For so long what the API server would have taken counts as what it takes."""
