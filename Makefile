@@ -68,7 +68,7 @@ test-autostop: setup ## a run on that Kubernetes that its own forecast stops: te
 	$(if $(KUBECONFIG),,$(BIN)/python tests/cluster/cluster.py prepare)
 	$(PYTEST) -s $(AUTOSTOP)
 
-test-runs: setup ## only the whole runs on that Kubernetes, with every fault, what was measured printed: twenty minutes
+test-runs: setup ## only the whole runs on that Kubernetes, with every fault, what was measured printed: half an hour
 	$(if $(KUBECONFIG),,$(BIN)/python tests/cluster/cluster.py prepare)
 	$(PYTEST) -s tests/cluster/test_runs.py
 

@@ -43,7 +43,7 @@ class ConditionType(_Explained):
     ACCEPTED = (
         "Accepted",
         "The spec can be run, and everything it names was found.",
-        "Nothing was created. Correct what the message names, in the spec or in the namespace; it is looked at again.",
+        "What there is stays, and nothing new is made. Correct what the message names, in the spec or in the namespace.",
     )
     ADMITTED = (
         "Admitted",
@@ -78,7 +78,8 @@ class ConditionType(_Explained):
     FORECAST_READY = (
         "ForecastReady",
         "The newest points of the curve have a forecast.",
-        "The run goes on, nothing is stopped by its forecast, and generators are balanced. Wait for points, or see to the curve-fit service.",
+        "The run goes on, nothing is stopped by its forecast, and generators are balanced. Wait for points, or see to the "
+        "curve-fit service.",
     )
     GENERATORS_PINNED = (
         "GeneratorsPinned",
@@ -98,7 +99,7 @@ class ConditionType(_Explained):
     COMPLETED = (
         "Completed",
         "The run has ended as its spec says.",
-        "Nothing: False says that it is under way.",
+        "Nothing: False says that it is under way, or Suspended, or Failed.",
     )
     FAILED = (
         "Failed",
