@@ -72,7 +72,7 @@ test-runs: setup ## only the whole runs on that Kubernetes, with every fault, wh
 	$(if $(KUBECONFIG),,$(BIN)/python tests/cluster/cluster.py prepare)
 	$(PYTEST) -s tests/cluster/test_runs.py
 
-cluster: ## a Kubernetes on this machine, with the images in it; prints its KUBECONFIG line
+cluster: ## a Kubernetes on this machine, with the images in it; prints what to set in your shell
 	@$(PYTHON) tests/cluster/cluster.py up --images
 
 cluster-down: ## end that Kubernetes, with everything it made

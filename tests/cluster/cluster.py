@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -33,10 +34,15 @@ def up(arguments: argparse.Namespace) -> None:
         else:
             cluster = start.start_cluster(root, die_with_caller=False)
     if arguments.images:
-        for role, name in Images(cluster).load().items():
-            print(f"{role}: {name}", file=sys.stderr)
+        Images(cluster).name_as_released()
     print(f"up after {time.monotonic() - began:.1f} s; in your shell:", file=sys.stderr)
     print(f"export KUBECONFIG={cluster.kubeconfig}")
+    made = {"kubectl": tools.kubectl} | ({"helm": lambda: tools.tool("helm")} if arguments.images else {})
+    missing = [str(program().parent) for name, program in made.items() if shutil.which(name) is None]
+    if missing:
+        print(f"export PATH=$PATH:{':'.join(missing)}")
+    if arguments.images:
+        print("its images are there for `helm install ... --set images.registry=localhost`", file=sys.stderr)
 
 
 def down(arguments: argparse.Namespace) -> None:

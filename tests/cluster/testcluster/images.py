@@ -240,6 +240,15 @@ class Images:
         buildah = Buildah.here()
         return {role: self._by_buildah(buildah, Loader(self.cluster.layout), role) for role in roles}
 
+    def name_as_released(self) -> None:
+        """Give the images, which are there, the names that the chart asks for with ``images.registry=localhost``."""
+        chart = (PROJECT / "charts" / "scalerl" / "Chart.yaml").read_text()
+        version = re.search(r"^appVersion: (\S+)$", chart, re.MULTILINE)
+        assert version is not None
+        for role, name in self.load().items():
+            if self.cluster.layout is not None:
+                Loader(self.cluster.layout).name(name, f"localhost/scalerl-{role}:{version[1]}")
+
     def _by_buildah(self, buildah: Buildah, loader: Loader, role: str) -> str:
         there = loader.names()
         with buildah.lock():

@@ -53,6 +53,10 @@ class Loader:
         """The names of all images it has."""
         return self._ctr("images", "list", "--quiet").split()
 
+    def name(self, image: str, also: str) -> None:
+        """Call ``image`` by one more name, which another image may have had."""
+        self._ctr("images", "tag", "--force", image, also)
+
     def remove(self, *names: str) -> None:
         """Forget names; layers that none needs any more go with them."""
         if names:
