@@ -7,7 +7,9 @@ particulars (which field, which pod, which object).
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Self
+from typing import Final, Self
+
+NOTHING_TO_DO: Final = "Nothing to do."
 
 
 class _Explained(StrEnum):
@@ -124,7 +126,7 @@ class Reason(_Explained):
     )
 
     # Accepted
-    ACCEPTED = "Accepted", "Nothing to do."
+    ACCEPTED = "Accepted", NOTHING_TO_DO
     SPEC_INVALID = "SpecInvalid", "Change the field that the message names; nothing was created."
     CLAIM_NOT_FOUND = "ClaimNotFound", "Create the claim that spec.storage.claimName names, or name another."
     CLAIM_TAKEN = (
@@ -164,12 +166,12 @@ class Reason(_Explained):
         "WaitingForQuota",
         "Wait for Kueue, or see `kubectl describe workload` for what is short.",
     )
-    QUEUE_ADMITTED = "QueueAdmitted", "Nothing to do."
+    QUEUE_ADMITTED = "QueueAdmitted", NOTHING_TO_DO
 
     # pods of any role
     NOT_STARTED = "NotStarted", "Nothing to do: what comes before it is not done yet."
     STARTING = "Starting", "Wait; a first start loads images, weights and compiled kernels."
-    READY = "Ready", "Nothing to do."
+    READY = "Ready", NOTHING_TO_DO
     SOME_READY = "SomeReady", "The run goes on with those that are; the message says what the others lack."
     BACK_OFF = "BackOff", "It failed and is started again shortly; the message has its last words."
     UNSCHEDULABLE = (
@@ -199,14 +201,14 @@ class Reason(_Explained):
 
     # Prepared
     PREPARING = "Preparing", "Wait; a model from a hub is downloaded now."
-    PREPARED = "Prepared", "Nothing to do."
+    PREPARED = "Prepared", NOTHING_TO_DO
     PREPARE_FAILED = (
         "PrepareFailed",
         "The message is the last of its log. Correct the spec and create the run anew.",
     )
 
     # Progressing
-    STEPS_TRAINED = "StepsTrained", "Nothing to do."
+    STEPS_TRAINED = "StepsTrained", NOTHING_TO_DO
     NO_STEPS = (
         "NoSteps",
         "No step ended for long: look at CoordinatorReady, GeneratorsReady and TrainerReady, then at the logs.",
@@ -218,7 +220,7 @@ class Reason(_Explained):
     NOT_RUNNING = "NotRunning", "Nothing to do: the run is not meant to train now."
 
     # ForecastReady
-    FORECASTING = "Forecasting", "Nothing to do."
+    FORECASTING = "Forecasting", NOTHING_TO_DO
     AUTOSCALING_OFF = "AutoscalingOff", "Set spec.autoscaling.mode to Advisory or Auto for forecasts."
     TOO_FEW_POINTS = (
         "TooFewPoints",
@@ -249,10 +251,10 @@ class Reason(_Explained):
         "spec.generator.replicas was set while the autoscaler had chosen a number; it leaves the number alone. To hand "
         "it back, set the value that stood there before.",
     )
-    NOT_PINNED = "NotPinned", "Nothing to do."
+    NOT_PINNED = "NotPinned", NOTHING_TO_DO
 
     # Degraded
-    AS_EXPECTED = "AsExpected", "Nothing to do."
+    AS_EXPECTED = "AsExpected", NOTHING_TO_DO
     REPAIRED_DRIFT = (
         "RepairedDrift",
         "Someone changed an object of the run, and it was set back; change the run's spec instead.",
@@ -281,7 +283,7 @@ class Reason(_Explained):
         "false goes on all the same.",
     )
     SUSPENDING = "Suspending", "Wait until the checkpoint is written."
-    NOT_SUSPENDED = "NotSuspended", "Nothing to do."
+    NOT_SUSPENDED = "NotSuspended", NOTHING_TO_DO
 
     # Completed
     BUDGET_REACHED = (

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl_api.conditions import Phase, Reason
+from operator_tests.test_operator_trouble import QUIET, RUN
+from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.status import RunStatus
 from scalerl_operator.cluster.conditions import Looked, Steered, merge_patch, remembered, report
 from scalerl_operator.policy.failure import Record
@@ -97,3 +99,17 @@ def test_how_a_run_ended_is_remembered_also_in_words_of_a_later_release(end: End
         assert memory.outcome == Outcome(end, Reason.OTHER_RELEASE, "ProphecyFulfilled: as foretold")
         looked = Looked(1e9, 1, None, None, None, Course(Phase(end.value), memory), None, Steered(1))
         stored = report(None, before, looked).to_object()
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_every_condition_says_what_is_so_or_what_to_do(phase: Phase) -> None:
+    heard = msgspec.structs.replace(QUIET, step=0, waiting_for="the trainer to say hello")
+    looked = Looked(1e9, 1, None, None, None, Course(phase, Memory()), heard, Steered(1))
+    status = report(RUN, RunStatus(), looked)
+    assert [c.type for c in status.conditions] == list(ConditionType)
+    assert [c.type for c in status.conditions if not c.message] == []
+    progressing = status.condition(ConditionType.PROGRESSING)
+    assert progressing is not None
+    if phase in (Phase.RUNNING, Phase.FINISHING):
+        said = (progressing.reason, progressing.message)
+        assert said == (Reason.NO_STEPS, "waiting for the trainer to say hello")

@@ -43,6 +43,4 @@ async def announce(api: KubeApi, run: Object, was: RunStatus, status: RunStatus)
             before is not None and (before.status, before.reason) == (condition.status, condition.reason)
         ):
             continue
-        meaning = ConditionType(condition.type) if loudness == "Normal" else Reason(condition.reason)
-        text = condition.message or meaning.text
-        await api.event(run, loudness, condition.reason, f"{condition.type}: {text}")
+        await api.event(run, loudness, condition.reason, f"{condition.type}: {condition.message}")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.conditions import NOTHING_TO_DO, ConditionType, Phase, Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import Condition, GeneratorsStatus, RunStatus, TrainerStatus, UsageStatus
 from scalerl_api.wire import BROKEN, FORECAST, Status
@@ -210,8 +210,13 @@ def _condition(
         observed_generation=generation,
         last_transition_time=old.last_transition_time if old is not None and old.status == status else now,
         reason=why.reason.value,
-        message=why.message[:_MESSAGE_CHARACTERS],
+        message=(why.message or _meaning(type_, value, why.reason))[:_MESSAGE_CHARACTERS],
     )
+
+
+def _meaning(type_: ConditionType, value: bool, reason: Reason) -> str:
+    """Never nothing, so that ``kubectl describe`` says what is so, or what to do about it."""
+    return type_.text if value and reason.text == NOTHING_TO_DO else reason.text
 
 
 def _said(run: ScaleRLRun | None, before: RunStatus, seen: Looked) -> Sequence[Said]:
@@ -307,7 +312,7 @@ def _progressing(before: RunStatus, seen: Looked) -> Said:
     if seen.heard is None:
         return type_, False, Problem(Reason.COORDINATOR_UNREACHABLE, seen.course.note)
     if seen.heard.step == 0:
-        return type_, False, Problem(Reason.NO_STEPS, seen.heard.waiting_for)
+        return type_, False, Problem(Reason.NO_STEPS, _waiting(seen.heard))
     # Time without a trainer, as in a suspension, is not held against it.
     since = max(seconds(before.last_step_time), seen.course.memory.ready_since or seen.unix_seconds)
     stalled = seen.heard.step == before.step and seen.unix_seconds - since > STALLED_SECONDS
@@ -315,9 +320,13 @@ def _progressing(before: RunStatus, seen: Looked) -> Said:
         return (
             type_,
             False,
-            Problem(Reason.NO_STEPS, f"none since {rfc3339(since)}; {seen.heard.waiting_for}"),
+            Problem(Reason.NO_STEPS, f"none since {rfc3339(since)}; {_waiting(seen.heard)}"),
         )
     return type_, True, Problem(Reason.STEPS_TRAINED, "")
+
+
+def _waiting(heard: Status) -> str:
+    return f"waiting for {heard.waiting_for or 'the first lease'}"
 
 
 def _degraded(run: ScaleRLRun, before: RunStatus, seen: Looked) -> Said:
