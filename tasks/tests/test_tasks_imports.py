@@ -31,6 +31,21 @@ def test_an_arithmetic_task_does_not_import_the_other_categories():
     assert loaded.isdisjoint({"torch", "sympy", "matplotlib", "reasoning_gym.algebra", "reasoning_gym.games"})
 
 
+def test_without_matplotlib_only_pictures_are_missing():
+    """As in the operator's image: cellpylib imports it for plots, and a category of tasks imports cellpylib."""
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "import scalerl_tasks as t; print(t.open_reasoning_gym('game_of_life')[0])\n"
+        "import cellpylib\n"
+        "try: cellpylib.plot([[0]])\n"
+        "except t.SourceError as error: assert 'pip install' in str(error), error\n"
+        "else: raise AssertionError('drawn')"
+    )
+    loaded = modules_after(code)
+    assert "cellpylib" in loaded
+    assert not {name for name in loaded if name.startswith(("matplotlib", "mpl_toolkits"))}
+
+
 @pytest.mark.slow
 def test_the_full_library_is_still_there_for_whoever_asks():
     code = (

@@ -7,12 +7,14 @@ and the first attribute that it does not have (say, ``reasoning_gym.create_datas
 else) runs the real ``__init__`` in place. Nothing of the library is changed, and whoever imports it later
 gets all of it.
 
-One of its tasks, ``zebra_puzzles``, needs pycosat, which only a C compiler can install; its category imports it for
-all the others too. Where it is missing a module stands in for it that says so when that task is used.
+Two categories import for all of their tasks what one does not need everywhere. ``zebra_puzzles`` needs pycosat, which
+only a C compiler can install. cellpylib, of the games of life, imports matplotlib for plots that no task draws, and the
+operator's image is without it. Where one of them is missing a module stands in for it that says so when it is used.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.machinery
@@ -22,6 +24,7 @@ import sys
 import threading
 import types
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +48,8 @@ class _PutOffPackage(types.ModuleType):
             spec = self.__spec__
             if self.__class__ is _PutOffPackage and spec is not None and spec.loader is not None:
                 self.__class__ = types.ModuleType  # type: ignore[assignment]
-                spec.loader.exec_module(self)
+                with _matplotlib_or_a_stand_in():
+                    spec.loader.exec_module(self)
         return getattr(self, name)
 
 
@@ -59,6 +63,43 @@ def _stand_in_for_pycosat() -> None:
     if "pycosat" not in sys.modules and importlib.util.find_spec("pycosat") is None:
         sys.modules["pycosat"] = module = types.ModuleType("pycosat")
         module.itersolve = itersolve  # type: ignore[attr-defined]
+
+
+_PICTURES = ("matplotlib.pyplot", "matplotlib.animation", "matplotlib.collections", "mpl_toolkits.mplot3d")
+
+
+class _NoPictures(types.ModuleType):
+    """Stands in for a module of matplotlib: there are no pictures, and whoever draws one is told."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        text = f"{self.__name__}.{name} needs matplotlib, which is not installed here: pip install 'matplotlib>=3.10'"
+
+        def draw(*_: object, **__: object) -> Any:
+            raise SourceError(text)
+
+        return draw
+
+
+@contextlib.contextmanager
+def _matplotlib_or_a_stand_in() -> Iterator[None]:
+    """For the import of cellpylib, which keeps what it finds; an import of matplotlib afterwards fails as it should."""
+    if importlib.util.find_spec("matplotlib") is not None:
+        yield
+        return
+    stand_ins: dict[str, types.ModuleType] = {}
+    for name in _PICTURES:
+        package, _, module = name.partition(".")
+        stand_ins.setdefault(package, _NoPictures(package))
+        stand_ins[name] = _NoPictures(name)
+        setattr(stand_ins[package], module, stand_ins[name])
+    sys.modules.update(stand_ins)
+    try:
+        yield
+    finally:
+        for name in stand_ins:
+            del sys.modules[name]
 
 
 def _spec() -> importlib.machinery.ModuleSpec:
@@ -110,7 +151,8 @@ def load_task_classes(name: str) -> tuple[type[Any], type[Any]]:
             # In this order: these import each other, and only so does it resolve (the package itself does the
             # same).
             importlib.import_module(f"{_PACKAGE}.coaching")
-            importlib.import_module(f"{_PACKAGE}.{category}")
+            with _matplotlib_or_a_stand_in():
+                importlib.import_module(f"{_PACKAGE}.{category}")
         except ImportError as error:
             raise SourceError(f"reasoning-gym task {name!r} cannot be imported: {error}") from error
         registry: dict[str, tuple[type[Any], type[Any]]]
