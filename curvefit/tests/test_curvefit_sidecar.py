@@ -7,6 +7,7 @@ import io
 import json
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -247,6 +248,17 @@ async def test_no_believable_answer_is_unavailable_after_all_attempts(start, tro
         with pytest.raises(SidecarUnavailable, match="after 2 attempts"):
             await asyncio.wait_for(sidecar.fit(wire.FitRequest(points=points(simulated()))), 10)
     assert calls == (0 if trouble == "down" else 2)
+
+
+def test_of_scipy_the_sidecar_imports_its_special_functions_alone() -> None:
+    """The operator's image has no more of it."""
+    code = "import scalerl_curvefit.sidecar.__main__, sys; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    packages = {name.split(".")[1] for name in done.stdout.split() if name.startswith("scipy.")}
+    public = {name for name in packages if not name.startswith("_")}
+    assert public == {"special", "version"}
 
 
 async def test_the_command_serves_and_ends_on_sigterm() -> None:

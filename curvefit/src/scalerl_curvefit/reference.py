@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from scipy.optimize import OptimizeWarning, curve_fit
 
 from .curve import Curve, FloatArray
 from .errors import RequestError, TooFewPointsError
@@ -69,6 +68,9 @@ def paper_grid_search(
     Raises TooFewPointsError under 3 points at compute > 0; RequestError for an empty grid or when no
     pair converges.
     """
+    # Here: with it come half of SciPy and most of the sidecar's start-up, and the sidecar never asks for this search.
+    from scipy.optimize import OptimizeWarning, curve_fit
+
     trained = curve.compute > 0
     compute, reward = curve.compute[trained], curve.reward[trained]
     if compute.size < 3:
