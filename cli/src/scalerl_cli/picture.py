@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+NO_MATPLOTLIB = "pictures need matplotlib, which is not installed here: pip install 'matplotlib>=3.10'"
+"""Only the operator's image is without it, where the commands that print work all the same."""
 _Z95 = 1.96
 _GRID = 200
 
@@ -83,7 +85,10 @@ def draw(paths: RunPaths, run: ScaleRLRun) -> None:
         PictureProblem: no points, or the picture cannot be written.
     """
     points = read_points(paths)
-    import matplotlib
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise PictureProblem(f"{paths.curve_picture}: {NO_MATPLOTLIB}") from error
 
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -170,6 +171,16 @@ def test_a_picture_that_cannot_be_written_leaves_nothing(
     assert (said.out, "No space left" in said.err) == ("", True)
     assert picture.read_bytes() == b"the old one"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["curve.csv", "out.png"]
+
+
+def test_without_matplotlib_a_picture_is_refused_and_the_rest_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the operator's image."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    curve = write_plain(tmp_path / "curve.csv")
+    assert "pip install 'matplotlib" in refused(curve, capsys)
+    assert main(["fit", str(curve), "--alternatives"]) == 0
 
 
 def test_stated_scales_other_encodings_and_blank_lines_are_read(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,16 @@ def test_the_picture_shows_error_bars_units_fit_and_budget(
     assert "completion tokens" in axes.get_xlabel()
     assert "held-out" in axes.get_ylabel()
     pyplot.close(figures[0])
+
+
+def test_a_picture_without_matplotlib_is_a_problem_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    paths = RunPaths(tmp_path)
+    write_curve(paths, [(1.0, 0.3, 1)])
+    with pytest.raises(PictureProblem, match=r"curve\.png: pictures need matplotlib.*pip install"):
+        draw(paths, RUN)
 
 
 def test_the_budget_ends_where_steps_like_those_so_far_would_end() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -12,6 +13,7 @@ import numpy as np
 
 from scalerl_cli.curves import words
 from scalerl_cli.curves.problem import CurveProblem
+from scalerl_cli.picture import NO_MATPLOTLIB
 from scalerl_curvefit import Curve
 from scalerl_curvefit.curve import FloatArray
 
@@ -62,6 +64,8 @@ def check_target(path: Path | None) -> None:
         raise CurveProblem(f"--plot {path}: a directory; name a file in it")
     if not path.parent.is_dir():
         raise CurveProblem(f"--plot {path}: no such directory {path.parent}; make it first")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise CurveProblem(f"--plot {path}: {NO_MATPLOTLIB}")
 
 
 def style() -> AbstractContextManager[None]:
