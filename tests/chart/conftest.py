@@ -68,13 +68,9 @@ def prometheus() -> str:
 @pytest.fixture(scope="session")
 def control_plane() -> Iterator[Cluster]:
     """A real API server with its controllers; its nodes are not real, so that pods become ready and run nothing."""
-    from testcluster import MissingError, start_control_plane
+    from stage import own_control_plane
 
-    try:
-        cluster = start_control_plane(unreal_nodes=2)
-    except MissingError as error:
-        pytest.skip(f"no control plane can be run here: {error}")
-    with cluster:
+    with own_control_plane(unreal_nodes=2) as cluster:
         yield cluster
 
 

@@ -6,14 +6,13 @@ import contextlib
 import json
 import subprocess
 import urllib.parse
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from live_operator import free_port, until
+from live_operator import direct, free_port, until
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,7 @@ class Prometheus:
         aside.rename(self.targets)
 
     def get(self, path: str, **query: str) -> Any:
-        with urllib.request.urlopen(
-            f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(query)}", timeout=20
-        ) as answer:
+        with direct.open(f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(query)}", timeout=20) as answer:
             said = json.loads(answer.read())
         assert said["status"] == "success", said
         return said["data"]
@@ -83,7 +80,7 @@ def prometheus(program: str, folder: Path, rules: Path) -> Iterator[Prometheus]:
     def ready() -> bool:
         assert process.poll() is None, log.read_text()
         with contextlib.suppress(OSError):
-            return urllib.request.urlopen(f"{made.url}/-/ready", timeout=2).status == 200
+            return direct.open(f"{made.url}/-/ready", timeout=2).status == 200
         return False
 
     try:

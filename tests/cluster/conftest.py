@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 
 import pytest
-from stage import serve_runs
-from testcluster import Cluster, Images, MissingError, start_cluster, start_control_plane
+from stage import Stage, own_control_plane, serve_runs, stage
+from testcluster import Cluster, Images, MissingError, start_cluster
 from testcluster.kind import start_kind, usable
 from testcluster.tools import kubectl
 
@@ -38,12 +38,15 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 @pytest.fixture(scope="session")
 def control_plane() -> Iterator[Cluster]:
     """etcd, API server and controller-manager of this session's own."""
-    try:
-        cluster = start_control_plane()
-    except MissingError as error:
-        pytest.skip(f"no control plane can be run here: {error}")
-    with cluster:
+    with own_control_plane() as cluster:
         yield cluster
+
+
+@pytest.fixture
+async def there(control_plane: Cluster) -> AsyncIterator[Stage]:
+    """A stage of the test's own."""
+    async with stage(control_plane, f"stage-{uuid.uuid4().hex[:8]}") as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -11,15 +11,16 @@ import itertools
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 import yaml
 from aiohttp import web
-from testcluster import KubectlError
+from testcluster import Cluster, KubectlError, MissingError, start_control_plane
 
 from scalerl_api import endpoints, wire
 from scalerl_operator.cluster import connection
@@ -304,6 +305,38 @@ def tiny(name: str = "tiny-addition", **spec: Any) -> Object:
     run["metadata"]["name"] = name
     run["spec"] |= spec
     return run
+
+
+def evaluations(count: int) -> list[wire.EvaluationPoint]:
+    """Points of a curve that rises and flattens."""
+    return [
+        wire.EvaluationPoint(
+            version=10 * i,
+            work_tokens=1000 * i,
+            reward=0.2 + 0.3 * i / (i + 10),
+            standard_error=0.01,
+            samples=4000,
+            prompts=1000,
+            set_digest="set",
+            mixed_versions=False,
+            truncated_fraction=0.02,
+            mean_tokens=5.0,
+            wall_seconds=100.0 * i,
+            device_seconds=300.0 * i,
+        )
+        for i in range(1, count + 1)
+    ]
+
+
+@contextmanager
+def own_control_plane(**how: Any) -> Iterator[Cluster]:
+    """As :func:`testcluster.start_control_plane`; where none can be run, the test is skipped."""
+    try:
+        cluster = start_control_plane(**how)
+    except MissingError as error:
+        pytest.skip(f"no control plane can be run here: {error}")
+    with cluster:
+        yield cluster
 
 
 def serve_runs(cluster: Any) -> None:

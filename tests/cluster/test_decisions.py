@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 from msgspec.structs import replace
+from stage import evaluations
 from testcluster import Cluster
 
 from scalerl_api.load import run_from_object
 from scalerl_api.spec import ScaleRLRun
-from scalerl_api.wire import EvaluationPoint
 from scalerl_cli.main import main
 from scalerl_operator.autoscaling.observation import Point, point, point_set
 from scalerl_operator.autoscaling.record import DecisionRecord, Line
@@ -43,26 +43,6 @@ async def created(api: KubeApi, namespace: str) -> tuple[ScaleRLRun, str]:
     run["metadata"] = {"name": "decided", "namespace": namespace}
     made = await api.create(run)
     return run_from_object(made), made["metadata"]["uid"]
-
-
-def evaluations(count: int) -> list[EvaluationPoint]:
-    return [
-        EvaluationPoint(
-            version=10 * i,
-            work_tokens=1000 * i,
-            reward=0.2 + 0.3 * i / (i + 10),
-            standard_error=0.01,
-            samples=4000,
-            prompts=1000,
-            set_digest="set",
-            mixed_versions=False,
-            truncated_fraction=0.02,
-            mean_tokens=5.0,
-            wall_seconds=100.0 * i,
-            device_seconds=300.0 * i,
-        )
-        for i in range(1, count + 1)
-    ]
 
 
 async def write(record: DecisionRecord, run: ScaleRLRun, points: list[Point]) -> Line:

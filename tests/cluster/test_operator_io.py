@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from replicas import a_run, an_operator, asked, config_map, noting, running, settings, until
-from stage import serve_runs
-from testcluster import Cluster, MissingError, start_control_plane
+from stage import own_control_plane, serve_runs
+from testcluster import Cluster
 
 from scalerl_operator import main
 from scalerl_operator.cluster import connection, errors, names
@@ -77,6 +77,18 @@ async def test_another_writers_field_is_left_alone_and_ours_is_taken_back(
     hand = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "b", "namespace": namespace}}
     await api.create({**hand, "data": {"ours": "0"}})
     assert (await api.apply(config_map(namespace, "b", ours="1")))["data"] == {"ours": "1"}
+
+
+async def test_an_object_is_applied_to_by_its_uid_or_not_at_all(api: KubeApi, namespace: str) -> None:
+    made = await api.apply(config_map(namespace, "a", k="1"))
+    changed = await api.apply(config_map(namespace, "a", k="2"), uid=made["metadata"]["uid"])
+    assert changed["data"] == {"k": "2"}
+    with pytest.raises(errors.Conflict):  # another's
+        await api.apply(config_map(namespace, "a", k="3"), uid=str(uuid.uuid4()))
+    with pytest.raises(errors.Conflict):  # gone
+        await api.apply(config_map(namespace, "b", k="3"), uid=str(uuid.uuid4()))
+    found = [await api.get("ConfigMap", namespace, name) for name in ("a", "b")]
+    assert [one and one["data"] for one in found] == [{"k": "2"}, None]
 
 
 async def test_what_the_server_says_no_to_is_an_error_of_its_kind(api: KubeApi, namespace: str) -> None:
@@ -383,11 +395,7 @@ async def test_long_lists_do_not_hold_the_event_loop_up(
 @pytest.fixture
 def bare() -> Iterator[Cluster]:
     """A control plane of its own: nobody else's runs keep its CRD from going."""
-    try:
-        cluster = start_control_plane()
-    except MissingError as error:
-        pytest.skip(f"no control plane can be run here: {error}")
-    with cluster:
+    with own_control_plane() as cluster:
         yield cluster
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
-from stage import ROOT, Stage, condition, stage, tiny
-from testcluster import Cluster, MissingError, start_control_plane
+from stage import ROOT, Stage, condition, own_control_plane, stage, tiny
+from testcluster import Cluster
 
 from scalerl_api import wire
 from scalerl_operator.cluster.observed import rfc3339
@@ -22,11 +22,7 @@ WORKLOADS = ("Job", "StatefulSet", "Deployment")
 @pytest.fixture(scope="module")
 def control_plane() -> Iterator[Cluster]:
     """Its own: controllers that are busy with what other tests have left make pods late."""
-    try:
-        cluster = start_control_plane()
-    except MissingError as error:
-        pytest.skip(f"no control plane can be run here: {error}")
-    with cluster:
+    with own_control_plane() as cluster:
         yield cluster
 
 

@@ -64,9 +64,10 @@ def put(kind: str, part: str, **values: Any) -> Callable[[Objects], object]:
         put("Job", "spec", suspend=True),
         put("Pod", "status", phase="Running"),
         lambda objects: objects.pop(("Pod", "a")),
+        lambda objects: objects.update({("ConfigMap", "r-curve"): {"metadata": {"uid": "x"}}}),
     ],
 )
-def test_a_status_a_job_and_pods_are_no_news(change: Callable[[Objects], object]) -> None:
+def test_a_status_a_job_pods_and_the_curve_are_no_news(change: Callable[[Objects], object]) -> None:
     assert said(place(change)) == said(place()) is not None
 
 

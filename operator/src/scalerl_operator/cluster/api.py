@@ -201,17 +201,28 @@ class KubeApi:
         finally:
             response.close()
 
-    async def apply(self, obj: Object, *, force: bool = True, dry_run: bool = False) -> Object:
+    async def apply(
+        self, obj: Object, *, uid: str | None = None, force: bool = True, dry_run: bool = False
+    ) -> Object:
         """Server-side apply as ``scalerl-operator``; returns the object as it now is.
 
         An unknown field is an error (:class:`~.errors.Invalid`), never dropped. Without ``force`` a field that another
-        manager set to another value raises :class:`~.errors.Conflict`.
+        manager set to another value raises :class:`~.errors.Conflict`. With ``uid``: only to that object, else (it is
+        gone, or another has its name) Conflict too.
         """
         kind, namespace, name = _address(obj)
+        if uid is not None:
+            obj = {**obj, "metadata": {**obj["metadata"], "uid": uid}}
         query = {"fieldManager": FIELD_OWNER, "fieldValidation": "Strict", "force": str(force).lower()}
         if dry_run:
             query["dryRun"] = "All"
-        return await self._ask(Call("apply", kind, namespace, name, body=obj, query=query))
+        try:
+            return await self._ask(Call("apply", kind, namespace, name, body=obj, query=query))
+        except errors.Invalid as error:
+            if uid is None or error.field != "metadata.uid":
+                raise
+            # In the API server's words: we would change a field that cannot be changed.
+            raise errors.Conflict(error.message, code=409, reason="Conflict", what=error.what) from error
 
     async def create(self, obj: Object, *, dry_run: bool = False) -> Object:
         """Create; :class:`~.errors.AlreadyExists` when the name is taken. See :mod:`.ownership` before it is applied.

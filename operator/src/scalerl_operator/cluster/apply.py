@@ -16,7 +16,7 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.cluster import errors
 from scalerl_operator.cluster.api import KubeApi
 from scalerl_operator.cluster.cache import Cache
-from scalerl_operator.cluster.drift import differs
+from scalerl_operator.cluster.drift import differences, told
 from scalerl_operator.cluster.names import (
     RENDERED_HASH,
     RUN,
@@ -33,13 +33,11 @@ from scalerl_operator.cluster.observed import (
 from scalerl_operator.cluster.ownership import applied
 from scalerl_operator.cluster.place import CLAIM, WORKLOADS, Place, leaving, not_mine, refused
 from scalerl_operator.cluster.render import names_of, raw_hash, secret
+from scalerl_operator.cluster.repairs import Repairs
 from scalerl_operator.cluster.types import Object
 
 log = logging.getLogger(__name__)
 
-REPAIR_SECONDS: Final = 2.0
-"""The first repair of an object comes at once, the next after so long, then twice that, up to five minutes."""
-LONGEST_REPAIR_SECONDS: Final = 300.0
 OWN_TRIES: Final = 5
 """How often an object is taken over anew when somebody else writes it in between."""
 TRIED_SECONDS: Final = 60.0
@@ -56,7 +54,7 @@ class Applier:
     def __init__(self, api: KubeApi, cache: Cache) -> None:
         self._api = api
         self._cache = cache
-        self._repairs: dict[str, dict[tuple[str, str], tuple[int, float]]] = {}
+        self.repairs = Repairs()
         self._tokens: dict[str, str] = {}
         self._doubted: set[str] = set()
         """Runs whose Secret, which cannot be watched, a pod did not find."""
@@ -67,7 +65,7 @@ class Applier:
 
     def forget(self, uid: str) -> None:
         """The run is gone."""
-        self._repairs.pop(uid, None)
+        self.repairs.forget(uid)
         self._tokens.pop(uid, None)
         self._doubted.discard(uid)
         self._owned.pop(uid, None)
@@ -148,26 +146,23 @@ class Applier:
         if live is None:
             # A moment old will do: nothing is ever made over what has come since.
             live = await self._api.get(kind, place.namespace, name, recent=True)
+            if live is not None and not place.mine(live):
+                live = await self._api.get(kind, place.namespace, name)  # it may be gone since
         return None if live is None else not_mine(live, kind, name, place)
 
     # --- every look -----------------------------------------------------------------------------------
 
-    async def find(self, place: Place, attempt: int) -> None:
+    async def find(self, place: Place, names: Sequence[tuple[str, str]]) -> None:
         """Workloads of the run that should be there and are not: one whose label somebody has taken off is nowhere to be
         seen, and works on. Asked for by name before the run comes to rest, when nothing would ask for them any more.
 
-        attempt: the trainer's.
+        names: (kind, name) of each.
         """
-        names = Names(place.name)
-        for kind, name in (
-            ("Deployment", names.generator),
-            ("StatefulSet", names.coordinator),
-            ("Job", names.trainer_job(attempt)),
-        ):
+        for kind, name in names:
             if (kind, name) not in place.objects:
                 there = await self._api.get(kind, place.namespace, name)
                 if there is not None and place.mine(there):
-                    await self._adopt(there, place)
+                    await self._adopt(there, place, at_once=True)
 
     async def apply(
         self, run: ScaleRLRun, place: Place, wanted: Sequence[Object], *, frozen: bool = False
@@ -205,14 +200,6 @@ class Applier:
         for obj in moving:
             problem = problem or await self._bring(obj, place)
         return problem
-
-    def repairs(self, place: Place) -> bool:
-        """Whether somebody else has lately changed an object of the run: then it is compared at every look."""
-        return any(self._is_recent(place, last) for _, last in self._repairs.get(place.uid, {}).values())
-
-    @staticmethod
-    def _is_recent(place: Place, repaired: float) -> bool:
-        return place.unix_seconds - repaired <= 2 * LONGEST_REPAIR_SECONDS
 
     async def _hurry(self, place: Place, job: str) -> None:
         """The ranks that a failed gang has left behind have nothing to save, and may hang in a collective."""
@@ -261,8 +248,8 @@ class Applier:
             return not_mine(live, *key, place)
         if leaving(live) or kind == "Job":
             return None  # a Job cannot be changed: what is wanted of it anew is another attempt
-        difference = differs(wanted, live)
-        if difference is None:
+        found = differences(wanted, live)
+        if not found or self.repairs.in_vain(place, key, found):
             return None
         annotations, rendered = (
             live["metadata"].get("annotations") or {},
@@ -270,24 +257,13 @@ class Applier:
         )
         if rendered is not None and annotations.get(RENDERED_HASH) == rendered:
             # What we want has not changed, so somebody else has changed the object.
-            if not self._may_repair(place, key):
+            if not self.repairs.may(place, key):
                 return None
+            difference = told(wanted, found[0])
             log.warning("%s/%s: %s was changed: %s", place.namespace, place.name, key, difference)
             text = f"{kind} {metadata['name']}: {difference}"
             await self._api.event(place.run, "Warning", Reason.REPAIRED_DRIFT, text)
         return await self._change(wanted, live, place)
-
-    def _may_repair(self, place: Place, key: tuple[str, str]) -> bool:
-        """Whoever else writes our fields is not fought at full speed."""
-        repairs = self._repairs.setdefault(place.uid, {})
-        count, last = repairs.get(key, (0, 0.0))
-        quiet = place.unix_seconds - last
-        if not self._is_recent(place, last):
-            count = 0
-        if count and 0 <= quiet < min(REPAIR_SECONDS * 2.0 ** min(count - 1, 16), LONGEST_REPAIR_SECONDS):
-            return False
-        repairs[key] = (count + 1, place.unix_seconds)
-        return True
 
     async def _create(
         self, obj: Object, place: Place, *, dry_run: bool = False, frozen: bool = False
@@ -314,12 +290,15 @@ class Applier:
             self._made(made, place)
         return None
 
-    async def _adopt(self, there: Object, place: Place) -> None:
+    async def _adopt(self, there: Object, place: Place, *, at_once: bool = False) -> None:
         """An object of the run that was not known to be there: news of it are still on their way, or somebody has taken
-        off the label that they come by. Without that it is never heard of again."""
+        off the label that they come by. Without that it is never heard of again.
+
+        at_once: however often somebody takes it off.
+        """
         kind, metadata, mine = there["kind"], there["metadata"], label_value(place.name)
         stripped = label(there, RUN) != mine and not leaving(there)
-        if stripped and self._may_repair(place, (kind, metadata["name"])):
+        if stripped and (at_once or self.repairs.may(place, (kind, metadata["name"]))):
             patch = {"metadata": {"uid": metadata["uid"], "labels": {RUN: mine}}}
             there = await self._api.patch(kind, place.namespace, metadata["name"], patch)
             text = f"{kind} {metadata['name']}: somebody took its label {RUN} off"
@@ -340,8 +319,9 @@ class Applier:
                 return await self._create(wanted, place)
             if (problem := not_mine(there, kind, name, place)) is not None:
                 return problem
-            owned.add(there["metadata"]["uid"])
-        return await self._write(wanted, place)
+            uid = there["metadata"]["uid"]
+            owned.add(uid)
+        return await self._write(wanted, uid, place)
 
     async def _own(self, kind: str, name: str, place: Place, tries: int = OWN_TRIES) -> Object | None:
         """What creating an object has set is from now on what we apply (:mod:`.ownership`). The object as it was; None:
@@ -366,11 +346,24 @@ class Applier:
             return await self._own(kind, name, place, tries - 1)
         return there
 
-    async def _write(self, obj: Object, place: Place) -> Problem | None:
+    async def _write(self, obj: Object, uid: str, place: Place) -> Problem | None:
+        kind, name = obj["kind"], obj["metadata"]["name"]
         try:
-            made = await self._api.apply(obj)
+            # To the object that was seen: another may have its name by now.
+            made = await self._api.apply(obj, uid=uid)
         except (errors.Invalid, errors.Forbidden) as error:
-            return self._refused(error, f"{obj['kind']} {obj['metadata']['name']}", place)
+            return self._refused(error, f"{kind} {name}", place)
+        left = differences(obj, made)
+        if self.repairs.applied(place, (kind, name), left):
+            said = told(obj, left[0])
+            log.warning(
+                "%s/%s: %s %s is kept otherwise by admission: %s",
+                place.namespace,
+                place.name,
+                kind,
+                name,
+                said,
+            )
         self._made(made, place)
         return None
 

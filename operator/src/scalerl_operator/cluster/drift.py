@@ -39,7 +39,7 @@ _IDENTITY: Final = ("apiVersion", "kind")
 """Not in the items of a list, and not what could differ."""
 _SHOWN: Final = 60
 _MISSING: Final = object()
-_Difference = tuple[str, Any, Any]
+Difference = tuple[str, Any, Any]
 """Path, what is there, what is wanted."""
 
 
@@ -50,16 +50,24 @@ def differs(desired: Object, live: Object) -> str | None:
     'spec.replicas is 1, not 2'
     """
     found = next(_differences(desired, live, "", ""), None)
-    if found is None:
-        return None
-    path, is_now, wanted = found
+    return None if found is None else told(desired, found)
+
+
+def differences(desired: Object, live: Object) -> list[Difference]:
+    """Every field of ``desired`` that ``live`` does not have so."""
+    return list(_differences(desired, live, "", ""))
+
+
+def told(desired: Object, difference: Difference) -> str:
+    """A difference for people; of a Secret without the values."""
+    path, is_now, wanted = difference
     if desired.get("kind") == "Secret":
         return f"{path} is different"
     said = "and is not wanted" if wanted is _MISSING else f"not {_shown(wanted)}"
     return f"{path} is {_shown(is_now)}, {said}"
 
 
-def _differences(desired: Any, live: Any, name: str, path: str) -> Iterator[_Difference]:
+def _differences(desired: Any, live: Any, name: str, path: str) -> Iterator[Difference]:
     """``name``: of the field that has these values; ``path``: to it."""
     if _is_empty(desired, name) and (live is _MISSING or _is_empty(live, name)):
         return
@@ -75,7 +83,7 @@ def _differences(desired: Any, live: Any, name: str, path: str) -> Iterator[_Dif
         yield path, live, desired
 
 
-def _in_lists(desired: list[Any], live: list[Any], name: str, path: str) -> Iterator[_Difference]:
+def _in_lists(desired: list[Any], live: list[Any], name: str, path: str) -> Iterator[Difference]:
     keys = _keys(name, desired)
     if keys is not None:
         there = {_key(item, keys): item for item in live}

@@ -33,7 +33,7 @@ from scalerl_operator.cluster.conditions import (
     waits_for_progress_only,
 )
 from scalerl_operator.cluster.hearing import Coordinators
-from scalerl_operator.cluster.names import FINALIZER, selector
+from scalerl_operator.cluster.names import FINALIZER, Names, selector
 from scalerl_operator.cluster.observed import Observed, Problem, observe, patient, seconds
 from scalerl_operator.cluster.place import WORKLOADS, Place, leaving, pinned
 from scalerl_operator.cluster.render import render
@@ -70,12 +70,19 @@ class _Seen(Place):
         return list(self.run["metadata"].get("finalizers") or ())
 
     @property
-    def comes_to_rest(self) -> bool:
-        """Whether it has worked, and is to be suspended or deleted, and nothing has been done about it yet."""
-        memory = self.memory
+    def at_work(self) -> list[tuple[str, str]]:
+        """(kind, name) of what should work in a run that is to be suspended or deleted, as long as nothing has been done
+        about it. What has never worked has nothing."""
+        memory, names = self.memory, Names(self.name)
         asked = leaving(self.run) or self.run["spec"].get("suspend") is True
         done = memory.rest is not lifecycle.Rest.NO or memory.drain_since is not None or memory.outcome
-        return asked and not done and memory.attempt > 0
+        if not asked or done:
+            return []
+        found = [("Job", names.prepare)] if self.before.phase is Phase.PREPARING else []
+        if memory.attempt > 0:
+            found += [("Deployment", names.generator), ("StatefulSet", names.coordinator)]
+            found += [("Job", names.trainer_job(memory.attempt))]
+        return found
 
     @property
     def generation(self) -> int:
@@ -144,8 +151,7 @@ class Reconciler:
         seen = self._observe(key, obj)
         if leaving(obj) and FINALIZER not in seen.finalizers:
             return None  # the rest is the garbage collector's
-        if seen.comes_to_rest:
-            await self._applier.find(seen, seen.memory.attempt)
+        await self._applier.find(seen, seen.at_work)
         try:
             run = run_from_object(obj)
         except SpecError as problem:
@@ -219,16 +225,17 @@ class Reconciler:
         put_off = await self._report(run, seen, looked)
         if course.ask_suspend and accepted is None:
             await self._suspend(seen)
+        repair = self._applier.repairs.next_seconds(seen)
         if course.memory.outcome is not None:
-            return await self._expire(run, seen)
-        waits = (
+            return _soonest(await self._expire(run, seen), repair)
+        return _soonest(
             course.again_seconds,
             put_off,
             placed,
+            repair,
             BLOCKED_SECONDS if blocked is not None else None,
             self._next_start_look(seen, observed, desired),
         )
-        return min((wait for wait in waits if wait is not None), default=None)
 
     def _spec_hashes(self, run: ScaleRLRun, seen: _Seen) -> dict[Role, str]:
         """What the Jobs of the present spec carry."""
@@ -326,7 +333,7 @@ class Reconciler:
         wanted = self._render(run, seen, desired, images)
         blocked = await self._applier.apply(run, seen, [*wanted, *more], frozen=frozen)
         found = standing(run, seen, desired, images, frozen=frozen)
-        if blocked is None and found is not None and not self._applier.repairs(seen):
+        if blocked is None and found is not None and not self._applier.repairs.lately(seen):
             self._standing[seen.uid] = found
         return None, blocked or await self._stuck.why(seen, observed, desired)
 
@@ -434,3 +441,7 @@ class Reconciler:
         self._applier.forget(uid)
         self._stuck.forget(uid)
         await self._coordinators.forget(uid)
+
+
+def _soonest(*waits: float | None) -> float | None:
+    return min((wait for wait in waits if wait is not None), default=None)

@@ -1,0 +1,348 @@
+"""How a run's objects are written: created, taken over, repaired, and never over another's. On a real API server."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+from stage import Stage, condition, tiny
+
+from scalerl_api import wire
+from scalerl_operator.cluster import errors
+from scalerl_operator.cluster.drift import differs
+from scalerl_operator.cluster.names import QUEUE, RENDERED_HASH
+from scalerl_operator.cluster.place import WORKLOADS
+from scalerl_operator.cluster.repairs import LONGEST_REPAIR_SECONDS, REPAIR_SECONDS
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "change"),
+    [
+        ("Service", "trainer", {"spec": {"publishNotReadyAddresses": False}}),
+        ("Service", "coordinator", {"spec": {"ports": [{"name": "http", "port": 8080, "targetPort": 1}]}}),
+        ("StatefulSet", "coordinator", {"spec": {"replicas": 0}}),
+        ("Deployment", "generator", {"spec": {"replicas": 0}}),
+        ("PersistentVolumeClaim", "data", {"metadata": {"annotations": {"scalerl.dev/rendered": None}}}),
+        ("NetworkPolicy", "run", {"spec": {"ingress": []}}),
+        ("PodDisruptionBudget", "generator", {"spec": {"maxUnavailable": 3}}),
+        ("ConfigMap", "spec", {"data": {"run.yaml": "{}"}}),
+    ],
+)
+async def test_what_was_created_is_taken_over_whatever_it_is(
+    there: Stage, kind: str, name: str, change: dict[str, Any]
+) -> None:
+    """As if an earlier release had created it with a label that is rendered no more."""
+    create, name = there.api.create, f"tiny-addition-{name}"
+
+    async def earlier(obj: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
+        if obj["kind"] == kind and not dry_run:
+            obj["metadata"]["labels"]["earlier"] = "yes"
+        return await create(obj, dry_run=dry_run)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(there.api, "create", earlier)
+        await there.start(tiny(generator={"replicas": 2, "kvCache": "256Mi"}))
+    made = await there.get(kind, name)
+    assert made is not None
+    assert made["metadata"]["labels"]["earlier"] == "yes"
+    await there.edit(
+        kind, name, change | {"metadata": {"labels": {"team": "blue"}, **change.get("metadata", {})}}
+    )
+    await there.look()
+    live = await there.get(kind, name)
+    assert live is not None
+    labels = live["metadata"]["labels"]
+    assert ("earlier" in labels, labels["team"]) == (False, "blue")
+    ours = [e for e in live["metadata"]["managedFields"] if e["manager"] == "scalerl-operator"]
+    assert [e["operation"] for e in ours] == ["Apply"]
+    assert differs(without_labels(made), without_labels(live)) is None, "and is as it was made"
+    applied = there.calls.counts["apply"]
+    await there.look()
+    assert there.calls.counts["apply"] == applied
+
+
+def without_labels(obj: dict[str, Any]) -> dict[str, Any]:
+    """What an object is for, and what we say of it."""
+    said = {name: obj[name] for name in ("spec", "data") if name in obj}
+    return said | {
+        "metadata": {"annotations": {RENDERED_HASH: obj["metadata"]["annotations"][RENDERED_HASH]}}
+    }
+
+
+async def test_what_was_created_is_applied_from_the_first_change_on(there: Stage) -> None:
+    """A field that is rendered no more goes, though creating the object had set it; another's stays."""
+    run = tiny()
+    run["metadata"]["labels"] = {QUEUE: "a"}
+    await there.start(run)
+    name = "tiny-addition-generator"
+    await there.edit("Deployment", name, {"metadata": {"labels": {"team": "blue"}}})
+    await there.edit("ScaleRLRun", "tiny-addition", {"metadata": {"labels": {QUEUE: None}}})
+    await there.look()
+    live = await there.get("Deployment", name)
+    assert live is not None
+    labels = live["metadata"]["labels"]
+    assert (QUEUE in labels, labels["team"]) == (False, "blue")
+    ours = [e for e in live["metadata"]["managedFields"] if e["manager"] == "scalerl-operator"]
+    assert [e["operation"] for e in ours] == ["Apply"]
+    calls = Counter(there.calls.counts)
+    await there.edit("Deployment", name, {"spec": {"replicas": 5}})
+    await there.look()
+    more = there.calls.counts - calls
+    assert (more["get"], more["apply"]) == (0, 1), "it is taken over once"
+
+
+STRIPPED = {"metadata": {"labels": {"scalerl.dev/run": None}}}
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["seen at once", "seen when it is too late"])
+async def test_what_lost_the_label_that_it_is_known_by_is_stopped_with_the_run(
+    there: Stage, *, seen: bool
+) -> None:
+    await there.start(tiny())
+    (job,) = (o["metadata"]["name"] for o in await there.all("Job", "trainer"))
+    await there.edit("Deployment", "tiny-addition-generator", STRIPPED)
+    await there.edit("Job", job, STRIPPED)
+    if seen:
+        await there.look()
+        for kind, name in (("Deployment", "tiny-addition-generator"), ("Job", job)):
+            live = await there.get(kind, name)
+            assert live is not None
+            assert live["metadata"]["labels"]["scalerl.dev/run"] == "tiny-addition"
+        assert [reason for reason, _ in await there.events()].count("RepairedDrift") == 2
+    await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"suspend": True}})
+    run = await there.looks(lambda r: r["status"]["phase"] in ("Suspending", "Suspended"))
+    assert (run["status"]["phase"], there.coordinator.told) == ("Suspending", ["interrupted"])
+    assert await there.get("Job", job) is not None, "it saves what it trained"
+    there.coordinator.phase = wire.Phase.FINISHED
+    await there.end("trainer", 0, count=2)
+    await there.looks(lambda r: r["status"]["phase"] == "Suspended")
+    for _ in range(50):
+        await there.look()
+        left = [o["metadata"]["name"] for kind in WORKLOADS for o in await there.all(kind)]
+        if not left:
+            break
+        await asyncio.sleep(0.2)
+    assert left == []
+
+
+async def test_a_preparation_without_its_label_is_stopped_with_the_run(
+    there: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await there.create(tiny())
+    await there.looks(lambda r: r.get("status", {}).get("phase") == "Preparing")
+    monkeypatch.setattr(
+        there.reconciler._applier.repairs, "may", lambda *_: False
+    )  # however often it was taken
+    await there.edit("Job", "tiny-addition-prepare", STRIPPED)
+    await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"suspend": True}})
+    await there.looks(lambda r: r["status"]["phase"] == "Suspended")
+    for _ in range(50):
+        await there.look()
+        left = await there.all("Job")
+        if not left:
+            break
+        await asyncio.sleep(0.2)
+    assert left == []
+
+
+async def test_a_run_is_deleted_only_when_a_trainer_without_its_label_has_saved(there: Stage) -> None:
+    await there.start(tiny())
+    (job,) = (o["metadata"]["name"] for o in await there.all("Job", "trainer"))
+    await there.edit("Job", job, STRIPPED)
+    await there.delete("ScaleRLRun", "tiny-addition")
+    await there.look()
+    assert there.coordinator.told == ["interrupted"]
+    assert await there.get("ScaleRLRun", "tiny-addition") is not None
+
+
+async def test_what_a_lost_answer_has_made_is_compared_with_what_is_wanted_by_now(
+    there: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = there.api.create
+
+    async def lost(obj: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
+        made = await create(obj, dry_run=dry_run)
+        if obj["kind"] == "ConfigMap":
+            raise errors.Unreachable("no answer")
+        return made
+
+    await there.create(tiny())
+    monkeypatch.setattr(there.api, "create", lost)
+    with pytest.raises(errors.Unreachable):
+        await there.look()
+    monkeypatch.undo()
+    run = await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"budget": {"maxSteps": 77}}})
+    # Its watch is slower than the run's.
+    there.cache.observe("MODIFIED", run)
+    await there.reconciler.reconcile((there.namespace, "tiny-addition"))
+    spec = await there.get("ConfigMap", "tiny-addition-spec")
+    assert spec is not None
+    assert "maxSteps: 77" in spec["data"]["run.yaml"]
+
+
+async def test_a_take_over_is_tried_again_while_somebody_writes_the_object(
+    there: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await there.start(tiny())
+    name = "tiny-addition-generator"
+    get, written = there.api.get, 0
+
+    async def and_written(kind: str, *of: Any, **more: Any) -> dict[str, Any] | None:
+        nonlocal written
+        found = await get(kind, *of, **more)
+        if kind == "Deployment" and written < 2:
+            written += 1
+            status = {"status": {"observedGeneration": 100 + written}}
+            await there.edit("Deployment", name, status, "status")
+        return found
+
+    monkeypatch.setattr(there.api, "get", and_written)
+    await there.edit("Deployment", name, {"spec": {"replicas": 5}})
+    await there.look()
+    live = await there.get("Deployment", name)
+    assert live is not None
+    assert (written, live["spec"]["replicas"]) == (2, 1)
+
+
+async def test_what_goes_while_it_is_repaired_is_created_again(
+    there: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not applied: that would write over what another makes meanwhile."""
+    await there.start(tiny())
+    name = "tiny-addition-trainer"
+    get = there.api.get
+
+    async def gone(kind: str, *of: Any, **more: Any) -> dict[str, Any] | None:
+        if kind == "Service":
+            await there.delete("Service", name)
+        return await get(kind, *of, **more)
+
+    monkeypatch.setattr(there.api, "get", gone)
+    await there.edit("Service", name, {"spec": {"publishNotReadyAddresses": False}})
+    applied = there.calls.counts["apply"]
+    await there.look()
+    live = await there.get("Service", name)
+    assert live is not None
+    assert (live["spec"]["publishNotReadyAddresses"], there.calls.counts["apply"]) == (True, applied)
+
+
+async def test_what_comes_between_the_question_and_the_making_is_not_written_over(
+    there: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The API server's memory is a moment old: somebody may have taken a name meanwhile."""
+    theirs = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "tiny-addition-spec"}}
+    await there.create(theirs | {"data": {"mine": "yes"}}, tiny())
+
+    async def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    monkeypatch.setattr(there.reconciler._applier, "_taken", nothing)
+    run = await there.looks(lambda r: bool(condition(r, "Degraded")))
+    assert condition(run, "Degraded") == "NameTaken"
+    live = await there.get("ConfigMap", "tiny-addition-spec")
+    assert live is not None
+    assert live["data"] == {"mine": "yes"}
+
+
+async def test_what_takes_a_name_before_an_object_is_changed_is_not_written_over(
+    there: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await there.start(tiny())
+    name, apply = "tiny-addition-trainer", there.api.apply
+    theirs = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": name},
+        "spec": {"ports": [{"port": 7}]},
+    }
+
+    async def late(obj: dict[str, Any], **more: Any) -> dict[str, Any]:
+        if obj["kind"] == "Service":
+            await there.delete("Service", name)
+            await there.create(theirs)
+        return await apply(obj, **more)
+
+    monkeypatch.setattr(there.api, "apply", late)
+    await there.edit("Service", name, {"spec": {"publishNotReadyAddresses": False}})
+    with pytest.raises(errors.Conflict):
+        await there.look()
+    monkeypatch.undo()
+    run = await there.looks(lambda r: condition(r, "Degraded") == "NameTaken")
+    assert run["status"]["phase"] == "Running"
+    live = await there.get("Service", name)
+    assert live is not None
+    assert ([p["port"] for p in live["spec"]["ports"]], live["metadata"].get("labels")) == ([7], None)
+
+
+async def test_a_name_that_is_free_by_now_is_not_called_taken(
+    there: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The API server's memory may still hold what is gone."""
+    get = there.api.get
+
+    async def behind(kind: str, *of: Any, recent: bool = False) -> dict[str, Any] | None:
+        return {"kind": kind, "metadata": {"name": of[1], "uid": "gone"}} if recent else await get(kind, *of)
+
+    monkeypatch.setattr(there.api, "get", behind)
+    await there.create(tiny())
+    run = await there.looks(lambda r: bool(condition(r, "Accepted")), times=1)
+    assert condition(run, "Accepted") == "Accepted"
+
+
+async def test_a_repair_that_is_withheld_is_made_when_it_is_due(there: Stage) -> None:
+    await there.create(tiny())
+    await there.look()
+    for _ in range(2):
+        await there.edit("ConfigMap", "tiny-addition-spec", {"data": {"run.yaml": "{}"}})
+        wait = await there.look()
+    spec = await there.get("ConfigMap", "tiny-addition-spec")
+    assert spec is not None
+    assert spec["data"]["run.yaml"] == "{}"
+    assert wait is not None, "nothing else would have the run looked at"
+    assert 0 < wait <= REPAIR_SECONDS
+    there.now += wait
+    await there.look()
+    spec = await there.get("ConfigMap", "tiny-addition-spec")
+    assert spec is not None
+    assert spec["data"]["run.yaml"] != "{}"
+
+
+async def test_what_admission_changes_is_asked_for_once(
+    there: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A webhook that has everybody's images from a mirror: at each write of ours."""
+    create, apply = there.api.create, there.api.apply
+
+    def mirrored(obj: dict[str, Any]) -> dict[str, Any]:
+        obj = copy.deepcopy(obj)
+        if obj["kind"] == "Deployment":
+            for container in obj["spec"]["template"]["spec"]["containers"]:
+                container["image"] = f"mirror/{container['image']}"
+        return obj
+
+    async def created(obj: dict[str, Any], **more: Any) -> dict[str, Any]:
+        return await create(mirrored(obj), **more)
+
+    async def applied(obj: dict[str, Any], **more: Any) -> dict[str, Any]:
+        return await apply(mirrored(obj), **more)
+
+    monkeypatch.setattr(there.api, "create", created)
+    monkeypatch.setattr(there.api, "apply", applied)
+    await there.start(tiny())
+    there.now += LONGEST_REPAIR_SECONDS
+    await there.look()
+    before = there.calls.counts["apply"]
+    for _ in range(3):
+        there.now += LONGEST_REPAIR_SECONDS
+        await there.look()
+    assert there.calls.counts["apply"] == before
+    await there.edit("Deployment", "tiny-addition-generator", {"spec": {"replicas": 5}})
+    await there.look()
+    live = await there.get("Deployment", "tiny-addition-generator")
+    assert live is not None
+    assert live["spec"]["replicas"] == 1, "what somebody else changes is put back all the same"
