@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 import yaml
 from charts import NAMESPACE, RELEASE, VALUES, HelmError, Object, render
 from queries import CHART, ROOT
-from releases import CRD, Helm, older_chart
+from releases import CRD, Helm, chart_before, older_chart
 from schemas import write_schemas
 from testcluster import KubectlError
 
@@ -156,12 +157,13 @@ def test_the_operator_can_do_no_more_than_it_should(control_plane, release):
         ("create", "jobs.batch"),
         ("patch", f"{RUNS}/status"),
         ("watch", "pods"),
+        ("get", "storageclasses.storage.k8s.io"),
     ):
         group, _, sub = what.partition("/")
         assert may(verb, group, *([f"--subresource={sub}"] if sub else []), "-n", "default"), (verb, what)
     for verb, what in (
         ("list", "secrets"), ("watch", "secrets"), ("delete", "secrets"), ("create", "pods"),
-        ("delete", "persistentvolumeclaims"), ("create", RUNS), ("get", "nodes"), ("list", "namespaces"),
+        ("delete", "persistentvolumeclaims"), ("delete", "configmaps"), ("get", "pods"), ("create", RUNS), ("get", "nodes"), ("list", "namespaces"),
         ("create", "serviceaccounts"), ("create", "rolebindings.rbac.authorization.k8s.io"), ("escalate", "roles"),
     ):  # fmt: skip
         assert not may(verb, what, "-n", "default"), (verb, what)
@@ -208,6 +210,27 @@ def test_an_upgrade_with_runs_alive_and_back(control_plane, release, tmp_path):
     back = live(control_plane, here)
     assert back["metadata"]["uid"] == first["metadata"]["uid"]
     assert "ttlSecondsAfterFinished" not in back["spec"]
+
+
+def test_an_upgrade_by_the_page_keeps_what_was_set_and_has_the_values_that_are_new(
+    control_plane, release, tmp_path
+):
+    page = (ROOT / "docs" / "operations.md").read_text()
+    (flags,) = re.findall(r"^helm upgrade scalerl charts/scalerl -n scalerl-system (.*)$", page, re.M)[1:2]
+    release(
+        "install", RELEASE, str(chart_before(tmp_path, "curvefit.metricsPort", "9999")), "--set", "replicas=3"
+    )
+
+    def ports() -> set[int]:
+        (service,) = control_plane.get("services", "-n", release.namespace)["items"]
+        return {port["port"] for port in service["spec"]["ports"]}
+
+    assert ports() == {8080, 9999}
+    with pytest.raises(HelmError, match="metricsPort"):
+        release("upgrade", RELEASE, str(CHART), "--reuse-values")
+    release("upgrade", RELEASE, str(CHART), *flags.split())
+    assert ports() == {8080, 8091}
+    assert control_plane.get("deployment", RELEASE, "-n", release.namespace)["spec"]["replicas"] == 3
 
 
 def test_runs_outlive_the_release_and_are_taken_up_again_by_a_newer_one(control_plane, release, tmp_path):

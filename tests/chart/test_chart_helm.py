@@ -38,6 +38,18 @@ def test_helm_finds_nothing_to_complain_about(helm, name):
         (["--set", "serviceAccount.create=false"], "serviceAccount.name"),
         (["--set", "images.operator.digest=latest"], "digest"),
         (["--kube-version", "1.25.0"], "kubeVersion"),
+        # What the schema says, helm says too, in place of what it could not read or render.
+        (["--set", "curvefit=null"], "curvefit"),
+        (["--set", "curvefit.metricsPort=null"], "metricsPort"),
+        (["--set", "metrics.serviceMonitor.interval=0s"], "interval"),
+        (["--set", "networkPolicy.apiServer.cidrs={999.1.1.1/99}"], "cidrs"),
+        (["--set", "priorityClassName=a: b"], "priorityClassName"),
+        # What a schema cannot say.
+        (["--set-json", 'operator.extraEnv=[{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]'], "A is there twice"),
+        (["--set", "podDisruptionBudget.minAvailable=5"], "no node of theirs can be drained"),
+        (["--set", "podDisruptionBudget.minAvailable=2"], "at most 1"),
+        (["--set", "podDisruptionBudget.minAvailable=99%"], "no node of theirs can be drained"),
+        (["--set", "podDisruptionBudget.minAvailable=51%"], "no node of theirs can be drained"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )  # fmt: skip
@@ -111,6 +123,8 @@ def test_two_releases_share_no_name_of_the_cluster(helm):
     assert first
     assert not first & global_names("scalerl", "b")
     assert not first & global_names("other", "a")
+    # Namespace and name put together are the same, though neither is.
+    assert not global_names("b-scalerl", "a") & global_names("scalerl", "a-b")
 
 
 def test_a_long_release_name_is_no_clash_and_no_error(helm):
@@ -121,6 +135,28 @@ def test_a_long_release_name_is_no_clash_and_no_error(helm):
     assert all(
         len(obj["metadata"]["name"]) <= 63 for obj in objects if obj["kind"] in ("Service", "Deployment")
     )
+
+
+@pytest.mark.parametrize("name", ["1st", "a.b"])
+def test_a_release_whose_name_no_service_can_have_is_told_what_to_do(helm, name):
+    with pytest.raises(HelmError, match="set fullnameOverride"):
+        render(helm, release=name)
+    assert render(helm, "--set", "fullnameOverride=rl", release=name)
+
+
+def test_names_that_yaml_takes_for_something_else_stay_names(helm):
+    objects = render(helm, "--set-string", "watchNamespaces={123,null},serviceAccount.name=1e3")
+    roles = [obj["metadata"]["namespace"] for obj in objects if obj["kind"] == "Role"]
+    assert {"123", "null"} <= set(roles)
+    (account,) = (obj for obj in objects if obj["kind"] == "ServiceAccount")
+    assert account["metadata"]["name"] == "1e3"
+
+
+@pytest.mark.parametrize(("replicas", "kept"), [(2, "1"), (2, "50%"), (3, "2"), (3, "66%")])
+def test_a_budget_that_lets_one_go_is_taken(helm, replicas, kept):
+    objects = render(helm, "--set", f"replicas={replicas},podDisruptionBudget.minAvailable={kept}")
+    (budget,) = (obj for obj in objects if obj["kind"] == "PodDisruptionBudget")
+    assert str(budget["spec"]["minAvailable"]) == kept
 
 
 def test_one_replica_does_not_make_its_node_undrainable(helm):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import tomllib
 from collections.abc import Iterator
@@ -29,6 +30,11 @@ def merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return both
 
 
+def resolved(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema, or the definition that it names."""
+    return SCHEMA["definitions"][schema["$ref"].rpartition("/")[2]] | schema if "$ref" in schema else schema
+
+
 def objects(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """All schemas below one, with their paths."""
     yield path, schema
@@ -45,7 +51,8 @@ def test_the_schema_is_one():
 
 def test_every_value_is_in_the_schema_and_every_field_of_the_schema_is_a_value():
     def same(schema: dict[str, Any], value: object, path: str) -> None:
-        if "properties" in schema and isinstance(value, dict):
+        schema = resolved(schema)
+        if "required" in schema and isinstance(value, dict):
             assert set(schema["properties"]) - {"global"} == set(value), path
             for name, below in value.items():
                 same(schema["properties"][name], below, f"{path}.{name}")
@@ -60,6 +67,29 @@ def test_every_field_is_described_and_closed():
         assert schema["description"].endswith("."), path
         if schema.get("type") == "object" and "properties" in schema:
             assert schema["additionalProperties"] is False, path
+
+
+def test_every_value_is_demanded():
+    """One that is missing (`null`, or an upgrade with an older chart's defaults) is refused by its name."""
+
+    def leaves(value: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+        for name, below in value.items():
+            yield (*path, name)
+            free = name in ("resources", "labels")
+            if isinstance(below, dict) and not free:
+                yield from leaves(below, (*path, name))
+
+    found = list(leaves(DEFAULTS))
+    assert ("curvefit", "metricsPort") in found
+    for *above, name in found:
+        values = copy.deepcopy(DEFAULTS)
+        holder = values
+        for key in above:
+            holder = holder[key]
+        del holder[name]
+        (problem,) = VALIDATOR.iter_errors(values)
+        assert problem.validator == "required"
+        assert repr(name) in problem.message
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -98,6 +128,48 @@ def test_the_files_of_values_are_valid(name):
         ({"metrics": {"rules": {"alerts": {"ScaleRLRunStalled": {"expr": "1"}}}}}, "expr"),
         ({"crds": {"enabled": "yes"}}, "enabled"),
         ({"podDisruptionBudget": {"minAvailable": 0}}, "minAvailable"),
+        ({"podDisruptionBudget": {"minAvailable": "0%"}}, "minAvailable"),
+        # Names, as Kubernetes has them.
+        ({"fullnameOverride": "Bad_Name"}, "fullnameOverride"),
+        ({"fullnameOverride": "---"}, "fullnameOverride"),
+        ({"fullnameOverride": "1st"}, "fullnameOverride"),
+        ({"nameOverride": "x.y/z"}, "nameOverride"),
+        ({"serviceAccount": {"name": "Bad Name"}}, "name"),
+        ({"metrics": {"dashboards": {"namespace": "Bad NS"}}}, "namespace"),
+        ({"priorityClassName": "a: b"}, "priorityClassName"),
+        ({"images": {"pullSecrets": [{"name": "A b"}]}}, "name"),
+        # Images, as a container runtime reads them.
+        ({"images": {"registry": "https://registry.example.com"}}, "registry"),
+        ({"images": {"registry": "registry.example.com/UPPER"}}, "registry"),
+        ({"images": {"operator": {"repository": "UPPER/Case"}}}, "repository"),
+        ({"images": {"operator": {"repository": "/a"}}}, "repository"),
+        # Amounts.
+        ({"operator": {"resources": {"limits": {"memory": "100mi"}}}}, "memory"),
+        ({"operator": {"resources": {"limits": {"memory": "100m"}}}}, "memory"),
+        ({"operator": {"resources": {"limits": {"memory": "-5"}}}}, "memory"),
+        ({"operator": {"resources": {"limits": {"memory": -5}}}}, "memory"),
+        ({"curvefit": {"resources": {"limits": {"memory": "..."}}}}, "memory"),
+        ({"curvefit": {"resources": {"requests": {"cpu": "1 core"}}}}, "cpu"),
+        ({"curvefit": {"resources": {"requests": {"memroy": "1Gi"}}}}, "memroy"),
+        # Addresses.
+        ({"networkPolicy": {"apiServer": {"cidrs": ["999.1.1.1/99"]}}}, "cidrs"),
+        ({"networkPolicy": {"apiServer": {"cidrs": ["10.0.0.0/33"]}}}, "cidrs"),
+        ({"networkPolicy": {"apiServer": {"cidrs": ["fd00:::/8"]}}}, "cidrs"),
+        # Durations.
+        ({"metrics": {"serviceMonitor": {"interval": "0s"}}}, "interval"),
+        ({"metrics": {"podMonitor": {"interval": "15s1m"}}}, "interval"),
+        ({"metrics": {"rules": {"alerts": {"ScaleRLRunStalled": {"for": ""}}}}}, "for"),
+        # Labels, and keys that are the chart's own: set again, they would be there twice.
+        ({"podLabels": {"team": "rl!"}}, "podLabels"),
+        ({"podLabels": {"te am": "rl"}}, "podLabels"),
+        ({"nodeSelector": {"zone": "a/b"}}, "nodeSelector"),
+        ({"podAnnotations": {"kubectl.kubernetes.io/default-container": "x"}}, "podAnnotations"),
+        ({"podAnnotations": {"no key": "x"}}, "podAnnotations"),
+        ({"metrics": {"labels": {"app.kubernetes.io/name": "x"}}}, "labels"),
+        ({"metrics": {"dashboards": {"labels": {"helm.sh/chart": "x"}}}}, "labels"),
+        ({"metrics": {"rules": {"alerts": {"ScaleRLRunStalled": {"labels": {"severity": "x"}}}}}}, "labels"),
+        ({"metrics": {"rules": {"alerts": {"ScaleRLRunStalled": {"labels": {"a-b": "x"}}}}}}, "labels"),
+        ({"operator": {"extraEnv": [{"name": "A", "value": "1", "valueFrom": {}}]}}, "extraEnv"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )  # fmt: skip
@@ -105,6 +177,30 @@ def test_a_wrong_value_is_refused_where_it_is(wrong, where):
     problems = list(VALIDATOR.iter_errors(merged(DEFAULTS, wrong)))
     assert len(problems) == 1
     assert where in f"{problems[0].json_path} {problems[0].message}"
+
+
+@pytest.mark.parametrize(
+    "meant",
+    [
+        {"images": {"registry": "localhost:5000"}},
+        {"images": {"registry": "registry.example.com/team/"}},
+        {"images": {"registry": "[fd00::1]:5000/a"}},
+        {"images": {"operator": {"repository": "a/b__c-d.e"}}},
+        {"operator": {"resources": {"limits": {"memory": "1.5Gi", "cpu": 2, "example.com/widget": "1"}}}},
+        {"operator": {"resources": {"limits": {"memory": 1e9, "cpu": "250m", "ephemeral-storage": "1e9"}}}},
+        {"operator": {"extraEnv": [{"name": "A", "valueFrom": {"secretKeyRef": {"name": "a", "key": "b"}}}]}},
+        {"networkPolicy": {"apiServer": {"cidrs": ["10.0.0.0/8", "0.0.0.0/0", "::/0", "fd00:1::2/64"]}}},
+        {"networkPolicy": {"apiServer": {"cidrs": ["255.255.255.255/32", "1:2:3:4:5:6:7:8/128"]}}},
+        {"metrics": {"serviceMonitor": {"interval": "1m30s"}, "podMonitor": {"interval": "500ms"}}},
+        {"metrics": {"rules": {"alerts": {"ScaleRLRunStalled": {"for": "0s"}}}}},
+        {"podLabels": {"example.com/Team_a": "", "x": "a.b-C_d"}, "nodeSelector": {"kubernetes.io/os": "linux"}},
+        {"serviceAccount": {"name": "rl.team-1"}, "priorityClassName": "system-cluster-critical"},
+        {"podDisruptionBudget": {"minAvailable": "50%"}, "fullnameOverride": "rl-2", "nameOverride": "2"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_can_be_meant_is_taken(meant):
+    VALIDATOR.validate(merged(DEFAULTS, meant))
 
 
 def test_chart_operator_and_crd_are_released_together():

@@ -73,6 +73,16 @@ def test_values_that_it_names_exist():
             value = value[key]
 
 
+def test_no_upgrade_keeps_an_older_charts_defaults():
+    """With ``--reuse-values`` a value that a release has added is missing."""
+    for path in (*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", *CHART.rglob("*.txt")):
+        commands = re.findall(r"^ *helm upgrade .*(?:\\\n.*)*", path.read_text(), re.M)
+        assert not [said for said in commands if "--reuse-values" in said], path
+    upgrades = re.findall(r"^helm upgrade (.*)$", PAGE, re.M)
+    assert len(upgrades) >= 3
+    assert all("--reset-then-reuse-values" in said for said in upgrades)
+
+
 def test_fields_of_the_spec_that_it_names_exist():
     definition = yaml.safe_load((ROOT / "crds" / "scalerl.dev_scalerlruns.yaml").read_text())
     spec = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]

@@ -5,13 +5,22 @@
 
 {{- define "scalerl.fullname" -}}
 {{- $name := include "scalerl.name" . }}
+{{- $full := printf "%s-%s" .Release.Name $name }}
 {{- if .Values.fullnameOverride }}
-{{- .Values.fullnameOverride | trunc 53 | trimSuffix "-" }}
+{{- $full = .Values.fullnameOverride }}
 {{- else if contains $name .Release.Name }}
-{{- .Release.Name | trunc 53 | trimSuffix "-" }}
-{{- else }}
-{{- printf "%s-%s" .Release.Name $name | trunc 53 | trimSuffix "-" }}
+{{- $full = .Release.Name }}
 {{- end }}
+{{- $full = $full | trunc 53 | trimSuffix "-" }}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $full) }}
+{{- fail (printf "a Service cannot be called %q, after this release: set fullnameOverride (letters, digits and dashes, a letter first)" $full) }}
+{{- end }}
+{{- $full }}
+{{- end }}
+
+{{/* Of objects of the cluster. Two releases may share a name; a colon is in neither part, so that none has another's. */}}
+{{- define "scalerl.clusterName" -}}
+{{ .Release.Namespace }}:{{ include "scalerl.fullname" . }}
 {{- end }}
 
 {{- define "scalerl.serviceAccountName" -}}
@@ -25,7 +34,7 @@
 {{/* Of the operator's pods. The first and the last are what NetworkPolicies of runs let in by, whatever the release is called. */}}
 {{- define "scalerl.selectorLabels" -}}
 app.kubernetes.io/name: scalerl
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/component: operator
 {{- end }}
 
@@ -95,10 +104,11 @@ exec:
   # Owner references that block a deletion.
   verbs: [update]
 - apiGroups: [""]
-  resources: [configmaps, services]
+  resources: [services]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
-  resources: [persistentvolumeclaims]
+  # No delete: what holds data goes with its run, by its owner reference, or not at all.
+  resources: [configmaps, persistentvolumeclaims]
   verbs: [get, list, watch, create, patch]
 - apiGroups: [""]
   # A run's token is made once. No list and no watch: those would show every secret there is.
@@ -107,7 +117,7 @@ exec:
 - apiGroups: [""]
   # delete: what a failed gang has left, which may hang for minutes.
   resources: [pods]
-  verbs: [get, list, watch, delete]
+  verbs: [list, watch, delete]
 - apiGroups: [apps]
   resources: [deployments, statefulsets]
   verbs: [get, list, watch, create, patch, delete]

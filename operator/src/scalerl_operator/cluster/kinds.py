@@ -71,9 +71,8 @@ KINDS: Final[dict[str, Kind]] = {
         Kind("PodDisruptionBudget", "policy/v1", "poddisruptionbudgets", watched=True),
         Kind("Event", "v1", "events"),
         Kind("Lease", "coordination.k8s.io/v1", "leases"),
-        # Read only, to say in a condition what a spec names that the cluster does not have.
+        # Read only, to say in a condition that the one which a spec names is not there.
         Kind("StorageClass", "storage.k8s.io/v1", "storageclasses", namespaced=False),
-        Kind("PriorityClass", "scheduling.k8s.io/v1", "priorityclasses", namespaced=False),
     )
 }
 
