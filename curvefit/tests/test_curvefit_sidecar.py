@@ -19,9 +19,9 @@ from aiohttp.test_utils import TestServer, unused_port
 import scalerl_curvefit as cf
 from scalerl_api import endpoints
 from scalerl_api import forecast as wire
-from scalerl_curvefit.client import SidecarClient, SidecarRefused, SidecarUnavailable
 from scalerl_curvefit.sidecar.app import Limits, Sidecar
 from scalerl_curvefit.simulate import SCALERL, simulated
+from scalerl_operator.autoscaling.client import SidecarClient, SidecarRefused, SidecarUnavailable
 
 
 def points(curve: cf.Curve, **more: object) -> wire.Points:

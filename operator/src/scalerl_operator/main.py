@@ -29,6 +29,7 @@ from kubernetes.aio.client.configuration import Configuration
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from scalerl_api.spec import ScaleRLRun
+from scalerl_operator.autoscaling.sidecar import Sidecar
 from scalerl_operator.cluster import connection
 from scalerl_operator.cluster.api import KubeApi
 from scalerl_operator.cluster.cache import Cache
@@ -38,7 +39,10 @@ from scalerl_operator.cluster.kinds import KINDS, RUN
 from scalerl_operator.cluster.leader import Leader
 from scalerl_operator.cluster.metrics import Metrics
 from scalerl_operator.cluster.queue import WorkQueue
+from scalerl_operator.cluster.reconcile import Reconciler
+from scalerl_operator.cluster.scaling import RunScaling
 from scalerl_operator.cluster.settings import Settings, SettingsError
+from scalerl_operator.cluster.steering import ClusterSteering
 from scalerl_operator.cluster.types import Key
 
 PULSE_SECONDS: Final = 0.5
@@ -295,11 +299,6 @@ async def _cancelled(*tasks: asyncio.Task[object] | asyncio.Future[object]) -> N
 @contextlib.asynccontextmanager
 async def reconciler(parts: Parts) -> AsyncIterator[Reconcile]:
     """The operator's own reconcile, made of ``parts``."""
-    from scalerl_operator.autoscaling.sidecar import Sidecar
-    from scalerl_operator.cluster.reconcile import Reconciler
-    from scalerl_operator.cluster.scaling import RunScaling
-    from scalerl_operator.cluster.steering import ClusterSteering
-
     url = parts.settings.sidecar_url
     sidecar = None if url is None else Sidecar(lambda: url)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from scalerl_api.forecast import ForecastAnswer, ForecastRequest
+from scalerl_operator.autoscaling.client import SidecarClient, SidecarRefused, SidecarUnavailable
 
 BOUND_SECONDS: Final = 60.0
 """For all attempts of one question together."""
@@ -24,7 +25,7 @@ class Sidecar:
     """One curve-fit sidecar; any number of runs may ask.
 
     url: asked for each time, since a sidecar that was restarted may have moved.
-    timeout_seconds, attempts: of :class:`scalerl_curvefit.client.SidecarClient`.
+    timeout_seconds, attempts: of :class:`scalerl_operator.autoscaling.client.SidecarClient`.
     """
 
     def __init__(
@@ -45,9 +46,6 @@ class Sidecar:
 
     async def forecast(self, request: ForecastRequest) -> tuple[ForecastAnswer | None, str]:
         """The answer and no words, or none and why: down, slow, refused, or not to be believed."""
-        # Only now: numpy and scipy take half a second, and a run that is Off never needs them.
-        from scalerl_curvefit.client import SidecarClient, SidecarRefused, SidecarUnavailable
-
         client = SidecarClient(
             self._url(),
             token=self._token,
