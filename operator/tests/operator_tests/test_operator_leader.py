@@ -270,6 +270,27 @@ def test_a_replica_that_is_new_does_not_know_that_somebody_leads_whose_lease_was
     run(scenario())
 
 
+def test_who_finds_no_lease_twice_does_not_know_of_one_in_between() -> None:
+    async def scenario() -> None:
+        blind = False
+        leases = Leases(lease=None, failing=lambda: blind and asyncio.current_task() is seldom.task)
+        seldom = Replica(leases, "seldom")
+        await asyncio.sleep(0.1)
+        blind = True
+        other = Replica(leases, "other")
+        await until(other.leader.is_leader, 15)
+        leases.lease, blind = None, False
+        for _ in range(200):
+            await asyncio.sleep(0.1)
+            assert other.leader.is_leader()
+            assert not seldom.leader.is_leader()
+        await other.kill()
+        await until(seldom.leader.is_leader, 15)
+        await seldom.kill()
+
+    run(scenario())
+
+
 def test_who_was_cut_off_does_not_take_a_lease_for_its_own_that_is_not_there() -> None:
     """While it was away another led, whose Lease somebody has deleted."""
 

@@ -6,9 +6,9 @@ change the holder is taken for dead. The holder counts from the moment it *sent*
 stops a margin before the others could begin: so two never lead at once, however their wall clocks differ and however
 late an answer comes.
 
-Where there is no Lease, somebody may have deleted one whose holder still leads. So only who leads makes it anew at once;
-all others, whether they have ever seen one or have only begun, first see none for as long as a Lease lasts. That makes
-the very first start of an operator in a cluster take that long; the Lease stays when the operator goes.
+Where there is no Lease, somebody may have deleted one whose holder still leads. So whoever does not lead makes one that
+nobody holds, with the duration of any other: only who leads takes it at once, all others when it has run out. That
+makes the very first start of an operator in a cluster take that long; the Lease stays when the operator goes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ LEASE_NAME: Final = "scalerl-operator"
 
 log = logging.getLogger(__name__)
 
-_NO_LEASE: Final = ("", "")
-"""What is seen where there is none; one that was given up still says when."""
+_GIVEN_UP_SECONDS: Final = 1
+"""The duration that a Lease says which its holder has given up: it may be taken at once."""
 
 
 class LeaseApi(Protocol):
@@ -131,7 +131,11 @@ class Leader:
                 lease = await self._api.get("Lease", self._namespace, self._name)
                 if lease is None or lease["spec"].get("holderIdentity") != self._identity:
                     return
-                lease["spec"] |= {"holderIdentity": "", "leaseDurationSeconds": 1, "renewTime": _now()}
+                lease["spec"] |= {
+                    "holderIdentity": "",
+                    "leaseDurationSeconds": _GIVEN_UP_SECONDS,
+                    "renewTime": _now(),
+                }
                 await self._api.replace(lease)
             log.info("%s gave up the lead", self._identity)
         except (errors.ApiError, TimeoutError) as error:
@@ -174,17 +178,17 @@ class Leader:
         lease = await self._api.get("Lease", self._namespace, self._name)
         if lease is None:
             self._holder = ""
-            self._note(_NO_LEASE)
-            if not self.is_leader() and self._clock() < self._seen_at + self._duration:
+            leads = self.is_leader()
+            await self._api.create(self._record(None, self._identity if leads else ""))
+            if not leads:
                 return False
-            await self._api.create(self._record(None))
         else:
             spec = lease.get("spec") or {}
-            self._holder = spec.get("holderIdentity") or ""
+            self._holder, lasts = spec.get("holderIdentity") or "", spec.get("leaseDurationSeconds")
             self._note((self._holder, spec.get("renewTime") or ""))
-            ours = self._holder in ("", self._identity)
-            runs_out = self._seen_at + (spec.get("leaseDurationSeconds") or self._duration)
-            if not ours and self._clock() < runs_out:
+            given_up = not self._holder and (lasts or 0) <= _GIVEN_UP_SECONDS
+            ours = self._holder == self._identity or (not self._holder and self.is_leader())
+            if not (ours or given_up) and self._clock() < self._seen_at + (lasts or self._duration):
                 return False
             await self._api.replace(self._record(lease))
         self._holder = self._identity
@@ -195,14 +199,14 @@ class Leader:
         if self._seen != seen:
             self._seen, self._seen_at = seen, self._clock()
 
-    def _record(self, lease: Object | None) -> Object:
-        """The Lease as ours; of an existing one all but its spec is kept."""
+    def _record(self, lease: Object | None, holder: str | None = None) -> Object:
+        """The Lease as ours, or another ``holder``'s; of an existing one all but its spec is kept."""
         before = (lease or {}).get("spec") or {}
         mine = before.get("holderIdentity") == self._identity
         now = _now()
         spec = {
             **before,
-            "holderIdentity": self._identity,
+            "holderIdentity": self._identity if holder is None else holder,
             "leaseDurationSeconds": self._duration,
             "renewTime": now,
             "acquireTime": before.get("acquireTime", now) if mine else now,
