@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,7 +78,11 @@ def test_a_run_from_its_first_object_to_its_last_without_one_refusal(control_pla
         "create", "configmap", "tiny-addition-data", "-n", here,
         f"--from-file={ROOT / 'examples/tiny/data.jsonl'}",
     )  # fmt: skip
-    control_plane.apply(RUN, namespace=here)
+    storage = {"apiVersion": "storage.k8s.io/v1", "kind": "StorageClass", "metadata": {"name": "chart-live"}}
+    control_plane.apply(storage | {"provisioner": "kubernetes.io/no-provisioner"})
+    run = copy.deepcopy(RUN)
+    run["spec"]["storage"]["storageClassName"] = "chart-live"
+    control_plane.apply(run, namespace=here)
     told = lambda: f"{there(control_plane, here)}\n{live.tail()}"  # noqa: E731
     until(lambda: succeed(control_plane, "app.kubernetes.io/component=prepare", here), 30, told)
     wanted = {

@@ -317,6 +317,7 @@ async def reconciler(parts: Parts) -> AsyncIterator[Reconcile]:
         parts.cache,
         images=parts.settings.images,
         operator_namespace=parts.settings.operator_namespace,
+        namespaced=bool(parts.settings.namespaces),
         scaling=scaling,
         on_status=parts.metrics.run,
     )

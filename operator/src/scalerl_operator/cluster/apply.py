@@ -49,11 +49,15 @@ _GATHERED: Final = WORKLOADS | {"Service", "PodDisruptionBudget", "NetworkPolicy
 
 
 class Applier:
-    """Writes a run's objects. Remembers between looks only what makes it quicker, or quieter."""
+    """Writes a run's objects. Remembers between looks only what makes it quicker, or quieter.
 
-    def __init__(self, api: KubeApi, cache: Cache) -> None:
+    namespaced: of an operator of a few namespaces, whose role lets it see nothing of the cluster's.
+    """
+
+    def __init__(self, api: KubeApi, cache: Cache, *, namespaced: bool = False) -> None:
         self._api = api
         self._cache = cache
+        self._namespaced = namespaced
         self.repairs = Repairs()
         self._tokens: dict[str, str] = {}
         self._doubted: set[str] = set()
@@ -102,11 +106,11 @@ class Applier:
                 return Problem(
                     Reason.CLAIM_NOT_FOUND, f"spec.storage.claimName: {storage.claim_name} does not exist"
                 )
-        elif storage.storage_class_name is not None:
+        elif storage.storage_class_name is not None and not self._namespaced:
             try:
                 found = await self._api.get("StorageClass", None, storage.storage_class_name)
             except errors.Forbidden:
-                found = {}  # an operator of a few namespaces may not look
+                found = {}  # by a role that is not the chart's; the claim's events will say
             if found is None:
                 return Problem(
                     Reason.STORAGE_CLASS_NOT_FOUND,

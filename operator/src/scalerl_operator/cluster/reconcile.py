@@ -92,7 +92,8 @@ class _Seen(Place):
 class Reconciler:
     """Looks at runs: one look at a time a run, many runs at once.
 
-    images: where a run names none. scaling: makes the autoscaling of a run with that uid.
+    images: where a run names none. namespaced: an operator of a few namespaces, which may see nothing of the cluster's.
+    scaling: makes the autoscaling of a run with that uid.
     on_status: told of each run's status at each look, None when it is gone. clock: Unix seconds.
     """
 
@@ -103,13 +104,14 @@ class Reconciler:
         *,
         images: Images,
         operator_namespace: str,
+        namespaced: bool = False,
         scaling: Callable[[ScaleRLRun, str], RunScaling] = lambda run, uid: RunScaling(uid, None),
         on_status: Callable[[Key, RunStatus | None], None] = lambda key, status: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._api = api
         self._cache = cache
-        self._applier = Applier(api, cache)
+        self._applier = Applier(api, cache, namespaced=namespaced)
         self._stuck = Stuck(api, self._applier.doubt)
         self._coordinators = Coordinators(lambda what: self._api.must_lead(what))
         self._images = images
