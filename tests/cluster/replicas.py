@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import aiohttp
 import yaml
@@ -143,8 +144,10 @@ async def follow(among: list[Replica], first: Replica, seconds: float = 40.0) ->
 
 
 @contextlib.asynccontextmanager
-async def replica(served: Cluster, namespace: str, identity: str) -> AsyncIterator[Replica]:
-    """One process, killed at the end if it still runs."""
+async def replica(
+    served: Cluster, namespace: str, identity: str, *, log: Path | None = None, **more: str
+) -> AsyncIterator[Replica]:
+    """One process, killed at the end if it still runs. log: where its words go; more: environment."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -158,8 +161,13 @@ async def replica(served: Cluster, namespace: str, identity: str) -> AsyncIterat
         "SCALERL_TRAINER_IMAGE": "t",
         "SCALERL_GENERATOR_IMAGE": "g",
         "SCALERL_COORDINATOR_IMAGE": "c",
+        **more,
     }
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "scalerl_operator.main", env=environ)
+    with contextlib.ExitStack() as until_begun:
+        words = None if log is None else until_begun.enter_context(log.open("wb"))
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "scalerl_operator.main"), env=environ, stderr=words
+        )
     try:
         yield Replica(process, port, identity)
     finally:

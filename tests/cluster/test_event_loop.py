@@ -1,0 +1,107 @@
+"""That no look holds the operator's event loop for 100 ms: asyncio's own debug mode says so of the real process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import aiohttp
+import pytest
+from replicas import leader, replica
+from stage import ROOT, Object, condition, evaluations, stage, tiny
+from testcluster import Cluster
+
+from scalerl_api import wire
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+SLOW = re.compile(r"Executing <(.*?)> took ([\d.]+) seconds")
+"""asyncio's words, in debug mode, of a callback that took more than 100 ms by the wall."""
+TIMES = 3
+"""What holds the loop does so each time; a callback that waited for one of two busy cores does not."""
+
+
+def words(log: Path) -> str:
+    return log.read_text()
+
+
+@contextlib.asynccontextmanager
+async def curve_fit() -> AsyncIterator[str]:
+    """The sidecar's process; its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "scalerl_curvefit.sidecar", "--host", "127.0.0.1", "--port", str(port))
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        async with aiohttp.ClientSession() as session:
+            for _ in range(300):
+                with contextlib.suppress(aiohttp.ClientConnectionError):
+                    async with session.get(f"{url}/healthz") as answer:
+                        if answer.status == 200:
+                            break
+                await asyncio.sleep(0.1)
+        yield url
+    finally:
+        process.terminate()
+        await asyncio.wait_for(process.wait(), 20)
+
+
+async def held(served: Cluster, namespace: str, log: Path) -> dict[str, float]:
+    """One run from nothing to its forecast, and to its end: the callbacks that held the loop, with their seconds."""
+    async with stage(served, namespace) as there, curve_fit() as url:
+        data = {"data.jsonl": (ROOT / "examples/tiny/data.jsonl").read_text()[:2000]}
+        data_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "tiny-addition-data"}}
+        await there.create(data_map | {"data": data})
+        debug = {"PYTHONASYNCIODEBUG": "1", "SCALERL_SIDECAR_URL": url}
+
+        async def until(true: Callable[[Object], bool]) -> None:
+            run: Object | None = None
+            for _ in range(600):
+                run = await there.get("ScaleRLRun", "tiny-addition")
+                if run is not None and true(run):
+                    return
+                await asyncio.sleep(0.1)
+            raise AssertionError(f"not reached: {json.dumps((run or {}).get('status'), indent=1)}")
+
+        async with replica(served, namespace, "only", log=log, **debug) as only:
+            await leader([only])
+            began = len(words(log))  # what was said while it started is no look's
+            there.coordinator.points = evaluations(40)
+            await there.create(tiny(autoscaling={"mode": "Advisory"}))
+            await until(lambda r: r.get("status", {}).get("phase") == "Preparing")
+            await there.end("prepare")
+            await until(lambda r: r["status"]["phase"] == "Running")
+            for role, count in (("coordinator", 1), ("generator", 1), ("trainer", 2)):
+                await there.begin(role, count)
+            await until(lambda r: condition(r, "ForecastReady") == "Forecasting")
+            there.coordinator.phase = wire.Phase.FINISHED
+            there.coordinator.stop_reason = "maxSteps"
+            await there.end("trainer", count=2)
+            await until(lambda r: r["status"]["phase"] == "Completed")
+            await there.delete("ScaleRLRun", "tiny-addition")
+            for _ in range(300):
+                if await there.get("ScaleRLRun", "tiny-addition") is None:
+                    break
+                await asyncio.sleep(0.1)
+            only.process.terminate()
+            assert await asyncio.wait_for(only.process.wait(), 30) == 0
+    return {what: float(seconds) for what, seconds in SLOW.findall(words(log)[began:])}
+
+
+async def test_no_look_holds_the_loop(control_plane: Cluster, tmp_path: Path) -> None:
+    found = dict[str, float]()
+    for turn in range(TIMES):
+        found = await held(control_plane, f"loop-{turn}", tmp_path / f"{turn}.log")
+        if not found:
+            return
+        print(found)
+    pytest.fail(f"more than 100 ms, {TIMES} times; the last time: {found}")
