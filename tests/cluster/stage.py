@@ -145,6 +145,8 @@ class Stage:
         self.now = 0.0
         self.images = Images("trainer:1", "generator:1", "coordinator:1")
         self.leads = True
+        self.writes_left: int | None = None
+        """The operator is cut off after so many, in the midst of whatever it does; None: never."""
         self.coordinator = Coordinator()
         self._begin()
 
@@ -162,6 +164,14 @@ class Stage:
             operator_namespace="scalerl",
             clock=self.clock,
         )
+
+    def may_write(self) -> bool:
+        """The operator's fence: asked before each write of its."""
+        if not self.leads or self.writes_left == 0:
+            return False
+        if self.writes_left is not None:
+            self.writes_left -= 1
+        return True
 
     def clock(self) -> float:
         return time.time() + self.now
@@ -356,10 +366,17 @@ async def stage(cluster: Any, namespace: str) -> AsyncIterator[Stage]:
     """A stage in a namespace of its own."""
     serve_runs(cluster)
     cluster.kubectl("create", "namespace", namespace)
+    async with stage_in(cluster, namespace) as there:
+        yield there
+
+
+@asynccontextmanager
+async def stage_in(cluster: Any, namespace: str) -> AsyncIterator[Stage]:
+    """A stage in a namespace that is there, of a cluster that serves runs."""
     configuration = await connection.load(str(cluster.kubeconfig))
     calls = Calls()
     async with AsyncExitStack() as stack:
-        fenced = KubeApi(configuration, observer=calls, fence=lambda: there.leads)
+        fenced = KubeApi(configuration, observer=calls, fence=lambda: there.may_write())
         api = await stack.enter_async_context(fenced)
         own = await stack.enter_async_context(KubeApi(configuration))
         there = Stage(api, own, calls, namespace, cluster.kubectl)

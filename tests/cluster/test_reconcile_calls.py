@@ -9,15 +9,18 @@ import pytest
 import yaml
 from stage import Stage, condition, evaluations, tiny
 
+from scalerl_api import wire
 from scalerl_api.conditions import Reason
 from scalerl_api.spec import ScaleRLRun
-from scalerl_operator.cluster import reconcile
+from scalerl_operator.cluster import errors, reconcile
 from scalerl_operator.cluster.apply import TRIED_SECONDS
 from scalerl_operator.cluster.names import QUEUE
 from scalerl_operator.cluster.observed import PLACING_SECONDS
-from scalerl_operator.cluster.reconcile import START_LOOKS
+from scalerl_operator.cluster.reconcile import START_LOOKS, Reconciler
 from scalerl_operator.cluster.render import render
 from scalerl_operator.cluster.repairs import LONGEST_REPAIR_SECONDS
+from scalerl_operator.cluster.scaling import RunScaling
+from scalerl_operator.cluster.steering import Word
 from scalerl_operator.cluster.stuck import ASK_SECONDS, SILENT_SECONDS
 from scalerl_operator.policy.lifecycle import ASK_AGAIN_SECONDS, POLL_SECONDS
 
@@ -215,3 +218,94 @@ async def test_a_coordinator_is_asked_once_a_look_and_sooner_again_while_its_wor
     await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"suspend": True}})
     assert await there.look() == ASK_AGAIN_SECONDS
     assert (there.coordinator.asked, there.coordinator.told) == (asked + 3, ["interrupted"])
+
+
+async def test_what_is_decided_is_written_before_it_is_carried_out_and_once(
+    there: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await there.start(tiny())
+    await there.end("trainer", 137)
+    await there.looks(lambda r: r["status"]["trainer"]["restarts"] == 1)
+    done: list[str] = []
+    for verb in ("create", "patch", "delete"):
+        monkeypatch.setattr(there.api, verb, noted(getattr(there.api, verb), verb, done))
+
+    async def of_the_look_that(until: Any) -> list[str]:
+        while True:
+            done.clear()
+            if (await there.looks(lambda r: True, times=1)) and await until():
+                return list(done)
+            await asyncio.sleep(0.1)
+
+    async def is_tried_again() -> bool:
+        return await there.get("Job", "tiny-addition-trainer-2") is not None
+
+    there.now = 5.0
+    assert await of_the_look_that(is_tried_again) == ["patch ScaleRLRun", "create Job"]
+    await there.begin("trainer", 2)
+    there.coordinator.phase, there.coordinator.stop_reason = wire.Phase.FINISHED, "maxSteps"
+    await there.end("trainer", 0, count=2)
+
+    async def has_ended() -> bool:
+        run = await there.get("ScaleRLRun", "tiny-addition")
+        return run is not None and run["status"]["phase"] == "Completed"
+
+    first, *others = await of_the_look_that(has_ended)
+    assert first == "patch ScaleRLRun"
+    assert {"delete StatefulSet", "delete Deployment"} <= set(others)
+    assert "patch ScaleRLRun" not in others, "what was to be said is said"
+
+
+def noted(ask: Any, verb: str, done: list[str]) -> Any:
+    """A call of the API, written down; events are not."""
+
+    async def asked(what: Any, *of: Any, **more: Any) -> Any:
+        kind = what if isinstance(what, str) else what["kind"]
+        if kind != "Event":
+            done.append(f"{verb} {kind}")
+        return await ask(what, *of, **more)
+
+    return asked
+
+
+async def test_the_autoscalers_number_is_written_before_the_generators_are_made(there: Stage) -> None:
+    await there.start(tiny(autoscaling={"mode": "Auto", "generators": {"min": 1, "max": 4}}))
+
+    async def one_that_says(word: Word) -> None:
+        await there.reconciler.close()
+        there.reconciler = Reconciler(
+            there.api,
+            there.cache,
+            images=there.images,
+            operator_namespace="scalerl",
+            scaling=lambda run, uid: RunScaling(uid, lambda: Autoscaler(word)),
+            clock=there.clock,
+        )
+
+    async def generators() -> tuple[int | None, int]:
+        run, [deployment] = await there.get("ScaleRLRun", "tiny-addition"), await there.all("Deployment")
+        assert run is not None
+        return run["status"]["generators"].get("chosen"), deployment["spec"]["replicas"]
+
+    await one_that_says(Word(known=True, generators=3))
+    there.writes_left = 1
+    with pytest.raises(errors.Fenced):
+        await there.look()
+    assert await generators() == (3, 1)
+    there.writes_left = None
+    await one_that_says(Word())
+    await there.look()
+    assert await generators() == (3, 3), "one that starts anew and has yet to read its record"
+
+
+class Autoscaler:
+    """One that says that."""
+
+    def __init__(self, word: Word) -> None:
+        self._word = word
+
+    def look(self, *_: Any, **__: Any) -> Word:
+        return self._word
+
+    def close(self) -> None:
+        pass

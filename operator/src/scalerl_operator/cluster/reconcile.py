@@ -3,7 +3,9 @@
 ``observe (I/O) → validate (pure) → plan (pure) → render (pure) → apply (I/O) → report (pure, then one status patch)``
 
 Whatever woke us, the whole run is looked at. A look that finds everything as it should be writes nothing. A look may
-end at any line, with this process: the next one, here or elsewhere, sees what is there and goes on.
+end at any line, with this process: the next one, here or elsewhere, sees what is there and goes on. So what is decided
+and cannot be seen from what is there (how a run ended, that it rests, which attempt is judged) is reported before it is
+applied: a coordinator that is gone could not say again why.
 """
 
 from __future__ import annotations
@@ -84,9 +86,25 @@ class _Seen(Place):
             found += [("Job", names.trainer_job(memory.attempt))]
         return found
 
+    def knows(self, course: Course, steered: Steered) -> bool:
+        """Whether what the next look has to know is as the last one left it."""
+        known = self.before.generators
+        return course.memory == self.memory and (steered.base, steered.chosen) == (known.base, known.chosen)
+
     @property
     def generation(self) -> int:
         return int(self.run["metadata"].get("generation", 0))
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is to be applied. frozen: see :class:`.Course`. stands: the run's objects are as they were found, or made, and
+    only what follows its progress may be new."""
+
+    desired: Desired
+    images: Images
+    frozen: bool
+    stands: bool
 
 
 class Reconciler:
@@ -123,6 +141,7 @@ class Reconciler:
         self._scalings: dict[str, RunScaling] = {}
         self._written: dict[str, float] = {}
         self._standing: dict[str, int] = {}
+        self._blocked: dict[str, Problem] = {}
         self._hashes: dict[str, tuple[int, dict[Role, str]]] = {}
 
     async def close(self) -> None:
@@ -214,16 +233,22 @@ class Reconciler:
         if course.release:
             await self._release(seen)
             return None
-        desired = Desired(course.prepare, course.coordinator, course.generators, course.trainer)
-        accepted, blocked = await self._apply(run, seen, observed, desired, heard, course.frozen)
+        plan = self._plan(run, seen, course)
+        accepted = None if plan.stands else await self._missing(run, seen, plan.images)
         if accepted is not None:
             course = Course(Phase.PENDING, seen.memory, again_seconds=BLOCKED_SECONDS)
-        if course.tell is not None and accepted is None:
-            await self._tell(seen, observed, course.tell)
-        await self._tell_people(seen)
+        blocked = self._blocked.get(seen.uid) if accepted is None else None
         looked = Looked(
             seen.unix_seconds, seen.generation, accepted, blocked, observed, course, heard, steered
         )
+        if accepted is None:
+            if not seen.knows(course, steered):
+                seen = await self._write_down(run, seen, looked)
+            blocked = await self._apply(run, seen, observed, plan, heard)
+            looked = replace(looked, blocked=blocked)
+            if course.tell is not None:
+                await self._tell(seen, observed, course.tell)
+        await self._tell_people(seen)
         put_off = await self._report(run, seen, looked)
         if course.ask_suspend and accepted is None:
             await self._suspend(seen)
@@ -236,7 +261,7 @@ class Reconciler:
             placed,
             repair,
             BLOCKED_SECONDS if blocked is not None else None,
-            self._next_start_look(seen, observed, desired),
+            self._next_start_look(seen, observed, plan.desired),
         )
 
     def _spec_hashes(self, run: ScaleRLRun, seen: _Seen) -> dict[Role, str]:
@@ -308,36 +333,41 @@ class Reconciler:
 
     # --- render, apply ----------------------------------------------------------------------------
 
-    async def _apply(
-        self,
-        run: ScaleRLRun,
-        seen: _Seen,
-        observed: Observed,
-        desired: Desired,
-        heard: Status | None,
-        frozen: bool,
-    ) -> tuple[Problem | None, Problem | None]:
-        """What keeps the run from being started at all, and what keeps an object of it from being made."""
+    def _plan(self, run: ScaleRLRun, seen: _Seen, course: Course) -> _Plan:
+        desired = Desired(course.prepare, course.coordinator, course.generators, course.trainer)
         images = pinned(seen, run.spec.images, self._images)
+        known = self._standing.get(seen.uid)
+        # So it is in most looks: a pod or a Job says something new.
+        stands = known is not None and known == standing(run, seen, desired, images, frozen=course.frozen)
+        return _Plan(desired, images, course.frozen, stands)
+
+    async def _missing(self, run: ScaleRLRun, seen: _Seen, images: Images) -> Problem | None:
+        """What keeps a run of which there is nothing yet from being started at all."""
+        begun = any(kind in WORKLOADS and seen.mine(obj) for (kind, _), obj in seen.objects.items())
+        if seen.before.start_time is not None or begun:
+            return None
+        every = Desired(True, True, max(1, run.spec.generator.replicas), 1)
+        return await self._applier.missing(run, seen, lambda: self._render(run, seen, every, images))
+
+    async def _apply(
+        self, run: ScaleRLRun, seen: _Seen, observed: Observed, plan: _Plan, heard: Status | None
+    ) -> Problem | None:
+        """What keeps an object of the run from being made."""
         scaling = self._scalings.get(seen.uid)
         more = scaling.objects(run, heard) if heard is not None and scaling is not None else []
-        stands = self._standing.get(seen.uid)
-        if stands is not None and stands == standing(run, seen, desired, images, frozen=frozen):
-            # Most looks: a pod or a Job says something new. All else is as it was found, or made.
+        if plan.stands:
             blocked = await self._applier.keep(run, seen, more)
-            return None, blocked or await self._stuck.why(seen, observed, desired)
-        begun = any(kind in WORKLOADS and seen.mine(obj) for (kind, _), obj in seen.objects.items())
-        if seen.before.start_time is None and not begun:
-            every = Desired(True, True, max(1, run.spec.generator.replicas), 1)
-            accepted = await self._applier.missing(run, seen, lambda: self._render(run, seen, every, images))
-            if accepted is not None:
-                return accepted, None
-        wanted = self._render(run, seen, desired, images)
-        blocked = await self._applier.apply(run, seen, [*wanted, *more], frozen=frozen)
-        found = standing(run, seen, desired, images, frozen=frozen)
-        if blocked is None and found is not None and not self._applier.repairs.lately(seen):
-            self._standing[seen.uid] = found
-        return None, blocked or await self._stuck.why(seen, observed, desired)
+        else:
+            wanted = self._render(run, seen, plan.desired, plan.images)
+            blocked = await self._applier.apply(run, seen, [*wanted, *more], frozen=plan.frozen)
+            found = standing(run, seen, plan.desired, plan.images, frozen=plan.frozen)
+            if blocked is None and found is not None and not self._applier.repairs.lately(seen):
+                self._standing[seen.uid] = found
+        blocked = blocked or await self._stuck.why(seen, observed, plan.desired)
+        self._blocked.pop(seen.uid, None)
+        if blocked is not None:
+            self._blocked[seen.uid] = blocked
+        return blocked
 
     def _render(self, run: ScaleRLRun, seen: _Seen, desired: Desired, images: Images) -> list[Object]:
         return render(run, seen.uid, desired, images, operator_namespace=self._operator_namespace)
@@ -355,6 +385,16 @@ class Reconciler:
             await self._api.event(seen.run, "Warning" if alarming else "Normal", "Autoscaler", text)
 
     # --- report -----------------------------------------------------------------------------------
+
+    async def _write_down(self, run: ScaleRLRun, seen: _Seen, looked: Looked) -> _Seen:
+        """What is decided, before it is carried out; the run as it is then. Nothing is carried out if it fails.
+
+        What keeps an object from being made is as the last look left it. If that stays so there is nothing to report
+        after it: it is the same patch, only earlier.
+        """
+        await self._report(run, seen, looked)
+        before = RunStatus.read(seen.run.get("status"))
+        return replace(seen, before=before, memory=looked.course.memory)
 
     async def _report(self, run: ScaleRLRun | None, seen: _Seen, looked: Looked) -> float | None:
         """Write the status if it says anything new. Returns when a write that was put off is due."""
@@ -384,7 +424,7 @@ class Reconciler:
             resource_version=seen.run["metadata"]["resourceVersion"],
         )
         self._cache.remember(made)
-        seen.run["metadata"] = made["metadata"]
+        seen.run.update(metadata=made["metadata"], status=made["status"])
         await announce(self._api, seen.run, seen.before, status)
         return None
 
@@ -439,6 +479,7 @@ class Reconciler:
             scaling.close()
         self._written.pop(uid, None)
         self._standing.pop(uid, None)
+        self._blocked.pop(uid, None)
         self._hashes.pop(uid, None)
         self._applier.forget(uid)
         self._stuck.forget(uid)
