@@ -18,6 +18,7 @@ from testcluster import Cluster
 from scalerl_api import wire
 from scalerl_operator.cluster.errors import Conflict, Invalid
 from scalerl_operator.cluster.types import Images
+from scalerl_operator.policy.lifecycle import ASK_AGAIN_SECONDS, DRAIN_SECONDS
 
 OPERATIONS = ROOT / "docs" / "operations.md"
 
@@ -115,6 +116,25 @@ async def test_deleted_in_the_foreground_it_waits_for_the_trainer_and_makes_noth
 
     await reach(nothing_but_the_claim, "all is collected")
     assert set(await objects(there)) <= set(before)
+
+
+async def test_a_run_of_a_refused_spec_with_a_silent_coordinator_goes_once_it_had_its_time_to_save(
+    there: Stage,
+) -> None:
+    await there.start(tiny())
+    await there.edit("ScaleRLRun", NAME, {"spec": {"podTemplate": {"labels": {"no label": "a"}}}})
+    await there.looks(lambda run: condition(run, "Accepted") == "SpecInvalid")
+    there.coordinator.silent = True
+    await there.delete("ScaleRLRun", NAME)
+    assert await there.look() == ASK_AGAIN_SECONDS
+    there.now += DRAIN_SECONDS - 60.0
+    await there.fresh_operator()  # since when it drains is in the status
+    assert await there.look() == ASK_AGAIN_SECONDS
+    assert await there.get("ScaleRLRun", NAME) is not None
+    assert await there.all("Job", "trainer"), "it may be saving"
+    there.now += 61.0
+    assert await is_gone(there)
+    assert there.coordinator.told == []
 
 
 async def test_deleted_as_an_orphan_it_is_drained_and_leaves_what_it_had_as_it_was(there: Stage) -> None:

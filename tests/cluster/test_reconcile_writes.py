@@ -130,14 +130,9 @@ async def test_what_lost_the_label_that_it_is_known_by_is_stopped_with_the_run(
     assert left == []
 
 
-async def test_a_preparation_without_its_label_is_stopped_with_the_run(
-    there: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_preparation_without_its_label_is_stopped_with_the_run(there: Stage) -> None:
     await there.create(tiny())
     await there.looks(lambda r: r.get("status", {}).get("phase") == "Preparing")
-    monkeypatch.setattr(
-        there.reconciler._applier.repairs, "may", lambda *_: False
-    )  # however often it was taken
     await there.edit("Job", "tiny-addition-prepare", STRIPPED)
     await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"suspend": True}})
     await there.looks(lambda r: r["status"]["phase"] == "Suspended")
@@ -150,12 +145,17 @@ async def test_a_preparation_without_its_label_is_stopped_with_the_run(
     assert left == []
 
 
-async def test_a_run_is_deleted_only_when_a_trainer_without_its_label_has_saved(there: Stage) -> None:
+async def test_a_run_is_deleted_only_when_a_trainer_without_its_label_has_saved(
+    there: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often somebody takes it off."""
     await there.start(tiny())
+    monkeypatch.setattr(there.reconciler._applier.repairs, "may", lambda *_: False)
     (job,) = (o["metadata"]["name"] for o in await there.all("Job", "trainer"))
     await there.edit("Job", job, STRIPPED)
     await there.delete("ScaleRLRun", "tiny-addition")
-    await there.look()
+    for _ in range(2):
+        await there.look()
     assert there.coordinator.told == ["interrupted"]
     assert await there.get("ScaleRLRun", "tiny-addition") is not None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -139,12 +140,14 @@ def test_generators_are_scaled_up_by_kubectl(run: Run) -> None:
 
 def test_a_node_is_drained_as_far_as_the_budget_lets_it(run: Run) -> None:
     """Of three generators one may go at a time: on the only node, which is cordoned, no other comes, and it is one.
-    The trainer goes, with a checkpoint; it has no budget, which could only forbid."""
+    The trainer goes, with a checkpoint of its last step; it has no budget, which could only forbid."""
     nodes = run.cluster.get("nodes")["items"]
     if len(nodes) != 1:
         pytest.skip("what is evicted finds room on another node")
     node = nodes[0]["metadata"]["name"]
     before, attempt = names(run.pods("generator")), run.status()["trainer"]["attempt"]
+    until(lambda: run.step() > saved(run), 120, "a step that is in no checkpoint")
+    trained = run.step()
     selector = f"scalerl.dev/run={run.name},app.kubernetes.io/component in (generator,trainer)"
     began = time.monotonic()
     try:
@@ -156,12 +159,29 @@ def test_a_node_is_drained_as_far_as_the_budget_lets_it(run: Run) -> None:
         say("drain is held by the budget", time.monotonic() - began, 60)
         assert len(before & names(run.pods("generator", ready=True))) == 2, "one of three went, two work"
         until(lambda: not names(run.pods("trainer", ready=True)), 60, "the trainer has left")
+        until(lambda: saved(run) == run.step() >= trained, 60, "its last step is in a checkpoint")
+        kept = saved(run)
     finally:
         run.cluster.kubectl("uncordon", node)
     took = until(lambda: len(run.pods("generator", ready=True)) == 3, 180, "the third generator")
     say("uncordoned, all generators ready", took, 180)
     say("and it trains from its checkpoint", run.goes_on(240, steps=2), 240)
     assert run.status()["trainer"]["attempt"] == attempt + 1
+    assert resumed_at(run) == kept
+
+
+def saved(run: Run) -> int:
+    """Steps that are in a checkpoint, as the coordinator last said; -1 for none."""
+    return int(run.status()["trouble"]["checkpointVersion"])
+
+
+def resumed_at(run: Run) -> int:
+    """The step that the trainer went on at, in its own words."""
+    for pod in run.pods("trainer"):
+        log = run.cluster.kubectl("logs", pod["metadata"]["name"], "-n", NAMESPACE)
+        if (said := re.search(r"hello: version (\d+)", log)) is not None:
+            return int(said[1])
+    raise AssertionError("no trainer says with what it began")
 
 
 def names(pods: list[dict[str, Any]]) -> set[str]:
