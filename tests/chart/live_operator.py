@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """To this machine: no proxy of the environment is asked."""
+
+
+AS_A_ROLE_SAYS = {"apply": "patch", "replace": "update"}
 
 
 def free_port() -> int:
@@ -70,6 +74,15 @@ class LiveOperator:
     def refused(self) -> list[str]:
         """Calls that its role did not allow."""
         return [line for line in self.get("/metrics").splitlines() if 'code="403"' in line]
+
+    def used(self) -> set[tuple[str, str]]:
+        """(verb, kind) of all that it has asked of the API server, as a role says it."""
+        found = set()
+        for line in self.get("/metrics").splitlines():
+            if line.startswith("scalerl_operator_api_requests_total{"):
+                labels = dict(re.findall(r'(\w+)="([^"]*)"', line))
+                found.add((AS_A_ROLE_SAYS.get(labels["verb"], labels["verb"]), labels["kind"]))
+        return found
 
     def tail(self) -> str:
         return self.log.read_text()[-6000:]

@@ -15,6 +15,7 @@ from charts import NAMESPACE, RELEASE, Object, render
 from live_operator import LiveOperator, as_account, operator, until
 from queries import CHART, ROOT
 from releases import Helm
+from roles import ELSEWHERE, NEEDED
 from testcluster import KubectlError
 
 if TYPE_CHECKING:
@@ -106,16 +107,35 @@ def test_a_run_from_its_first_object_to_its_last_without_one_refusal(control_pla
     until(lambda: control_plane.get("deployment", generators, "-n", here)["spec"]["replicas"] == 3, 30, told)
     events = control_plane.get("events", "-n", here)["items"]
     assert NAME in {event["involvedObject"]["name"] for event in events}
+    # What somebody has changed is set back, of each kind; at the second time the event is there already.
+    changed = "app.kubernetes.io/managed-by=somebody"
+    kinds = "services,networkpolicies,poddisruptionbudgets,statefulsets,persistentvolumeclaims"
+    for _ in range(2):
+        control_plane.kubectl(
+            "label", kinds, "-n", here, "-l", f"scalerl.dev/run={NAME}", changed, "--overwrite"
+        )
+        until(lambda: not control_plane.get(kinds, "-n", here, "-l", changed)["items"], 60, told)
+    control_plane.kubectl("label", "job", f"{NAME}-trainer-1", "-n", here, "scalerl.dev/run-")
+    until(lambda: f"{NAME}-trainer-1" in there(control_plane, here), 30, told)
     assert live.refused() == []
+
+    suspend = json.dumps({"spec": {"suspend": True}})
+    control_plane.kubectl("patch", RUNS, NAME, "-n", here, "--type=merge", "-p", suspend)
+    at_work = {"Service", "StatefulSet", "Deployment", "Job", "PodDisruptionBudget"}
+
+    def at_rest() -> bool:
+        # Nobody drains a run whose trainer runs nothing: what its pods would do, they have done.
+        succeed(control_plane, "app.kubernetes.io/component=trainer", here)
+        return not at_work & there(control_plane, here)
+
+    until(at_rest, 90, told)
+    assert {"ConfigMap", "Secret", "PersistentVolumeClaim", "NetworkPolicy"} <= there(control_plane, here)
 
     control_plane.kubectl("delete", RUNS, NAME, "-n", here, "--wait=false")
 
-    def gone() -> bool:
-        # Nobody drains a run whose trainer runs nothing: what its pods would do, they have done.
-        succeed(control_plane, "app.kubernetes.io/component=trainer", here)
-        return not control_plane.get(RUNS, "-n", here)["items"]
-
-    until(gone, 90, told)
+    until(lambda: not control_plane.get(RUNS, "-n", here)["items"], 90, told)
     until(lambda: not there(control_plane, here), 60, told)
     assert live.refused() == []
+    needed = {(verb, kind) for kind, verbs in NEEDED.items() for verb in verbs}
+    assert needed - ELSEWHERE <= live.used() <= needed
     assert "Traceback" not in live.tail()

@@ -7,33 +7,13 @@ from __future__ import annotations
 
 import pytest
 from charts import VALUES, Object, snapshots
+from roles import NEEDED, granted
 
 from scalerl_operator.cluster import names
 from scalerl_operator.cluster.kinds import KINDS, RUN
 from scalerl_operator.workloads import Role
 
 CHARTS = snapshots()
-READ = {"get", "list", "watch"}
-APPLY = {"create", "patch"}  # server-side apply is a PATCH, which creates only for those who may create
-# What the operator does to each kind; anything more would be somebody else's to do.
-NEEDED: dict[str, set[str]] = {
-    RUN: READ | {"patch", "delete"},
-    "Pod": {"list", "watch", "delete"},
-    "Service": READ | APPLY | {"delete"},
-    # No list and no watch: those show every secret of a namespace.
-    "Secret": {"get", "create"},
-    # No delete: what has been trained, and why, goes by its owner reference, or not at all.
-    "ConfigMap": READ | APPLY,
-    "PersistentVolumeClaim": READ | APPLY,
-    "Job": READ | APPLY | {"delete"},
-    "Deployment": READ | APPLY | {"delete"},
-    "StatefulSet": READ | APPLY | {"delete"},
-    "NetworkPolicy": READ | APPLY | {"delete"},
-    "PodDisruptionBudget": READ | APPLY | {"delete"},
-    "Event": {"list", "create", "patch"},
-    "Lease": {"get", "create", "update"},
-    "StorageClass": {"get"},
-}
 
 
 def of_kind(name: str, *kinds: str) -> list[Object]:
@@ -48,18 +28,7 @@ def operators_roles(name: str) -> list[Object]:
     ]
 
 
-def granted(roles: list[Object]) -> dict[tuple[str, str], set[str]]:
-    """Verbs by API group and resource."""
-    found: dict[tuple[str, str], set[str]] = {}
-    for role in roles:
-        for rule in role["rules"]:
-            for group in rule["apiGroups"]:
-                for resource in rule["resources"]:
-                    found.setdefault((group, resource), set()).update(rule["verbs"])
-    return found
-
-
-def test_the_table_above_has_every_kind_that_the_operator_knows():
+def test_the_table_of_what_is_needed_has_every_kind_that_the_operator_knows():
     assert set(NEEDED) == set(KINDS)
 
 

@@ -125,8 +125,9 @@ exec:
   resources: [jobs]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [networking.k8s.io]
+  # It stays as long as its run.
   resources: [networkpolicies]
-  verbs: [get, list, watch, create, patch, delete]
+  verbs: [get, list, watch, create, patch]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create, patch, delete]

@@ -44,8 +44,8 @@ TRIED_SECONDS: Final = 60.0
 """For so long what the API server would have taken counts as what it takes."""
 HURRIED_SECONDS: Final = 5
 """What the rest of a failed gang gets to end."""
-_GATHERED: Final = WORKLOADS | {"Service", "PodDisruptionBudget", "NetworkPolicy"}
-"""Kinds of which a run's objects are removed when they are not wanted any more; what holds data stays."""
+_GATHERED: Final = WORKLOADS | {"Service", "PodDisruptionBudget"}
+"""Kinds of which a run's objects are removed when they are not wanted any more; what holds data stays, and what guards it."""
 
 
 class Applier:
