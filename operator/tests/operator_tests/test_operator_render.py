@@ -190,6 +190,18 @@ def test_every_mount_has_its_volume_and_containers_share_no_temporary_folder() -
         assert container(generators, name)["volumeMounts"][0]["readOnly"] is True
 
 
+def test_what_grades_hostile_text_cannot_fill_its_nodes_disk() -> None:
+    pod = rendered(cluster_run())["Deployment/generator"]["spec"]["template"]["spec"]
+    actor = container(rendered(cluster_run())["Deployment/generator"], "actor")
+    (mount,) = (m["name"] for m in actor["volumeMounts"] if m["mountPath"] == "/tmp")
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes[mount]["emptyDir"] == {"sizeLimit": "1Gi"}
+    # Compiled kernels, and what a library loads: of no size that would do for every model.
+    server = container(rendered(cluster_run())["Deployment/generator"], "server")
+    (mount,) = (m["name"] for m in server["volumeMounts"] if m["mountPath"] == "/tmp")
+    assert volumes[mount]["emptyDir"] == {}
+
+
 def test_every_command_and_variable_can_be_expanded_from_those_before_it() -> None:
     run = cluster_run(generator={"extraArgs": ["--x=$(HOME)"]}, trainer={"replicas": 2})
     for _, each in every_container(rendered(run)):

@@ -2,7 +2,7 @@
 
 Every pod meets the restricted Pod Security Standard: no root, no privilege, no capability, a root file system that
 cannot be written, no token of the API server. What may be written is the run's volume, ``/tmp`` (with the home
-directory, an emptyDir for each container: an actor grades hostile text) and ``/dev/shm``.
+directory, an emptyDir for each container: an actor grades hostile text, within :data:`TMP_SIZES`) and ``/dev/shm``.
 
 Paths that a spec names beside a hub or a recipe, ``model.path`` and ``task.jsonl.path``, are paths in the containers:
 they have to lie in a volume that ``podTemplate`` mounts for all roles (the coordinator, the actor and the preparation
@@ -32,6 +32,9 @@ USER_ID: Final = 10001
 SHM_SIZE: Final = "1Gi"
 """Of ``/dev/shm`` where the spec names none; a container's own 64 MiB are too few for torch."""
 HOME: Final = "/tmp/home"  # noqa: S108 - a volume of its own
+TMP_SIZES: Final = {"actor": "1Gi"}
+"""Of ``/tmp``, by container: a completion that fills it loses its pod, not the node its disk. The others write what their
+libraries do, and large models' caches have no bound that holds for all."""
 
 NEVER_EVICT: Final = {
     # Autoscalers of nodes leave such a pod where it is; a person's drain does not ask.
@@ -214,8 +217,13 @@ def _volumes(scope: Scope, given: PodTemplate, containers: Sequence[Container]) 
         {"name": _SPEC, "configMap": {"name": scope.names.spec}},
         {"name": _TOKEN, "secret": {"secretName": scope.names.token, "defaultMode": 0o440}},
         {"name": _SHM, "emptyDir": {"medium": "Memory", "sizeLimit": shm}},
-        *({"name": _tmp(container), "emptyDir": {}} for container in containers),
+        *({"name": _tmp(container), "emptyDir": _bounded(container)} for container in containers),
     ]
+
+
+def _bounded(container: Container) -> Object:
+    size = TMP_SIZES.get(container.name)
+    return {} if size is None else {"sizeLimit": size}
 
 
 def _mounts(scope: Scope, container: Container, main: bool) -> list[Object]:
