@@ -21,6 +21,7 @@ from aiohttp import web
 sys.path.insert(0, str(Path(__file__).parent))
 
 from coordinator_client import Client
+from coordinator_world import World, make_settings, ready
 
 from scalerl_api.load import parse_run
 from scalerl_api.paths import RunPaths
@@ -177,6 +178,12 @@ async def serve(root: Path, nonce: str = "local", **options: object) -> AsyncIte
         await server.close()
         if server.failure.done():
             server.failure.exception()  # retrieved: the test has looked at it, or another problem matters more
+
+
+@pytest.fixture
+def world() -> World:
+    """Decisions alone: a trainer and a generator at version 0, whose point is made."""
+    return ready(World(make_settings()))
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import msgspec
 from coordinator_client import make_group
 
 from scalerl_api import wire
+from scalerl_api.wire import NextAction, PushResult, Split
 from scalerl_coordinator import frames
 from scalerl_coordinator import records as r
 from scalerl_coordinator.core import Core
@@ -281,6 +282,34 @@ class JournalWorld(World):
     def close(self) -> None:
         assert self.journal is not None
         self.loop.run_until_complete(self.journal.close())
+
+
+def ready(world: World, name: str = "g") -> World:
+    """A trainer at version 0 and one generator that holds it; the point of version 0 is made."""
+    world.member = world.register(name)
+    world.hello("t")
+    assert world.next("t").action is NextAction.PUBLISH
+    world.publish("t")
+    world.beat(world.member, 0)
+    leases = world.lease(world.member, 0, 2)
+    assert [lease.split for lease in leases] == [Split.HELD_OUT] * 2
+    for lease in leases:
+        assert world.push(world.member, make_group(lease)) is PushResult.ACCEPTED
+    assert [p.version for p in world.state.points] == [0]
+    return world
+
+
+def train(world: World, incarnation: str = "t", *, publish: bool = True) -> None:
+    """Generate what can be, train one step, publish, and measure what is due."""
+    version = world.state.version
+    world.serve(world.member, world.core.membership.members[world.member].version)
+    following = world.next(incarnation)
+    assert following.action is NextAction.TRAIN, following
+    world.report(incarnation, version)
+    if publish:
+        world.publish(incarnation)
+        if world.state.evaluations:
+            world.serve(world.member, version + 1, 2)
 
 
 def check_consistency(world: World) -> None:

@@ -1,0 +1,148 @@
+"""What the coordinator decides of leases, case by case: who gets which slot, and which groups count."""
+
+from __future__ import annotations
+
+import pytest
+from coordinator_client import make_group
+from coordinator_world import World, check_consistency, make_settings, ready, train
+
+from scalerl_api import wire
+from scalerl_api.wire import PushResult, Split
+from scalerl_coordinator.core import Refusal
+from scalerl_coordinator.membership import UnknownMember
+from scalerl_coordinator.status import view
+
+
+def test_nothing_is_leased_before_weights_and_nothing_beyond_k():
+    world = World(make_settings())
+    member = world.register("g")
+    assert world.lease(member, -1) == []
+    assert world.lease(member, 5) == []  # weights of a run that this coordinator does not know
+    world.hello("t")
+    world.publish("t")
+    held_out = world.lease(member, 0)
+    assert [lease.slot for lease in held_out if lease.split is Split.HELD_OUT] == [0, 1]
+    assert [lease.slot for lease in held_out if lease.split is Split.TRAIN] == [0, 1, 2, 3, 4, 5]
+    assert world.lease(member, 0) == []
+
+
+def test_a_lost_lease_is_issued_again_first_with_its_prompt(world):
+    first = world.lease(world.member, 0, 4)
+    world.rollouts.release(
+        wire.Release(member_id=world.member, lease_ids=[first[2].lease_id, first[1].lease_id], reason="full"),
+        world.now,
+    )
+    again = world.lease(world.member, 0, 3)
+    assert [lease.slot for lease in again] == [1, 2, 4]
+    for before, after in zip(first[1:3], again, strict=False):
+        assert before.lease_id != after.lease_id
+        assert before.prompt_index == after.prompt_index
+
+
+def test_leases_end_with_their_deadline_and_late_groups_are_dropped_and_counted(world):
+    lease = world.lease(world.member, 0, 1)[0]
+    world.pass_time(99, {world.member: 0})
+    assert world.state.leases
+    world.pass_time(2, {world.member: 0})
+    assert not world.state.leases
+    assert world.state.fates.expired_leases == 1
+    other = world.register("h")
+    again = world.lease(other, 0, 1)[0]
+    assert again.slot == lease.slot
+    assert world.push(world.member, make_group(lease)) is PushResult.LATE
+    assert world.state.fates.late == 2
+    assert world.push(other, make_group(again)) is PushResult.ACCEPTED
+
+
+def test_a_late_group_is_welcome_while_nobody_else_has_its_slot(world):
+    lease = world.lease(world.member, 0, 1)[0]
+    world.pass_time(101, {world.member: 0})
+    assert world.state.reissue == [0]
+    assert world.push(world.member, make_group(lease)) is PushResult.ACCEPTED
+    assert world.state.reissue == []
+    assert world.state.fates.acknowledged == 2
+    assert world.push(world.member, make_group(lease)) is PushResult.DUPLICATE
+    assert world.state.fates.duplicate == 2
+    check_consistency(world)
+
+
+@pytest.mark.parametrize("how", ["silent", "unhealthy", "replaced", "failed"])
+def test_a_member_that_is_lost_loses_its_leases(world, how):
+    other = world.register("h")
+    world.beat(other, 0)
+    leases = world.lease(world.member, 0, 3)
+    match how:
+        case "silent":
+            world.pass_time(10, {other: 0})
+        case "unhealthy":
+            world.beat(world.member, 0, healthy=False)
+        case "replaced":
+            world.register("g")
+        case "failed":
+            world.commit_publish("t", [other], [world.member])
+    assert [lease.slot for lease in world.lease(other, 0, 3)] == [lease.slot for lease in leases]
+    if how != "unhealthy":
+        with pytest.raises(UnknownMember):
+            world.lease(world.member, 0)
+
+
+def test_a_member_keeps_the_leases_it_names_when_it_registers_again(world):
+    kept, dropped = world.lease(world.member, 0, 2)
+    world.acknowledge()
+    world.crash(0)
+    world.core.membership.members.clear()
+    member = world.register("g", held=[kept.lease_id])
+    assert list(world.state.leases) == [kept.lease_id]
+    assert world.push(member, make_group(kept)) is PushResult.ACCEPTED
+    assert world.state.reissue == [dropped.slot]
+
+
+def test_after_a_coordinator_crash_holders_have_the_patience_of_members(world):
+    world.lease(world.member, 0, 2)
+    world.acknowledge()
+    world.crash(0)
+    assert len(world.state.leases) == 2
+    world.pass_time(8)
+    assert len(world.state.leases) == 2
+    world.pass_time(2)
+    assert world.state.leases == {}
+    assert world.state.reissue == [0, 1]
+
+
+def test_an_answer_that_never_arrived_is_noticed_at_the_next_heartbeats(world):
+    lost, held = world.lease(world.member, 0, 2)
+    world.beat(world.member, 0, held_leases=[held.lease_id])
+    assert len(world.state.leases) == 2  # this heartbeat may have been sent before
+    world.pass_time(3, {world.member: 0})
+    assert len(world.state.leases) == 2  # these say nothing about leases
+    world.pass_time(2, {world.member: 0})
+    world.beat(world.member, 0, held_leases=[held.lease_id])
+    assert list(world.state.leases) == [held.lease_id]
+    assert world.state.reissue == [lost.slot]
+
+
+def test_a_stale_group_is_dropped_and_its_slot_issued_again():
+    world = ready(World(make_settings(max_staleness_steps=0, evaluation_every=100)))
+    train(world)
+    leases = world.lease(world.member, 1)
+    assert [lease.slot for lease in leases] == [3, 4, 5]
+    assert world.push(world.member, make_group(leases[0], version=0)) is PushResult.STALE
+    assert world.state.fates.stale == 2
+    assert world.state.reissue == [3]
+
+
+def test_a_slot_that_keeps_coming_back_waits_and_is_told_about(world):
+    for _ in range(5):
+        world.pass_time(20, {world.member: 0})
+        lease = world.lease(world.member, 0, 1)[0]
+        assert lease.slot == 0
+        assert world.push(world.member, make_group(lease, logprob=1.0)) is PushResult.INVALID
+    assert world.lease(world.member, 0, 1)[0].slot == 1
+    assert world.state.fates.invalid == 10
+    assert "slot 0, which came back 5 times" in view(world.core).waiting_for
+
+
+def test_actors_of_another_task_are_refused(world):
+    request = wire.Register(name="x", control_url="u", task_digest="other")
+    with pytest.raises(Refusal, match="same version of the task library"):
+        world.rollouts.register(request, "x/1", world.now)

@@ -1,0 +1,117 @@
+"""What the coordinator decides of weights that are published and measured, case by case."""
+
+from __future__ import annotations
+
+from coordinator_client import make_group
+from coordinator_world import World, train
+
+from scalerl_api.wire import NextAction, PushResult, Split
+
+
+def measured_at_2(world: World) -> None:
+    """Version 2 is published and due; nothing of its point is generated."""
+    train(world)
+    train(world, publish=False)
+    world.publish("t")
+
+
+def test_a_publish_waits_for_the_point_before_it(world):
+    measured_at_2(world)
+    world.beat(world.member, 2)
+    held_out = world.lease(world.member, 2, 2)
+    assert [lease.policy_version for lease in held_out] == [2, 2]
+    world.serve(world.member, 2)
+    world.report("t", 2)
+    assert world.begin_publish("t") is None
+    for lease in held_out:
+        world.push(world.member, make_group(lease))
+    assert world.begin_publish("t").ready
+    point = world.state.points[-1]
+    assert (point.version, point.mixed_versions, point.work_tokens) == (2, False, 48)
+
+
+def test_after_the_hold_newer_weights_finish_the_point_and_it_says_so(world):
+    measured_at_2(world)
+    world.serve(world.member, 2, 1)
+    stuck = world.lease(world.member, 2, 1)
+    assert stuck[0].split is Split.HELD_OUT
+    world.serve(world.member, 2)
+    world.report("t", 2)
+    assert world.begin_publish("t") is None
+    world.pass_time(61, {world.member: 2})
+    assert world.begin_publish("t").ready
+    world.publish("t")
+    world.pass_time(45, {world.member: 3})
+    again = world.lease(world.member, 3, 1)
+    assert (again[0].split, again[0].slot, again[0].policy_version) == (Split.HELD_OUT, stuck[0].slot, 2)
+    assert world.push(world.member, make_group(again[0], version=3)) is PushResult.ACCEPTED
+    assert (world.state.points[-1].version, world.state.points[-1].mixed_versions) == (2, True)
+
+
+def test_a_hold_ends_when_nobody_can_make_the_point(world):
+    measured_at_2(world)
+    world.core.membership.members.clear()
+    world.report("t", 2)
+    assert world.begin_publish("t") is None
+    world.pass_time(7)
+    assert world.begin_publish("t") is None
+    world.pass_time(2)
+    permit = world.begin_publish("t")
+    assert permit.ready
+    assert permit.members == []
+    assert world.state.evaluations[2].released
+
+
+def test_evaluation_is_made_by_the_very_version_only(world):
+    measured_at_2(world)
+    late = world.register("late")
+    world.beat(late, 1)
+    assert all(lease.split is Split.TRAIN for lease in world.lease(late, 1))
+
+
+def test_a_member_that_fails_a_publish_does_not_hold_up_the_trainer(world):
+    train(world, publish=False)
+    bad = world.register("bad")
+    world.begin_publish("t")
+    world.commit_publish("t", [world.member], [bad])
+    again = world.register("bad")
+    assert [m.name for m in world.core.membership.publishable(world.now)] == ["g"]
+    world.serve(world.member, 1)
+    assert world.next("t").action is NextAction.TRAIN
+    world.pass_time(6, {world.member: 1, again: -1})
+    world.report("t", 1)
+    assert sorted(m.name for m in world.begin_publish("t").members) == ["bad", "g"]
+
+
+def test_mismatch_is_the_mean_over_publishes(world):
+    train(world, publish=False)
+    world.publish("t", mismatch_kl=0.25, publish_seconds=1.5)
+    train(world, publish=False)
+    world.publish("t", mismatch_kl=0.75)
+    assert world.state.mismatch_kl == 0.5
+    assert world.state.rows[1]["mismatch_kl"] == 0.25
+    assert world.state.rows[1]["publish_seconds"] == 1.5
+
+
+def test_the_same_commit_again_counts_once(world):
+    """The answer was lost; the trainer says it again, and a coordinator that restarted hears it."""
+    train(world, publish=False)
+    members = [m.member_id for m in world.begin_publish("t").members]
+    for value in (0.25, 0.25):
+        world.commit_publish("t", members, mismatch_kl=value)
+    world.acknowledge()
+    world.crash(0)
+    world.commit_publish("t", members, mismatch_kl=0.25)
+    assert world.state.publish_mismatches == 1
+    world.commit_publish("t", members, mismatch_kl=0.75)
+    assert world.state.mismatch_kl == 0.5
+
+
+def test_before_a_publish_measures_the_steps_say_how_far_the_sides_are_apart(world):
+    world.serve(world.member, 0, 3)
+    assert world.report("t", 0) is not None  # no token of its own version: it says nothing
+    assert world.state.mismatch_kl is None
+    world.publish("t")
+    world.serve(world.member, 1)
+    world.report("t", 1, mismatch_kl=0.5)
+    assert world.state.mismatch_kl == 0.5

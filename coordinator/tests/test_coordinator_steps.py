@@ -1,0 +1,210 @@
+"""What the coordinator decides of steps, case by case: what a batch is, and how a trainer goes back."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from coordinator_client import make_group
+from coordinator_world import World, check_consistency, make_settings, ready, train
+
+from scalerl_api import wire
+from scalerl_api.wire import NextAction, Phase, PushResult
+from scalerl_coordinator.core import Refusal
+from scalerl_coordinator.status import view
+
+
+def test_zero_variance_groups_are_filtered_at_close_and_not_refilled(world):
+    leases = world.lease(world.member, 0, 3)
+    world.push(world.member, make_group(leases[0], scores=[1.0, 1.0]))
+    world.push(world.member, make_group(leases[1]))
+    assert world.state.fates.filtered == 0
+    world.push(world.member, make_group(leases[2], scores=[0.0, 0.0]))
+    assert (world.state.fates.filtered, world.state.fates.queued) == (4, 2)
+    plan = world.plan("t", 0)
+    assert [g.filtered for g in plan.groups] == [True, False, True]
+    assert [(i.group, i.sample) for i in plan.items] == [(1, 0), (1, 1)]
+    row = world.report("t", 0)
+    assert (row["groups"], row["filtered_groups"], row["work_tokens"], row["reward"]) == (3, 2, 24, 0.5)
+    assert world.state.fates.trained == 2
+
+
+def test_every_rank_gets_its_part_of_the_same_step(world):
+    world.serve(world.member, 0, 3)
+    shares = [world.plan("t", 0, rank, 4).items for rank in range(4)]
+    assert sorted((i.group, i.sample) for share in shares for i in share) == [
+        (g, s) for g in range(3) for s in range(2)
+    ]
+    assert {len(share) for share in shares} == {1, 2}
+    with pytest.raises(Refusal, match="rank 4 is outside"):
+        world.plan("t", 0, 4, 4)
+    with pytest.raises(Refusal, match="not closed"):
+        world.plan("t", 1)
+
+
+def test_the_trainer_goes_back_and_gets_the_very_same_batches(world):
+    for _ in range(2):
+        train(world)
+    batches = [world.plan("t", step).lease_ids for step in range(2)]
+    before = world.state.fates
+    assert world.hello("t2", 0) == wire.TrainerWelcome(next_step=0, published_version=2)
+    assert (world.state.fates.trained, world.state.line.work_tokens) == (0, 0)
+    assert world.state.fates.acknowledged == before.acknowledged
+    assert world.state.rows == {}
+    assert [p.version for p in world.state.points] == [0, 2]
+    for step in range(2):
+        assert world.next("t2").action is NextAction.TRAIN
+        assert world.plan("t2", step).lease_ids == batches[step]
+        world.report("t2", step)
+    for call in (lambda: world.next("t"), lambda: world.report("t", 2), lambda: world.plan("t", 0)):
+        with pytest.raises(Refusal) as caught:
+            call()
+        assert caught.value.error == "superseded"
+    check_consistency(world)
+
+
+def test_a_member_without_weights_gets_the_older_ones_while_others_keep_the_lost_line(world):
+    for _ in range(2):
+        train(world)
+    world.hello("t2", 0)
+    new = world.register("new")
+    following = world.next("t2")
+    assert following.action is NextAction.PUBLISH
+    permit = world.begin_publish("t2")
+    assert [m.name for m in permit.members] == ["new"]
+    world.commit_publish("t2", [new])
+    assert world.state.published == 2
+    assert world.next("t2").action is NextAction.TRAIN
+
+
+def test_a_member_that_has_not_said_what_it_holds_is_neither_behind_nor_gone(world):
+    """It may just have registered again after the coordinator came back."""
+    for _ in range(2):
+        train(world)
+    world.hello("t2", 0)
+    held = world.lease(world.member, 2, 1)
+    world.acknowledge()
+    world.crash(0)
+    member = world.register("g", held=[held[0].lease_id], version=None)
+    assert world.next("t2").action is NextAction.TRAIN
+    assert world.begin_publish("t2").members == []
+    new = world.register("new")
+    world.commit_publish("t2", [new])
+    assert world.state.published == 2
+    assert world.push(member, make_group(held[0])) is PushResult.ACCEPTED
+
+
+def test_a_line_that_nobody_holds_any_more_is_given_up(world):
+    for _ in range(2):
+        train(world)
+    world.hello("t2", 0)
+    world.core.membership.members.clear()
+    new = world.register("new")
+    world.publish("t2")
+    assert world.state.published == 0
+    assert all(lease.slot < 6 for lease in world.lease(new, 0))
+
+
+def test_a_checkpoint_from_ahead_is_believed_when_its_steps_are_still_there(world):
+    for _ in range(2):
+        train(world)
+    world.hello("t2", 0)
+    world.hello("t3", 2)
+    assert (world.state.version, world.state.fates.trained) == (2, 12)
+    assert sorted(world.state.rows) == [0, 1]
+    with pytest.raises(Refusal) as caught:
+        world.hello("t4", 5)
+    assert caught.value.error == "no-state"
+    world.hello("t5", 2)
+
+
+def test_a_trainer_that_lost_its_checkpoints_does_not_wipe_the_run(world):
+    for _ in range(3):
+        train(world)
+    world.checkpoint("t", [2, 3])
+    assert world.state.first_kept_step == 2
+    assert min(world.state.groups) == 6
+    assert len(world.core.forgotten) == 6
+    before = world.state.encode()
+    for version, error in ((1, "unknown-version"), (0, "checkpoints-lost")):
+        with pytest.raises(Refusal) as caught:
+            world.hello("t2", version)
+        assert caught.value.error == error
+    assert "one of version 3 was committed" in str(caught.value)
+    assert world.state.encode() == before
+    world.hello("t2", 2)
+    check_consistency(world)
+
+
+def test_a_run_without_a_checkpoint_begins_again_on_the_same_rollouts(world):
+    for _ in range(2):
+        train(world)
+    acknowledged, batch = world.state.fates.acknowledged, world.plan("t", 0).lease_ids
+    world.hello("t2", 0)
+    assert (world.state.fates.acknowledged, world.state.fates.trained) == (acknowledged, 0)
+    assert world.plan("t2", 0).lease_ids == batch
+
+
+def test_the_run_is_not_finished_before_the_line_that_ends_it_is_saved():
+    world = ready(World(make_settings(max_steps=2, evaluation_every=100)))
+    train(world)
+    world.checkpoint("t", [0, 1])
+    train(world)
+    world.checkpoint("t", [0, 1, 2])
+    world.hello("t2", 1)  # it could not read the newest
+    assert world.state.checkpoint == view(world.core).checkpoint_version == 1
+    world.report("t2", 1)
+    if world.next("t2").action is NextAction.PUBLISH:
+        world.publish("t2")
+    world.serve(world.member, 2)
+    assert world.next("t2").action is NextAction.FINISH
+    assert view(world.core).phase is Phase.FINISHING
+    world.checkpoint("t2", [1, 2])
+    assert view(world.core).phase is Phase.FINISHED
+    world.hello("t3", 2)  # restarted by mistake: it has its checkpoint, and nothing more to write
+    assert world.next("t3").action is NextAction.FINISH
+    assert view(world.core).phase is Phase.FINISHED
+
+
+def test_checkpoint_failures_add_up_over_incarnations(world):
+    train(world)
+    world.serve(world.member, 1)
+    world.report("t", 1, checkpoint_failures=2.0)
+    assert world.state.rows[1]["checkpoint_failures"] == 2
+    world.hello("t2", 1)
+    world.report("t2", 1, checkpoint_failures=1.0)
+    world.publish("t2")
+    world.serve(world.member, 2)
+    world.report("t2", 2, checkpoint_failures=1.0)
+    assert view(world.core).checkpoint_failures == 3
+    world.acknowledge()
+    world.crash(0)
+    assert view(world.core).checkpoint_failures == 3
+
+
+def test_grading_errors_are_counted_and_told_once(world, caplog):
+    for lease in world.lease(world.member, 0, 3):
+        group = make_group(lease)
+        failed = msgspec.structs.replace(group.completions[0], grading_error="timeout after 10 s")
+        group = msgspec.structs.replace(group, completions=[failed, group.completions[1]])
+        assert world.push(world.member, group) is PushResult.ACCEPTED
+    assert view(world.core).grading_errors == 3
+    assert world.report("t", 0)["grading_errors"] == 3
+    assert len([m for m in caplog.messages if "timeout after 10 s" in m]) == 1
+
+
+def test_metrics_rows_are_kept_until_a_checkpoint_has_them(world):
+    train(world)
+    train(world)
+    world.checkpoint("t", [2])
+    assert world.state.rows == {}
+    assert view(world.core).last_step_stats["step"] == 1
+
+
+def test_reports_that_are_not_finite_or_out_of_step_are_refused(world):
+    world.serve(world.member, 0, 3)
+    with pytest.raises(Refusal, match=r"stats\.loss is nan"):
+        world.report("t", 0, loss=float("nan"))
+    with pytest.raises(Refusal, match="step 1 is reported, step 0 is next"):
+        world.report("t", 1)
+    assert world.report("t", 0) is not None
+    assert world.report("t", 0) is None

@@ -1,0 +1,128 @@
+"""What of a coordinator's state survives a crash, or the loss of its volume, case by case."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from coordinator_client import make_group
+from coordinator_world import World, check_consistency, make_settings, train
+
+from scalerl_api import wire
+from scalerl_api.wire import Split
+from scalerl_coordinator.core import Refusal
+from scalerl_coordinator.state import State
+from scalerl_coordinator.status import view
+
+
+def test_an_empty_coordinator_starts_from_the_checkpoints_snapshot(world):
+    train(world)
+    ahead = world.state.prompts
+    snapshot = world.checkpoint("t", [1])
+    points, next_slot = world.state.points, world.state.next_slot
+    world.lose_volume()
+    with pytest.raises(Refusal) as caught:
+        world.hello("t2", 1)
+    assert caught.value.error == "no-state"
+    with pytest.raises(Refusal, match="the snapshot is of version 1, the checkpoint of 2"):
+        world.hello("t2", 2, snapshot)
+    with pytest.raises(Refusal) as caught:
+        world.hello("t2", 1, b"\xc1garbage")
+    assert caught.value.error == "bad-snapshot"
+    world.hello("t2", 1, snapshot)
+    state = world.state
+    assert (state.version, state.points, state.next_slot) == (1, points, next_slot)
+    assert state.reissue == sorted(slot for slot in ahead if slot >= 3)
+    assert (state.fates.acknowledged, state.fates.trained, state.fates.queued) == (6, 6, 0)
+    check_consistency(world)
+    world.member = world.register("g")
+    world.publish("t2")
+    assert [lease.slot for lease in world.lease(world.member, 1, 2)] == [3, 4]
+    # A journal that knows a trainer needs no snapshot, and takes none.
+    world.hello("t3", 1, b"\xc1garbage")
+
+
+@pytest.mark.parametrize(
+    ("points", "best"),
+    [
+        ([], -1),
+        ([(0, 0.2, False), (1, 0.5, False), (2, 0.4, False)], 1),
+        ([(0, 0.2, False), (1, 0.5, True), (2, float("nan"), False)], 0),
+        ([(0, 0.2, False), (1, 0.2, False)], 1),
+    ],
+)
+def test_a_checkpoint_is_told_where_the_run_was_best(world, points, best):
+    """Of several weight versions, or no number: such a point says nothing of one."""
+    train(world)
+    world.state.points = [
+        wire.EvaluationPoint(
+            version=version,
+            work_tokens=100 * version,
+            reward=reward,
+            standard_error=0.01,
+            samples=8,
+            prompts=2,
+            set_digest="set",
+            mixed_versions=mixed,
+            truncated_fraction=0.0,
+            mean_tokens=5.0,
+            wall_seconds=1.0,
+            device_seconds=1.0,
+        )
+        for version, reward, mixed in points
+    ]
+    begin = wire.CheckpointBegin(incarnation="t", step=1)
+    assert world.training.checkpoint_begin(begin, world.now).best_version == best
+
+
+def test_a_snapshot_is_the_whole_state(world):
+    train(world)
+    world.lease(world.member, 1, 2)
+    assert State.decode(world.state.encode()) == world.state
+    world.write()
+    assert world.replay() == world.state
+
+
+def test_a_journal_of_another_run_is_refused(world):
+    world.acknowledge()
+    world.settings = make_settings(prompts_per_step=5)
+    with pytest.raises(Refusal, match="prompts_per_step was 3, is 5"):
+        world.crash(0)
+
+
+def test_time_and_devices_count_from_the_first_lease_and_add_up_over_crashes():
+    world = World(make_settings())
+    member = world.register("g")
+    world.pass_time(5, {member: -1})
+    world.hello("t")
+    world.publish("t")
+    world.lease(member, 0, 1)
+    world.pass_time(10, {member: 0})
+    world.beat(member, 0, busy_seconds=4.0, generated_tokens=100)
+    world.core.flush_usage(world.now)
+    world.acknowledge()
+    usage = world.state.usage
+    assert (usage.wall_seconds, usage.device_seconds) == (10.0, 30.0)  # a generator and two ranks
+    assert (usage.generator_busy_fraction, usage.generated_tokens) == (0.4, 100)
+    world.crash(0)
+    member = world.register("g")
+    world.pass_time(3, {member: 0})
+    status = view(world.core)
+    assert (status.wall_seconds, status.device_seconds) == (13.0, 39.0)
+
+
+def test_wire_groups_are_what_the_journal_holds():
+    """The journal keeps a group's bytes as they came: they must decode as a group for ever."""
+    lease = wire.Lease(
+        lease_id="a-0",
+        split=Split.TRAIN,
+        slot=0,
+        prompt_index=0,
+        prompt_id="p",
+        completions=1,
+        max_tokens=8,
+        temperature=1.0,
+        remaining_seconds=1.0,
+        policy_version=0,
+    )
+    group = make_group(lease)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(group), type=wire.Group) == group
