@@ -20,6 +20,8 @@ BASE_IMAGE ?=
 PYTEST = $(if $(wildcard $(VENV)/lib/scalerl/libnuma.so.1),LD_LIBRARY_PATH=$(abspath $(VENV)/lib/scalerl)$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}) $(BIN)/python -m pytest
 # Ten minutes until one curve flattens: not in `make test`, where tests/cluster/test_reconcile.py suspends a run that was stopped so.
 AUTOSTOP := tests/cluster/test_runs.py::test_a_run_is_stopped_by_its_forecast
+# Kueue itself takes a while to build: tested apart, where its queues hold runs.
+KUEUE := tests/cluster/test_kueue.py
 RUN_DIR ?=
 QUICK ?=
 
@@ -60,13 +62,17 @@ test-local: setup ## whole runs on this machine, with faults
 
 test-cluster: setup ## the operator and the chart on a real Kubernetes, made here unless KUBECONFIG names one
 	$(if $(KUBECONFIG),,$(BIN)/python tests/cluster/cluster.py prepare)
-	$(PYTEST) -m cluster tests/chart tests/cluster --ignore=tests/cluster/test_runs.py
+	$(PYTEST) -m cluster tests/chart tests/cluster --ignore=tests/cluster/test_runs.py --ignore=$(KUEUE)
 	@# On a cluster of its own: helm brings the CRD, which others have put there by hand.
 	$(PYTEST) tests/cluster/test_runs.py --deselect=$(AUTOSTOP)
 
 test-autostop: setup ## a run on that Kubernetes that its own forecast stops: ten minutes
 	$(if $(KUBECONFIG),,$(BIN)/python tests/cluster/cluster.py prepare)
 	$(PYTEST) -s $(AUTOSTOP)
+
+test-kueue: setup ## runs in the queues of a real Kueue, which is built here: minutes the first time
+	$(BIN)/python tests/cluster/cluster.py tool kueue
+	$(PYTEST) -s $(KUEUE)
 
 test-runs: setup ## only the whole runs on that Kubernetes, with every fault, what was measured printed: half an hour
 	$(if $(KUBECONFIG),,$(BIN)/python tests/cluster/cluster.py prepare)
@@ -118,4 +124,4 @@ lock: $(BIN)/uv ## write requirements/*.txt again from the members' pyproject fi
 clean: ## remove the environment and all runs
 	rm -rf $(VENV) runs
 
-.PHONY: help setup run run-autostop test test-unit test-local test-cluster test-autostop test-runs cluster cluster-down images lint format bench bench-trl crds dashboards docs lock clean
+.PHONY: help setup run run-autostop test test-unit test-local test-cluster test-autostop test-kueue test-runs cluster cluster-down images lint format bench bench-trl crds dashboards docs lock clean

@@ -55,7 +55,7 @@ def prepare(_: argparse.Namespace) -> None:
     """Programs are compiled while images are fetched: the two wait for different things."""
 
     def programs() -> None:
-        for name in tools.NAMES:
+        for name in tools.PREPARED:
             tools.tool(name)
 
     with ThreadPoolExecutor() as workers:

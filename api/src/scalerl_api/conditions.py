@@ -28,7 +28,7 @@ class _Explained(StrEnum):
 class Phase(_Explained):
     """One word for where a run stands."""
 
-    PENDING = "Pending", "Nothing runs yet: the run waits for its admission, or for its spec to be usable."
+    PENDING = "Pending", "Nothing runs: the run waits in its queue, or for its spec to be usable."
     PREPARING = "Preparing", "Model, tokenizer and task are being made ready on the volume."
     RUNNING = "Running", "The trainer trains, or is about to."
     FINISHING = "Finishing", "The run has reached its end; the last evaluation and checkpoint are under way."

@@ -69,6 +69,7 @@ def a_pod(ip: str, *, ready: bool = True) -> PodView:
         ip=ip,
         created=0.0,
         leaving=False,
+        over=False,
         ready=ready,
         creating=False,
         restarts=0,

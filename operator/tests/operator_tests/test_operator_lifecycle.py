@@ -325,6 +325,8 @@ def days(draw: st.DrawFn) -> list[str]:
                     "silence",
                     "forecast",
                     "forget",
+                    "hold",
+                    "let in",
                 ]
             ),
             max_size=60,
@@ -332,34 +334,42 @@ def days(draw: st.DrawFn) -> list[str]:
     )
 
 
+def works(job: Job) -> bool:
+    return job.state is JobState.ACTIVE and not job.held
+
+
 @settings(max_examples=300, deadline=None)
-@given(days())
-def test_two_attempts_are_never_wanted_at_once_and_every_run_ends(day: list[str]) -> None:
+@given(days(), st.booleans())
+def test_two_attempts_are_never_wanted_at_once_and_every_run_ends(day: list[str], queued: bool) -> None:
     """The world moves at random; then it is left in peace, and the run has to come to its end."""
-    memory, stored = Memory(), Memory()
+    memory, stored, serving = Memory(), Memory(), False
     trainer, prepare, now = Job(), Job(), 0.0
     word, reason, answers, suspend, forecast = Word.WAITING, "", True, False, ""
-    peace = [*["look", "tick", "pods", "look"] * 12, "finish"]
+    peace = [*["look", "tick", "let in", "pods", "look"] * 12, "finish"]
     calm = ["resume", *peace * 12]
     for event in day + calm:
         match event:
             case "tick":
                 now += 20.0
             case "pods":
-                if prepare.state is JobState.ACTIVE:
+                if prepare.state is JobState.ACTIVE and not prepare.held:
                     prepare = replace(prepare, state=JobState.COMPLETE)
                 if trainer.state is JobState.LEAVING:
                     trainer = Job()
-                if trainer.state is JobState.ACTIVE and word is Word.FINISHING:
+                if works(trainer) and word is Word.FINISHING:
                     trainer, word = (
                         replace(trainer, state=JobState.COMPLETE),
                         Word.FINISHED,
                     )
-            case "fail" if trainer.state is JobState.ACTIVE:
+            case "hold" if queued and works(trainer):
+                trainer = replace(trainer, held=True, held_since=now)
+            case "let in":
+                trainer, prepare = replace(trainer, held=False), replace(prepare, held=False)
+            case "fail" if works(trainer):
                 trainer = replace(trainer, state=JobState.FAILED, ends=(Ended(137),))
-            case "leave" if trainer.state is JobState.ACTIVE:
+            case "leave" if works(trainer):
                 trainer = replace(trainer, state=JobState.COMPLETE)
-            case "finish" if trainer.state is JobState.ACTIVE and word is Word.RUNNING:
+            case "finish" if works(trainer) and word is Word.RUNNING:
                 word, reason = Word.FINISHING, reason or "maxSteps"
             case "suspend":
                 suspend = True
@@ -373,12 +383,14 @@ def test_two_attempts_are_never_wanted_at_once_and_every_run_ends(day: list[str]
                 memory = stored
             case "look":
                 stored = memory
-                heard_now = Heard(word, reason, Usage(1.0, 1.0)) if answers else None
+                heard_now = Heard(word, reason, Usage(1.0, 1.0)) if answers and serving else None
                 course = decide(
                     spec(trainer={"maxRestarts": 1000}),
                     Facts(
                         now,
                         suspend=suspend,
+                        queued=queued,
+                        serving=serving,
                         prepare=prepare,
                         trainer=trainer,
                         heard=heard_now,
@@ -387,12 +399,15 @@ def test_two_attempts_are_never_wanted_at_once_and_every_run_ends(day: list[str]
                     memory,
                 )
                 memory, forecast = course.memory, ""
+                if not serving and (course.coordinator or course.generators):
+                    assert not queued or works(trainer), "nothing is made beside what waits in a queue"
+                serving = course.coordinator or course.generators > 0
                 if course.tell is not None and answers:
                     reason = course.tell
                     word = Word.FINISHING if reason else Word.RUNNING
                 suspend = suspend or course.ask_suspend
                 if course.prepare and prepare.state is JobState.ABSENT:
-                    prepare = Job(JobState.ACTIVE)
+                    prepare = Job(JobState.ACTIVE, held=queued)
                 if not course.prepare:
                     prepare = Job()
                 if course.trainer != trainer.attempt and trainer.state is not JobState.ABSENT:
@@ -401,7 +416,7 @@ def test_two_attempts_are_never_wanted_at_once_and_every_run_ends(day: list[str]
                     )
                     trainer = replace(trainer, state=JobState.LEAVING)
                 if course.trainer is not None and trainer.state is JobState.ABSENT:
-                    trainer = Job(JobState.ACTIVE, course.trainer)
+                    trainer = Job(JobState.ACTIVE, course.trainer, held=queued)
                     word = Word.FINISHING if reason else Word.RUNNING
                 if memory.rest is Rest.YES and event in calm:
                     suspend = False

@@ -18,8 +18,13 @@ _PACKAGES = {
     "coredns": "./coredns",
     "helm": "helm.sh/helm/v3/cmd/helm",
     "kubeconform": "github.com/yannh/kubeconform/cmd/kubeconform",
+    "kueue": "sigs.k8s.io/kueue/cmd/kueue",
 }
+_OWN_MODULES = ("kueue",)
+"""Compiled against the dependencies that they are released with, from a module of their own."""
 NAMES = tuple(_PACKAGES)
+PREPARED = tuple(name for name in NAMES if name not in _OWN_MODULES)
+"""Those that every cluster or its tests need; the others are built when they are asked for."""
 _BUILD_SECONDS = 1800
 _OLDEST_GO = (1, 24)
 
@@ -34,7 +39,8 @@ def tool(name: str) -> Path:
     if name not in _PACKAGES:
         raise ClusterError(f"no program {name!r}; there are {', '.join(NAMES)}")
     # Of the module's own sources only the program's count: a change to one does not build all again.
-    own = [SOURCE / "go.mod", SOURCE / "go.sum", *([SOURCE / name] if (SOURCE / name).is_dir() else [])]
+    own = [] if name in _OWN_MODULES else [SOURCE / "go.mod", SOURCE / "go.sum"]
+    own += [SOURCE / name] if (SOURCE / name).is_dir() else []
     return cache.made(name, cache.digest(own), lambda folder: _build(name, folder)) / name
 
 
@@ -43,22 +49,39 @@ def kubectl() -> Path:
     return tool("kube").with_name("kubectl")
 
 
+def kueue_objects() -> Path:
+    """What the release of Kueue that is built installs, all in one file."""
+    return tool("kueue").with_name("objects.yaml")
+
+
 def _build(name: str, into: Path) -> None:
     go = _go()
+    source = SOURCE / name if name in _OWN_MODULES else SOURCE
     print(f"building {name}: minutes once, then kept in {into.parent}", file=sys.stderr, flush=True)
     command = [go, "build", "-trimpath", "-ldflags", " ".join(["-s", "-w", *_stamps(name)])]
     done = subprocess.run(
         [*command, "-o", str(into / name), _PACKAGES[name]],
-        cwd=SOURCE,
+        cwd=source,
         env={**os.environ, "CGO_ENABLED": "0"},
         capture_output=True,
         text=True,
         timeout=_BUILD_SECONDS,
     )
     if done.returncode != 0:
-        raise ClusterError(f"go build of {name} in {SOURCE} exited {done.returncode}:\n{done.stderr[-4000:]}")
+        raise ClusterError(f"go build of {name} in {source} exited {done.returncode}:\n{done.stderr[-4000:]}")
     if name == "kube":
         (into / "kubectl").symlink_to(name)
+    if name == "kueue":
+        sources = _said(go, "list", "-m", "-f", "{{.Dir}}", "sigs.k8s.io/kueue", folder=source)
+        objects = _said(str(kubectl()), "kustomize", f"{sources}/config/default", folder=source)
+        (into / "objects.yaml").write_text(objects + "\n")
+
+
+def _said(*argv: str, folder: Path) -> str:
+    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=60)
+    if done.returncode != 0:
+        raise ClusterError(f"{' '.join(argv)} in {folder} exited {done.returncode}:\n{done.stderr[-4000:]}")
+    return done.stdout.strip()
 
 
 def _go() -> str:

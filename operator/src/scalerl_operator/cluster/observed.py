@@ -46,8 +46,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class PodView:
-    """One pod. restarts: of its worst container, in quick succession. ends: of containers that are over, not with 0.
-    creating: scheduled, but its containers are not there yet: only events say what is missing.
+    """One pod. over: all its containers have ended. restarts: of its worst container, in quick succession.
+    ends: of containers that are over, not with 0. creating: scheduled, but its containers are not there yet: only events say what is missing.
     """
 
     name: str
@@ -57,6 +57,7 @@ class PodView:
     ip: str
     created: float
     leaving: bool
+    over: bool
     ready: bool
     creating: bool
     restarts: int
@@ -67,12 +68,15 @@ class PodView:
 
 @dataclass(frozen=True)
 class Observed:
-    """A run's objects, read. foreign: of the names that the run needs, those that are another's."""
+    """A run's objects, read. serving: coordinator or generators have been made. foreign: of the names that the run needs,
+    those that are another's.
+    """
 
     pods: tuple[PodView, ...]
     prepare: Job
     trainer: Job
     trainer_wanted: int
+    serving: bool
     foreign: tuple[str, ...]
     replica_failures: Mapping[str, str]
 
@@ -120,6 +124,7 @@ def observe(objects: Mapping[tuple[str, str], Object], uid: str, hashes: Mapping
         prepare=_job(preparing[0], pods, hashes[Role.PREPARE]) if preparing else Job(),
         trainer=_job(trainer, pods, hashes[Role.TRAINER]) if trainer is not None else Job(),
         trainer_wanted=int(trainer["spec"].get("parallelism", 0)) if trainer is not None else 0,
+        serving=any(kind in ("StatefulSet", "Deployment") for kind, _ in mine),
         foreign=tuple(
             f"{kind} {name}" for (kind, name) in objects if (kind, name) not in mine and kind != "Pod"
         ),
@@ -210,6 +215,7 @@ def pod_view(pod: Object) -> PodView:
         ip=status.get("podIP", ""),
         created=seconds(metadata.get("creationTimestamp")),
         leaving="deletionTimestamp" in metadata,
+        over=status.get("phase") in ("Succeeded", "Failed"),
         ready=conditions.get("Ready", {}).get("status") == "True",
         creating=creating,
         restarts=max((_quick_restarts(c) for c in containers), default=0),
@@ -296,7 +302,7 @@ def _attempt(job: Object) -> int:
 
 
 def _job(job: Object, pods: Iterable[PodView], spec_hash: str) -> Job:
-    metadata = job["metadata"]
+    metadata, state = job["metadata"], _job_state(job)
     own = [p for p in pods if p.job == metadata["name"]]
     wanted = int(job["spec"].get("parallelism", 1))
     ends = tuple(end for pod in own for end in pod.ends)
@@ -304,13 +310,22 @@ def _job(job: Object, pods: Iterable[PodView], spec_hash: str) -> Job:
         Ended(137, p.problem.message) for p in own if p.problem and p.problem.reason is Reason.EVICTED
     )
     return Job(
-        state=_job_state(job),
+        state=state,
         attempt=_attempt(job),
         ends=ends or evicted,
         ready=sum(p.ready for p in own) >= wanted,
         stale=(metadata.get("annotations") or {}).get(SPEC_HASH, spec_hash) != spec_hash,
-        held=bool(job["spec"].get("suspend")),
+        held=state is JobState.ACTIVE and bool(job["spec"].get("suspend")),
+        held_since=_held_since(job),
+        ending=any(p.leaving and not p.over for p in own),
     )
+
+
+def _held_since(job: Object) -> float | None:
+    for condition in (job.get("status") or {}).get("conditions") or ():
+        if condition["type"] == "Suspended" and condition["status"] == "True":
+            return seconds(condition.get("lastTransitionTime"))
+    return None
 
 
 def _replica_failures(objects: Iterable[Object]) -> dict[str, str]:

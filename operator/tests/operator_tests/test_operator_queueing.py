@@ -1,0 +1,150 @@
+"""A run in a queue: it holds nothing while it waits, and what is said of it is what the queue has done."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from operator_tests.manifests import UID, cluster_run
+from operator_tests.test_operator_lifecycle import DONE, FIRST, RUNNING, SPEC, exists, heard
+from operator_tests.test_operator_trouble import QUIET
+from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.status import RunStatus
+from scalerl_api.wire import Phase as Word
+from scalerl_operator.cluster.conditions import Looked, Steered, report
+from scalerl_operator.cluster.names import ATTEMPT, COMPONENT, QUEUE, RUN_UID
+from scalerl_operator.cluster.observed import JOB_NAME, Observed, observe
+from scalerl_operator.policy.lifecycle import HELD_SECONDS, Course, Facts, Job, JobState, Memory, decide
+from scalerl_operator.workloads import Role
+
+HELD = Job(JobState.ACTIVE, 1, held=True, held_since=100.0)
+QUEUED = replace(RUNNING, queued=True, serving=True)
+
+
+def test_a_run_begins_with_what_the_queue_has_let_in() -> None:
+    """No generator holds a device that the trainer then lacks."""
+    waiting = Facts(0.0, queued=True, prepare=Job(JobState.ACTIVE, held=True))
+    course = decide(SPEC, waiting, Memory())
+    assert (course.phase, exists(course)) == ("Pending", (True, False, 0, None))
+    course = decide(SPEC, replace(waiting, prepare=DONE), Memory())
+    assert (course.phase, exists(course)) == ("Pending", (True, False, 0, 1))
+    assert course.again_seconds is not None, "the Job is yet to be seen"
+    held = replace(waiting, prepare=DONE, trainer=replace(HELD, held_since=None))
+    course = decide(SPEC, held, course.memory)
+    assert (course.phase, exists(course)) == ("Pending", (True, False, 0, 1))
+    assert course.again_seconds is None, "the queue's word wakes us"
+    course = decide(SPEC, replace(held, trainer=Job(JobState.ACTIVE, 1)), course.memory)
+    assert (course.phase, exists(course)) == ("Running", (True, True, 1, 1))
+
+
+def test_without_a_queue_all_begins_at_once() -> None:
+    assert exists(decide(SPEC, Facts(0.0, prepare=DONE), Memory())) == (True, True, 1, 1)
+
+
+def test_a_trainer_that_is_put_back_is_no_failure_and_lets_all_go_after_a_while() -> None:
+    """Generators would idle on their devices, and the coordinator's clock use the budget up."""
+    saving = replace(QUEUED, trainer=replace(HELD, ending=True), unix_seconds=100.0 + 2 * HELD_SECONDS)
+    course = decide(SPEC, saving, FIRST)
+    assert (course.phase, exists(course), course.memory) == ("Running", (True, True, 1, 1), FIRST)
+    short = replace(QUEUED, trainer=HELD, unix_seconds=100.0 + HELD_SECONDS / 2)
+    course = decide(SPEC, short, FIRST)
+    assert (course.phase, exists(course)) == ("Running", (True, True, 1, 1))
+    assert (course.memory.restarts, course.memory.record, course.memory.ready_since) == (
+        0,
+        FIRST.record,
+        None,
+    )
+    long = replace(short, unix_seconds=100.0 + HELD_SECONDS)
+    course = decide(SPEC, long, course.memory)
+    assert (course.phase, exists(course)) == ("Pending", (True, False, 0, 1))
+    back = replace(long, heard=None, serving=False, trainer=Job(JobState.ACTIVE, 1))
+    course = decide(SPEC, back, course.memory)
+    assert (course.phase, exists(course), course.memory.attempt) == ("Running", (True, True, 1, 1), 1)
+
+
+def test_the_next_attempt_is_looked_at_by_the_queue_anew_while_all_else_stays() -> None:
+    between = decide(SPEC, replace(QUEUED, trainer=Job()), replace(FIRST, judged=1))
+    assert exists(between) == (True, True, 1, 2)
+    held = replace(QUEUED, trainer=Job(JobState.ACTIVE, 2, held=True))
+    assert exists(decide(SPEC, held, between.memory)) == (True, True, 1, 2)
+
+
+def test_one_that_was_put_back_while_it_ended_needs_no_devices_any_more() -> None:
+    over = replace(QUEUED, heard=heard(Word.FINISHED, "maxSteps"), trainer=HELD)
+    outcome = decide(SPEC, over, FIRST).memory.outcome
+    assert outcome is not None
+    assert outcome.reason == "BudgetReached"
+    assert decide(SPEC, replace(over, trainer=replace(HELD, ending=True)), FIRST).memory.outcome is None
+
+
+@pytest.mark.parametrize(("ending", "released"), [(True, False), (False, True)])
+def test_one_that_is_deleted_while_it_is_put_back_saves_first(ending: bool, released: bool) -> None:
+    course = decide(SPEC, replace(QUEUED, deleting=True, trainer=replace(HELD, ending=ending)), FIRST)
+    assert course.release == released
+
+
+# --- what is seen, and what is said of it -------------------------------------------------------------
+
+
+def seen(*, suspend: bool, over: bool = False) -> Observed:
+    """A trainer's Job that has been put back, or let in again, and one pod of it that is told to end."""
+    labels = {RUN_UID: UID, COMPONENT: Role.TRAINER, ATTEMPT: "1"}
+    put_back = {"type": "Suspended", "status": str(suspend), "lastTransitionTime": "1970-01-01T00:01:40Z"}
+    job: dict[str, Any] = {
+        "metadata": {"name": "job", "labels": labels},
+        "spec": {"parallelism": 1, "suspend": suspend},
+        "status": {"conditions": [put_back]},
+    }
+    metadata = {
+        "name": "pod",
+        "labels": labels | {JOB_NAME: "job"},
+        "deletionTimestamp": "1970-01-01T00:06:40Z",
+    }
+    pod = {"metadata": metadata, "status": {"phase": "Succeeded" if over else "Running"}}
+    return observe({("Job", "job"): job, ("Pod", "pod"): pod}, UID, {Role.PREPARE: "", Role.TRAINER: ""})
+
+
+def test_a_job_that_is_put_back_and_its_pods_that_end_are_seen() -> None:
+    trainer = seen(suspend=True).trainer
+    assert (trainer.held, trainer.held_since, trainer.ending) == (True, 100.0, True)
+    assert not seen(suspend=True, over=True).trainer.ending
+    again = seen(suspend=False).trainer
+    assert (again.held, again.held_since) == (False, None)
+
+
+def nothing() -> Observed:
+    return observe({}, UID, {Role.PREPARE: "", Role.TRAINER: ""})
+
+
+def said(observed: Observed, phase: Phase, before: RunStatus, type_: ConditionType) -> tuple[str, str]:
+    course = Course(phase, Memory(attempt=1))
+    looked = Looked(1e9, 1, None, None, observed, course, QUIET, Steered(1))
+    condition = report(cluster_run(labels={QUEUE: "team"}), before, looked).condition(type_)
+    assert condition is not None
+    return condition.status, condition.reason
+
+
+@pytest.mark.parametrize(
+    ("observed", "phase", "before", "expected"),
+    [
+        (nothing(), Phase.PENDING, "False", ("False", Reason.WAITING_FOR_QUOTA)),
+        (seen(suspend=True), Phase.PENDING, "True", ("False", Reason.WAITING_FOR_QUOTA)),
+        (seen(suspend=False), Phase.RUNNING, "False", ("True", Reason.QUEUE_ADMITTED)),
+        # Between two attempts.
+        (nothing(), Phase.RUNNING, "True", ("True", Reason.QUEUE_ADMITTED)),
+        (nothing(), Phase.SUSPENDED, "True", ("False", Reason.NOT_STARTED)),
+    ],
+)
+def test_admitted_says_what_the_queue_has_done(
+    observed: Observed, phase: Phase, before: str, expected: tuple[str, str]
+) -> None:
+    old = {"type": "Admitted", "status": before, "reason": "QueueAdmitted", "message": ""}
+    status = RunStatus.read({"conditions": [old | {"lastTransitionTime": "2026-01-01T00:00:00Z"}]})
+    assert said(observed, phase, status, ConditionType.ADMITTED) == expected
+
+
+def test_a_trainer_that_has_just_been_put_back_waits_for_its_quota() -> None:
+    now = said(seen(suspend=True), Phase.RUNNING, RunStatus(), ConditionType.TRAINER_READY)
+    assert now == ("False", Reason.WAITING_FOR_QUOTA)

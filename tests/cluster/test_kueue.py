@@ -1,0 +1,352 @@
+"""Runs in the queues of a real Kueue, with the operator at work; the test plays the pods, and what gives them up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import yaml
+from kueue import kueue, queue
+from replicas import running, settings
+from stage import ROOT, Stage, condition, own_control_plane, serve_runs, stage, tiny
+from testcluster import Cluster
+
+from scalerl_api import wire
+from scalerl_operator import main
+from scalerl_operator.cluster import connection, errors
+from scalerl_operator.cluster.kinds import kind_of
+from scalerl_operator.cluster.leader import LEASE_NAME
+from scalerl_operator.policy import lifecycle
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+Object = dict[str, Any]
+RUN = "tiny-addition"
+QUEUE, PRIORITY = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class"
+GPU = "nvidia.com/gpu"
+HELD_SECONDS = 3.0
+NODE = "somewhere"
+
+
+@pytest.fixture(scope="module")
+def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with own_control_plane() as cluster:
+        serve_runs(cluster)
+        began = time.monotonic()
+        with kueue(cluster, tmp_path_factory.mktemp("kueue")):
+            print(f"measured: Kueue is ready: {time.monotonic() - began:.1f} s")
+            # Of a pod that is on a node the API server waits for the node's word when it is deleted.
+            cluster.apply({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}})
+            yield cluster
+
+
+@pytest.fixture
+async def team(control_plane: Cluster, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Team]:
+    """A namespace with a queue, and an operator that watches it."""
+    monkeypatch.setattr(lifecycle, "HELD_SECONDS", HELD_SECONDS)
+    async with a_team(control_plane) as made:
+        yield made
+
+
+@asynccontextmanager
+async def a_team(cluster: Cluster) -> AsyncIterator[Team]:
+    async with stage(cluster, f"team-{uuid.uuid4().hex[:8]}") as there:
+        data = (ROOT / "examples/tiny/data.jsonl").read_text()[:2000]
+        config = {"apiVersion": "v1", "kind": "ConfigMap", "data": {"data.jsonl": data}}
+        lease = {"apiVersion": kind_of("Lease").api_version, "kind": "Lease", "spec": {"holderIdentity": ""}}
+        await there.create(
+            config | {"metadata": {"name": f"{RUN}-data"}}, lease | {"metadata": {"name": LEASE_NAME}}
+        )
+        chosen = settings(cluster, there.namespace)
+        async with running(main.Operator(chosen, await connection.load(chosen.kubeconfig), main.reconciler)):
+            yield Team(there, cluster)
+
+
+class Team:
+    """One namespace, its queue, and what happens to its run."""
+
+    def __init__(self, there: Stage, cluster: Cluster) -> None:
+        self.there, self.cluster = there, cluster
+
+    async def quota(self, devices: int, cpu: str = "100") -> None:
+        """What the queue may give."""
+        objects = queue(
+            self.there.namespace, self.there.namespace, **{"cpu": cpu, "memory": "1Ti", GPU: str(devices)}
+        )
+        await self._kubectl(
+            *("apply", "--server-side", "--force-conflicts", "-f", "-"), stdin=yaml.safe_dump_all(objects)
+        )
+
+    async def _kubectl(self, *words: str, stdin: str | None = None) -> str:
+        return await asyncio.to_thread(self.cluster.kubectl, *words, stdin=stdin)
+
+    async def run(self) -> Object:
+        return await self.there.get("ScaleRLRun", RUN) or {}
+
+    async def edit(self, **spec: Any) -> None:
+        await self.there.edit("ScaleRLRun", RUN, {"spec": spec})
+
+    async def reaches(self, what: str, true: Callable[[Object], bool], seconds: float = 40.0) -> Object:
+        """The run, once it is so."""
+        deadline = time.monotonic() + seconds
+        while not true(run := await self.run()):
+            assert time.monotonic() < deadline, f"{what}: not within {seconds:.0f} s; {await self.tell()}"
+            await asyncio.sleep(0.1)
+        return run
+
+    async def stays(self, what: str, true: Callable[[Object], bool], seconds: float = 3.0) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            assert true(await self.run()), f"{what}: {await self.tell()}"
+            await asyncio.sleep(0.1)
+
+    async def let_in(self, role: str, count: int, *, after: str = "") -> list[Object]:
+        """The pods of a role that nothing holds back, as soon as there are so many; ``after``: not that one (a uid)."""
+        deadline = time.monotonic() + 40
+        while True:
+            found = [
+                p for p in await self.there.all("Pod", role) if not p["metadata"].get("deletionTimestamp")
+            ]
+            found = [
+                p for p in found if not p["spec"].get("schedulingGates") and p["metadata"]["uid"] != after
+            ]
+            if len(found) >= count:
+                return found
+            assert time.monotonic() < deadline, f"no {count} pods of {role} are let in; {await self.tell()}"
+            await asyncio.sleep(0.1)
+
+    async def begins(self, role: str, count: int = 1, *, node: str | None = None, after: str = "") -> None:
+        """The pods of a role are let in, and work."""
+        for pod in await self.let_in(role, count, after=after):
+            if node is not None and not pod["spec"].get("nodeName"):
+                await self._bind(pod["metadata"]["name"], node)
+        await self.there.begin(role, count)
+
+    async def _bind(self, pod: str, node: str) -> None:
+        binding = {
+            "apiVersion": "v1",
+            "kind": "Binding",
+            "metadata": {"name": pod, "namespace": self.there.namespace},
+            "target": {"apiVersion": "v1", "kind": "Node", "name": node},
+        }
+        path = f"/api/v1/namespaces/{self.there.namespace}/pods/{pod}/binding"
+        await self._kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(binding))
+
+    async def saves(self, role: str) -> None:
+        """The pods that are told to end do so, with 0."""
+        for pod in await self.there.all("Pod", role):
+            if "deletionTimestamp" in pod["metadata"]:
+                name, namespace = pod["metadata"]["name"], self.there.namespace
+                with contextlib.suppress(errors.NotFound):  # it needed no word of ours
+                    await self.there.edit("Pod", name, {"status": {"phase": "Succeeded"}}, "status")
+                now = ("--grace-period=0", "--force", "--ignore-not-found")
+                await self._kubectl("delete", "pod", name, "-n", namespace, *now)
+
+    async def starts(self, devices: int, **spec: Any) -> None:
+        """A run that works within so many devices."""
+        await self.quota(devices)
+        await self.there.create(queued(**spec))
+        await self.let_in("prepare", 1)
+        await self.there.end("prepare")
+        await self.works()
+
+    async def works(self) -> None:
+        await self.begins("trainer", 2, node=NODE)
+        await self.begins("coordinator")
+        await self.begins("generator")
+        await self.reaches("works", lambda r: condition(r, "TrainerReady") == "Ready" and admitted(r))
+
+    async def workloads(self) -> dict[str, bool]:
+        """By the kind and name of what Kueue counts: whether it holds quota now."""
+        text = await self._kubectl("get", "workloads", "-n", self.there.namespace, "-o", "json")
+        found = {}
+        for workload in json.loads(text)["items"]:
+            owner = workload["metadata"]["ownerReferences"][0]
+            said = {c["type"]: c["status"] for c in workload.get("status", {}).get("conditions", ())}
+            holds = said.get("QuotaReserved") == "True" and said.get("Finished") != "True"
+            found[f"{owner['kind']} {owner['name']}"] = holds
+        return found
+
+    async def names(self, *kinds: str) -> set[str]:
+        found = [o for kind in kinds for o in await self.there.all(kind)]
+        return {o["metadata"]["name"] for o in found if o["metadata"]["name"].startswith(RUN)}
+
+    async def pods_left(self) -> set[str]:
+        """Names of the run's pods that have not ended."""
+        found = await self.there.all("Pod")
+        found = [p for p in found if p["status"].get("phase") not in ("Succeeded", "Failed")]
+        return {p["metadata"]["name"] for p in found if p["metadata"]["name"].startswith(RUN)}
+
+    async def tell(self) -> str:
+        """What a person would look at."""
+        run = await self.run()
+        text = await self._kubectl("get", "jobs,sts,deploy,pods,workloads", "-n", self.there.namespace)
+        return f"{yaml.safe_dump(run.get('status'))}\n{text}\n{await self.there.events()}"
+
+
+def queued(**spec: Any) -> Object:
+    """The tiny example with a device a generator and a rank: three in all."""
+    run = tiny(RUN, **spec)
+    run["metadata"]["labels"] = {QUEUE: "queue"}
+    run["spec"]["generator"] |= {"devices": 1}
+    run["spec"]["trainer"] |= {"devices": 1}
+    return run
+
+
+def urgent(devices: int) -> Object:
+    """Somebody else's Job, before all runs."""
+    resources = {"requests": {"cpu": "1", "memory": "1Gi", GPU: devices}, "limits": {GPU: devices}}
+    container = {"name": "c", "image": "c", "resources": resources}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": "urgent", "labels": {QUEUE: "queue", PRIORITY: "urgent"}},
+        "spec": {"template": {"spec": {"restartPolicy": "Never", "containers": [container]}}},
+    }
+
+
+def phase(run: Object) -> str:
+    return str(run.get("status", {}).get("phase", ""))
+
+
+def admitted(run: Object) -> bool:
+    return condition(run, "Admitted") == "QueueAdmitted"
+
+
+def waits(run: Object) -> bool:
+    return (phase(run), condition(run, "Admitted")) == ("Pending", "WaitingForQuota")
+
+
+async def test_a_run_holds_nothing_while_it_waits_and_begins_with_its_trainer(team: Team) -> None:
+    trainer, generator = f"{RUN}-trainer-1", f"{RUN}-generator"
+    await team.quota(1, cpu="0")
+    await team.there.create(queued())
+    await team.reaches("waits to be prepared", waits)
+    assert await team.names("Job", "StatefulSet", "Deployment", "Pod") == {f"{RUN}-prepare"}
+    await team.quota(1)
+    await team.let_in("prepare", 1)
+    await team.reaches("prepares", lambda r: phase(r) == "Preparing" and admitted(r))
+    await team.there.end("prepare")
+    await team.reaches("waits to train", lambda r: waits(r) and r["status"]["trainer"]["attempt"] == 1)
+    await team.stays("waits", waits)
+    assert await team.names("StatefulSet", "Deployment") == set(), (
+        "no device is held for a trainer that waits"
+    )
+    await team.quota(2)
+    await team.begins("trainer", 2)
+    await team.begins("coordinator")
+    said = "GeneratorsReady"
+    run = await team.reaches("the generator waits", lambda r: condition(r, said) == "WaitingForQuota")
+    assert (phase(run), condition(run, "Admitted")) == ("Running", "WaitingForQuota")
+    assert condition(run, "Degraded") == "AsExpected"
+    assert f"Job {trainer}" in await team.workloads()
+    await team.quota(3)
+    await team.begins("generator")
+    await team.reaches("works", lambda r: condition(r, said) == "Ready" and admitted(r))
+    holding = await team.workloads()
+    assert holding[f"Job {trainer}"]
+    assert not holding[f"Job {RUN}-prepare"], "what has ended gives its quota back"
+    assert sum(holding.values()) == 3, "trainer, coordinator, generator"
+    assert any(name.startswith(f"Pod {generator}") for name in holding)
+
+
+async def test_nobody_fights_over_what_kueue_adds(team: Team) -> None:
+    """It labels pod templates, gates pods and starts Jobs; the operator applies the same objects."""
+    await team.starts(4)
+
+    async def generations() -> dict[str, int]:
+        found = [o for kind in ("Job", "StatefulSet", "Deployment") for o in await team.there.all(kind)]
+        return {o["metadata"]["name"]: o["metadata"]["generation"] for o in found}
+
+    before = await generations()
+    await asyncio.sleep(5)
+    assert await generations() == before
+    (coordinator,) = await team.there.pods("coordinator")
+    # An apply of each: the coordinator's spec is another one, and the generators are more.
+    await team.edit(budget={"maxSteps": 200, "maxSeconds": 3600}, generator={"replicas": 2})
+    await team.begins("coordinator", after=coordinator["metadata"]["uid"])
+    await team.begins("generator", 2)
+    await team.reaches("is larger", lambda r: r["status"]["generators"]["ready"] == 2 and admitted(r))
+    after = await generations()
+    assert {name for name in after if after[name] != before[name]} == {
+        f"{RUN}-coordinator",
+        f"{RUN}-generator",
+    }
+    for kind in ("StatefulSet", "Deployment"):
+        (made,) = await team.there.all(kind)
+        assert made["spec"]["template"]["metadata"]["labels"]["kueue.x-k8s.io/managed"] == "true"
+    await asyncio.sleep(3)
+    assert await generations() == after
+    assert not [said for said in await team.there.events() if said[0] == "RepairedDrift"]
+
+
+async def test_a_trainer_that_others_displace_saves_and_goes_on_when_it_is_let_in_again(team: Team) -> None:
+    await team.starts(3)
+    await team.there.create(urgent(2))
+    run = await team.reaches("is put back", lambda r: condition(r, "TrainerReady") == "WaitingForQuota")
+    assert (phase(run), condition(run, "Admitted")) == ("Running", "WaitingForQuota")
+    await asyncio.sleep(HELD_SECONDS + 2)
+    assert f"{RUN}-coordinator" in await team.names("StatefulSet"), "the trainer still saves what it trained"
+    await team.saves("trainer")
+    await team.reaches("waits", waits)
+    deadline = time.monotonic() + 30
+    while await team.names("StatefulSet", "Deployment") or await team.pods_left():
+        assert time.monotonic() < deadline, await team.tell()
+        await asyncio.sleep(0.2)
+    held = await team.workloads()
+    assert {name for name, holds in held.items() if holds} == {"Job urgent"}
+    await team.there.delete("Job", "urgent")
+    await team.works()
+    trainer = (await team.run())["status"]["trainer"]
+    assert (trainer["attempt"], trainer["restarts"], trainer["failedStarts"]) == (1, 0, 0)
+
+
+async def test_suspended_it_holds_no_quota_and_deleted_no_workload(team: Team) -> None:
+    await team.starts(3)
+    await team.edit(suspend=True)
+    await team.reaches("is told", lambda r: team.there.coordinator.told == ["interrupted"])
+    team.there.coordinator.phase = wire.Phase.FINISHED
+    await team.there.end("trainer", 0, count=2)
+    await team.reaches("rests", lambda r: phase(r) == "Suspended")
+    assert condition(await team.run(), "Admitted") == "NotStarted"
+    await team.saves("trainer")
+    await team.reaches("leaves", lambda r: True)
+    deadline = time.monotonic() + 30
+    while await team.workloads():
+        assert time.monotonic() < deadline, await team.tell()
+        await asyncio.sleep(0.3)
+    team.there.coordinator.phase = wire.Phase.RUNNING
+    await team.edit(suspend=False)
+    await team.let_in("prepare", 1)
+    await team.there.end("prepare")
+    await team.works()
+    await team.there.delete("ScaleRLRun", RUN)
+    await team.reaches("is told", lambda r: team.there.coordinator.told[-1] == "interrupted")
+    await team.there.end("trainer", 0, count=2)
+    deadline = time.monotonic() + 60
+    while await team.workloads() or await team.names("Job", "StatefulSet", "Deployment", "Pod"):
+        await team.saves("trainer")
+        assert time.monotonic() < deadline, await team.tell()
+        await asyncio.sleep(0.3)
+
+
+async def test_a_run_without_a_queue_is_none_of_kueues(team: Team) -> None:
+    await team.quota(0)
+    run = queued()
+    del run["metadata"]["labels"]
+    await team.there.create(run)
+    await team.let_in("prepare", 1)
+    await team.there.end("prepare")
+    await team.begins("coordinator")
+    await team.begins("generator")
+    await team.begins("trainer", 2)
+    run = await team.reaches("works", lambda r: condition(r, "TrainerReady") == "Ready")
+    assert condition(run, "Admitted") == "NoQueue"
+    assert await team.workloads() == {}
