@@ -144,7 +144,10 @@ class Reason(_Explained):
         "Create the ConfigMap that the message names, in the run's namespace.",
     )
     PRIORITY_CLASS_NOT_FOUND = "PriorityClassNotFound", "Name a PriorityClass that the cluster has."
-    RUNTIME_CLASS_NOT_FOUND = "RuntimeClassNotFound", "Name a RuntimeClass that the cluster has."
+    RUNTIME_CLASS_NOT_FOUND = (
+        "RuntimeClassNotFound",
+        "Name a RuntimeClass that the cluster has, and whose handler its nodes have.",
+    )
     NAME_TAKEN = (
         "NameTaken",
         "An object that the run needs exists and is not this run's: rename or delete it, or rename the run.",
@@ -198,6 +201,16 @@ class Reason(_Explained):
         "maxConcurrentSequences.",
     )
     EVICTED = "Evicted", "The node took the pod's place away; it is started elsewhere."
+    REFUSED_BY_NODE = (
+        "RefusedByNode",
+        "The node that was to start the pod did not: a device plug-in that restarts, room that another took. It is tried "
+        "again for as long as it takes, less and less often; if it goes on, see to that node.",
+    )
+    SANDBOX_FAILED = (
+        "SandboxFailed",
+        "The node cannot make room for the pod's containers, mostly because of its network plug-in: see the message, and to "
+        "that node.",
+    )
 
     # Prepared
     PREPARING = "Preparing", "Wait; a model from a hub is downloaded now."
@@ -216,6 +229,11 @@ class Reason(_Explained):
     COORDINATOR_UNREACHABLE = (
         "CoordinatorUnreachable",
         "The operator cannot reach the coordinator: check NetworkPolicies between the two namespaces.",
+    )
+    COORDINATOR_REFUSED = (
+        "CoordinatorRefused",
+        "The coordinator is reached and does not listen; the message has its words. Another wire version: see Upgrade. A wrong "
+        "token: somebody changed the run's Secret, which its pods read when they start; put it back, or delete them.",
     )
     NOT_RUNNING = "NotRunning", "Nothing to do: the run is not meant to train now."
 
@@ -313,4 +331,12 @@ class Reason(_Explained):
     STARTS_FAILED = (
         "StartsFailed",
         "The role never became ready: see its log; often memory, devices or an image.",
+    )
+
+    # events alone
+    STOPPING = "Stopping", "Nothing to do: the coordinator was told to end, and the event says why."
+    GOING_ON = "GoingOn", "Nothing to do: the coordinator was told that it need not end after all."
+    AUTOSCALER = (
+        "Autoscaler",
+        "A decision of the autoscaler, or why none could be taken; docs/autoscaling.md says what each means.",
     )

@@ -218,7 +218,8 @@ class TrainerSpec(Model):
     activation_checkpointing: bool = False
     """Computes activations twice instead of keeping them: less memory, about a third more time."""
     max_restarts: MaxRestarts = 20
-    """On a cluster: restarts of all ranks in a row, without ten minutes of quiet, after which the run fails."""
+    """On a cluster: restarts of all ranks in a row, without ten minutes of quiet, after which the run fails. One that never
+    worked fails after five; what nodes take away or do not let begin (drains, preemption, lost devices) does not count."""
     pod_template: PodTemplate | None = None
     """Over the run's own podTemplate, for the trainer and the preparation alone; ignored by the local runtime."""
 

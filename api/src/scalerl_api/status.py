@@ -78,8 +78,12 @@ class TrainerStatus(StatusModel):
     """Of those, how many since the last ten minutes of quiet."""
     failed_starts: Count = 0
     """Of those in a row, how many ended before they were ready."""
+    disruptions: Count = 0
+    """Attempts that lost their places, or that no node let begin, since then; they count as no failure."""
     diverged: bool = False
     """An update was refused since then: the next refusal ends the run."""
+    worked: bool = False
+    """All ranks have been up once: what keeps them from it now is given time to pass."""
     ready_time: Time | None = None
     """Since when all ranks of this attempt have been up."""
     next_attempt_time: Time | None = None

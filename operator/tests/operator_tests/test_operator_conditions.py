@@ -9,12 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from operator_tests.manifests import UID
 from operator_tests.test_operator_trouble import QUIET, RUN
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.status import RunStatus
 from scalerl_operator.cluster.conditions import Looked, Steered, merge_patch, remembered, report
+from scalerl_operator.cluster.names import COMPONENT, RUN_UID
+from scalerl_operator.cluster.observed import observe
 from scalerl_operator.policy.failure import Record
 from scalerl_operator.policy.lifecycle import Course, End, Memory, Outcome, Rest
+from scalerl_operator.workloads import Role
 
 leaves = (
     st.none()
@@ -58,7 +62,9 @@ memories = st.builds(
     Memory,
     attempt=st.integers(0, 5),
     judged=st.integers(0, 5),
-    record=st.builds(Record, st.integers(0, 9), st.integers(0, 9), st.booleans()),
+    record=st.builds(
+        Record, st.integers(0, 9), st.integers(0, 9), st.booleans(), st.booleans(), st.integers(0, 9)
+    ),
     restarts=st.integers(0, 9),
     ready_since=times,
     drain_since=times,
@@ -113,3 +119,21 @@ def test_every_condition_says_what_is_so_or_what_to_do(phase: Phase) -> None:
     if phase in (Phase.RUNNING, Phase.FINISHING):
         said = (progressing.reason, progressing.message)
         assert said == (Reason.NO_STEPS, "waiting for the trainer to say hello")
+
+
+@pytest.mark.parametrize(
+    ("refused", "reason"), [("HTTP 426: 2, not 1", "CoordinatorRefused"), ("", "CoordinatorUnreachable")]
+)
+def test_a_coordinator_that_does_not_listen_is_told_from_one_that_is_not_reached(
+    refused: str, reason: str
+) -> None:
+    course = Course(Phase.RUNNING, Memory(attempt=1), note="the coordinator to answer")
+    pod = {"metadata": {"name": "c", "labels": {RUN_UID: UID, COMPONENT: Role.COORDINATOR}}}
+    pod["status"] = {"conditions": [{"type": "Ready", "status": "True"}]}
+    observed = observe({("Pod", "c"): pod}, UID, {Role.PREPARE: "", Role.TRAINER: ""})
+    status = report(RUN, RunStatus(), Looked(1e9, 1, None, None, observed, course, None, Steered(1), refused))
+    for type_ in (ConditionType.COORDINATOR_READY, ConditionType.PROGRESSING):
+        condition = status.condition(type_)
+        assert condition is not None
+        assert (condition.status, condition.reason) == ("False", reason)
+        assert refused in condition.message

@@ -4,7 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl_operator.policy.failure import Cause, End, GiveUp, Record, Restart, RestartPolicy, decide
+from scalerl_operator.policy.failure import (
+    Cause,
+    End,
+    GiveUp,
+    Record,
+    Restart,
+    RestartPolicy,
+    decide,
+    disrupted,
+)
 
 POLICY = RestartPolicy()
 CRASH = End(Cause.EXIT, 1, ready_seconds=5.0)
@@ -28,6 +37,8 @@ EARLY = End(Cause.EXIT, 1, ready_seconds=None)
         (Record(3, failed_starts=4), EARLY, 8.0),
         (Record(5, failed_starts=5), EARLY, "6 times in a row before it was ready"),
         (Record(5, failed_starts=5), CRASH, 30.0),  # it was ready: not a failed start
+        (Record(5, failed_starts=5, worked=True), EARLY, 30.0),  # it can start: something is in its way
+        (Record(20, failed_starts=20, worked=True), EARLY, "restarted 20 times without 10 minutes of quiet"),
         (Record(20), CRASH, "restarted 20 times without 10 minutes of quiet"),
         (Record(), End(Cause.EXIT, 3, 5.0), 1.0),
         (Record(1, diverged=True), CRASH, 2.0),
@@ -74,12 +85,14 @@ def test_a_refused_update_is_remembered_across_crashes(codes: list[int], gives_u
         max_delay_seconds=st.floats(10, 60),
         max_failed_starts=st.integers(0, 20),
         max_restarts=st.integers(0, 40),
+        max_start_delay_seconds=st.floats(60, 300),
     ),
     st.lists(st.one_of(st.none(), st.floats(0, 599)), min_size=41, max_size=41),
 )
 def test_without_quiet_every_unit_is_given_up_and_delays_never_shrink(
     policy: RestartPolicy, ends: list[float | None]
 ) -> None:
+    """But where it worked at last, after long waits for it to start."""
     record, delays = Record(), [0.0]
     for ready_seconds in ends:
         outcome = decide(policy, record, End(Cause.EXIT, 1, ready_seconds))
@@ -87,10 +100,10 @@ def test_without_quiet_every_unit_is_given_up_and_delays_never_shrink(
             break
         record = outcome.record
         delays.append(outcome.delay_seconds)
+        longest = policy.max_start_delay_seconds if ready_seconds is None else policy.max_delay_seconds
+        assert min(delays[-2], longest) <= delays[-1] <= longest
     else:
         pytest.fail("never given up")
-    assert delays == sorted(delays)
-    assert delays[-1] <= policy.max_delay_seconds
     assert len(delays) - 1 <= policy.max_restarts
 
 
@@ -105,3 +118,30 @@ def test_without_quiet_every_unit_is_given_up_and_delays_never_shrink(
 )
 def test_ends_in_words(end: End, text: str) -> None:
     assert end.describe() == text
+
+
+def test_what_worked_once_has_an_hour_to_start_again() -> None:
+    policy = RestartPolicy(max_start_delay_seconds=300.0)
+    outcome, delays = decide(policy, Record(), CRASH), list[float]()
+    while isinstance(outcome, Restart):
+        delays.append(outcome.delay_seconds)
+        outcome = decide(policy, outcome.record, EARLY)
+    assert len(delays) == 20
+    assert delays == sorted(delays)
+    assert delays[-1] == 300.0
+    assert 3600 < sum(delays) < 4200
+    assert "restarted 20 times" in outcome.reason
+
+
+def test_what_its_machine_ends_is_tried_again_for_ever_and_counts_against_nothing() -> None:
+    policy, record, delays = RestartPolicy(max_start_delay_seconds=300.0), Record(3, 2), list[float]()
+    for _ in range(100):
+        again = disrupted(policy, record, None)
+        record = again.record
+        delays.append(again.delay_seconds)
+    assert delays[:4] == [1, 2, 4, 8]
+    assert delays[9:] == [300.0] * 91
+    assert (record.in_a_row, record.failed_starts, record.disruptions) == (3, 2, 100)
+    worked = disrupted(policy, record, 5.0)
+    assert (worked.delay_seconds, worked.record.worked) == (30.0, True)
+    assert disrupted(policy, record, 600.0).record == Record(worked=True, disruptions=1)

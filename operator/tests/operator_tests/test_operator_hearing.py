@@ -16,7 +16,7 @@ from aiohttp import web
 
 from operator_tests.scaling import status
 from scalerl_api import endpoints
-from scalerl_api.wire import Ack, Stop
+from scalerl_api.wire import Ack, Problem, Stop
 from scalerl_operator.cluster import hearing
 from scalerl_operator.cluster.errors import Fenced
 from scalerl_operator.cluster.hearing import Coordinators
@@ -34,12 +34,15 @@ class Coordinator:
         self.asked: list[Any] = []
         """The connections by which it was asked."""
         self.told: list[str] = []
-        self.answers = True
+        self.answers, self.refuses = True, ""
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[PodView]:
         async def ask(request: web.Request) -> web.Response:
             self.asked.append(request.transport)
+            if self.refuses:
+                body = msgspec.msgpack.encode(Problem(error="wire-version", message=self.refuses))
+                return web.Response(status=426, body=body)
             if not self.answers:
                 await asyncio.sleep(60)
             return web.Response(body=msgspec.msgpack.encode(status([])))
@@ -140,3 +143,22 @@ async def test_who_does_not_lead_may_ask_and_tells_nothing() -> None:
         with pytest.raises(Fenced, match="tell the coordinator of run u"):
             await ours.tell("u", [pod], Tokens(), "interrupted")
         assert there.told == []
+
+
+async def test_why_it_was_not_listened_to_is_kept_and_is_news_once(caplog: pytest.LogCaptureFixture) -> None:
+    there, token = Coordinator(), Tokens()
+    there.refuses = "you speak wire version 2, the coordinator 1"
+    async with there.serving() as pod, coordinators() as ours:
+        for _ in range(3):
+            assert await ours.hear("u", [pod], token) is None
+            assert (
+                ours.refusal("u") == "GET /v1/status: HTTP 426: you speak wire version 2, the coordinator 1"
+            )
+        assert [r.levelname for r in caplog.records if "wire version" in r.message] == ["WARNING"]
+        there.refuses = ""
+        assert await ours.hear("u", [pod], token) is not None
+        assert ours.refusal("u") == ""
+        there.refuses = "no"
+        assert await ours.hear("u", [pod], token) is None
+        assert await ours.hear("u", [], token) is None
+        assert ours.refusal("u") == "", "one that is gone says nothing"

@@ -403,6 +403,11 @@ def test_the_trainer_is_a_gang_that_ends_as_one() -> None:
         "parallelism": 3,
         "backoffLimit": 0,
         "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+            ]
+        },
     }
     assert pod_spec(job)["restartPolicy"] == "Never"
     assert pod_spec(job)["subdomain"] == "math-trainer"

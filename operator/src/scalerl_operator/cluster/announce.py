@@ -21,10 +21,11 @@ _LOUD: Final[dict[tuple[str, str], Literal["Normal", "Warning"]]] = {
     (ConditionType.SUSPENDED, "True"): "Normal",
 }
 """Transitions that are worth an event; the others show in the conditions."""
-_TROUBLE_OF_PODS: Final = frozenset(
+_TROUBLE: Final = frozenset(
     {
         *(Reason.UNSCHEDULABLE, Reason.IMAGE_PULL_FAILED, Reason.CONTAINER_CONFIG_INVALID),
-        *(Reason.VOLUME_NOT_READY, Reason.OUT_OF_MEMORY, Reason.EVICTED),
+        *(Reason.VOLUME_NOT_READY, Reason.OUT_OF_MEMORY, Reason.EVICTED, Reason.REFUSED_BY_NODE),
+        *(Reason.SANDBOX_FAILED, Reason.COORDINATOR_REFUSED),
     }
 )
 """What somebody has to see to, of whichever role: worth an event too."""
@@ -37,7 +38,7 @@ async def announce(api: KubeApi, run: Object, was: RunStatus, status: RunStatus)
     for condition in status.conditions:
         before = was.condition(condition.type)
         loudness = _LOUD.get((condition.type, condition.status))
-        if condition.status == "False" and condition.reason in _TROUBLE_OF_PODS:
+        if condition.status == "False" and condition.reason in _TROUBLE:
             loudness = "Warning"
         if loudness is None or (
             before is not None and (before.status, before.reason) == (condition.status, condition.reason)

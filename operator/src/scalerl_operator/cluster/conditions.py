@@ -47,7 +47,8 @@ class Steered:
 @dataclass(frozen=True)
 class Looked:
     """All that a report rests on. accepted: what keeps the run from being started; None: nothing does.
-    blocked: what keeps the operator from making an object now.
+    blocked: what keeps the operator from making an object now. refused: the coordinator's words to the operator that it does
+    not listen to; empty where it answers, or does not.
     """
 
     unix_seconds: float
@@ -58,6 +59,7 @@ class Looked:
     course: Course
     heard: Status | None
     steered: Steered
+    refused: str = ""
 
 
 def report(run: ScaleRLRun | None, before: RunStatus, seen: Looked) -> RunStatus:
@@ -84,7 +86,7 @@ def report(run: ScaleRLRun | None, before: RunStatus, seen: Looked) -> RunStatus
         }
     )
     if seen.observed is not None:
-        pods = seen.observed.of(Role.GENERATOR)
+        pods = [pod for pod in seen.observed.of(Role.GENERATOR) if not pod.over]
         status = status.model_copy(
             update={
                 "replicas": len(pods),
@@ -105,7 +107,13 @@ def remembered(status: RunStatus) -> Memory:
     return Memory(
         attempt=trainer.attempt,
         judged=trainer.judged,
-        record=failure.Record(trainer.in_a_row, trainer.failed_starts, trainer.diverged),
+        record=failure.Record(
+            in_a_row=trainer.in_a_row,
+            failed_starts=trainer.failed_starts,
+            diverged=trainer.diverged,
+            worked=trainer.worked,
+            disruptions=trainer.disruptions,
+        ),
         restarts=trainer.restarts,
         ready_since=seconds(trainer.ready_time) if trainer.ready_time else None,
         next_at=seconds(trainer.next_attempt_time),
@@ -167,7 +175,9 @@ def _trainer(memory: Memory) -> TrainerStatus:
         restarts=memory.restarts,
         in_a_row=memory.record.in_a_row,
         failed_starts=memory.record.failed_starts,
+        disruptions=memory.record.disruptions,
         diverged=memory.record.diverged,
+        worked=memory.record.worked,
         ready_time=_time(memory.ready_since),
         next_attempt_time=rfc3339(memory.next_at + 0.999)
         if memory.judged == memory.attempt and memory.next_at
@@ -225,7 +235,7 @@ def _said(run: ScaleRLRun | None, before: RunStatus, seen: Looked) -> Sequence[S
         return [(ConditionType.ACCEPTED, False, why), *_ends(seen.course, before.stop_reason)]
     return [
         (ConditionType.ACCEPTED, True, Problem(Reason.ACCEPTED, "")),
-        _admitted(run, before, seen),
+        _admitted(run, seen),
         _prepared(before, seen),
         _role(ConditionType.COORDINATOR_READY, Role.COORDINATOR, 1, seen),
         _role(ConditionType.GENERATORS_READY, Role.GENERATOR, seen.steered.replicas, seen),
@@ -246,29 +256,16 @@ def _said(run: ScaleRLRun | None, before: RunStatus, seen: Looked) -> Sequence[S
     ]
 
 
-def _admitted(run: ScaleRLRun, before: RunStatus, seen: Looked) -> Said:
-    """True is only what a queue has said: of an attempt that is yet to be made it is what was true of the last."""
-    type_, observed = ConditionType.ADMITTED, seen.observed
+def _admitted(run: ScaleRLRun, seen: Looked) -> Said:
     if QUEUE not in run.metadata.labels:
-        return type_, True, Problem(Reason.NO_QUEUE, "")
-    if observed is None or seen.course.phase is Phase.SUSPENDED:
-        return type_, False, Problem(Reason.NOT_STARTED, "")
-    waiting = [
-        role for role, job in ((Role.PREPARE, observed.prepare), (Role.TRAINER, observed.trainer)) if job.held
-    ]
-    for role in (Role.COORDINATOR, Role.GENERATOR):
-        problems = (p.problem for p in observed.of(role))
-        if any(p is not None and p.reason is Reason.WAITING_FOR_QUOTA for p in problems):
-            waiting.append(role)
-    if waiting:
-        said = (
-            f"{', '.join(waiting)} in the queue {run.metadata.labels[QUEUE]}; {Reason.WAITING_FOR_QUOTA.text}"
-        )
-        return type_, False, Problem(Reason.WAITING_FOR_QUOTA, said)
-    made = any(j.state is not JobState.ABSENT for j in (observed.prepare, observed.trainer))
-    if not (made or _was(before, type_)):
-        return type_, False, Problem(Reason.WAITING_FOR_QUOTA, "")
-    return type_, True, Problem(Reason.QUEUE_ADMITTED, "")
+        return ConditionType.ADMITTED, True, Problem(Reason.NO_QUEUE, "")
+    gated = seen.observed is not None and any(
+        p.problem is not None and p.problem.reason is Reason.WAITING_FOR_QUOTA for p in seen.observed.pods
+    )
+    held = seen.observed is not None and (seen.observed.trainer.held or seen.observed.prepare.held)
+    if gated or held:
+        return ConditionType.ADMITTED, False, Problem(Reason.WAITING_FOR_QUOTA, "")
+    return ConditionType.ADMITTED, True, Problem(Reason.QUEUE_ADMITTED, "")
 
 
 def _prepared(before: RunStatus, seen: Looked) -> Said:
@@ -301,23 +298,31 @@ def _role(type_: ConditionType, role: Role, wanted: int, seen: Looked) -> Said:
     pods = seen.observed.of(role)
     ready = sum(p.ready for p in pods)
     if role is Role.COORDINATOR and ready and seen.heard is None:
-        return type_, False, Problem(Reason.COORDINATOR_UNREACHABLE, "")
+        return type_, False, _unheard(seen, "")
     if ready >= wanted:
         return type_, True, Problem(Reason.READY, "")
     problem = seen.observed.problem(role)
     if problem is None and not pods:
         problem = seen.blocked
-    if problem is None and role is Role.TRAINER and seen.observed.trainer.held:
-        problem = Problem(Reason.WAITING_FOR_QUOTA, "")
     if (
         problem is None
         and role is Role.TRAINER
         and seen.course.memory.judged == seen.course.memory.attempt > 0
     ):
-        problem = Problem(Reason.BACK_OFF, f"attempt {seen.course.memory.attempt + 1} follows shortly")
+        problem = Problem(Reason.BACK_OFF, _next_attempt(seen))
     if problem is None:
         problem = Problem(Reason.SOME_READY if ready else Reason.STARTING, f"{ready} of {wanted} are ready")
     return type_, False, problem
+
+
+def _next_attempt(seen: Looked) -> str:
+    memory, pods = seen.course.memory, seen.observed.pods if seen.observed is not None else ()
+    said = f"attempt {memory.attempt + 1} follows"
+    if memory.next_at > seen.unix_seconds:
+        return f"{said} at {rfc3339(memory.next_at + 0.999)}"
+    # On a node that does not answer a pod never ends by itself.
+    ends = [pod.name for pod in pods if pod.role == Role.TRAINER and pod.leaving]
+    return f"{said} when {', '.join(ends)} has ended" if ends else f"{said} shortly"
 
 
 def _progressing(before: RunStatus, seen: Looked) -> Said:
@@ -325,7 +330,7 @@ def _progressing(before: RunStatus, seen: Looked) -> Said:
     if seen.course.phase not in (Phase.RUNNING, Phase.FINISHING):
         return type_, False, Problem(Reason.NOT_RUNNING, "")
     if seen.heard is None:
-        return type_, False, Problem(Reason.COORDINATOR_UNREACHABLE, seen.course.note)
+        return type_, False, _unheard(seen, seen.course.note)
     if seen.heard.step == 0:
         return type_, False, Problem(Reason.NO_STEPS, _waiting(seen.heard))
     # Time without a trainer, as in a suspension, is not held against it.
@@ -338,6 +343,12 @@ def _progressing(before: RunStatus, seen: Looked) -> Said:
             Problem(Reason.NO_STEPS, f"none since {rfc3339(since)}; {_waiting(seen.heard)}"),
         )
     return type_, True, Problem(Reason.STEPS_TRAINED, "")
+
+
+def _unheard(seen: Looked, note: str) -> Problem:
+    if seen.refused:
+        return Problem(Reason.COORDINATOR_REFUSED, seen.refused)
+    return Problem(Reason.COORDINATOR_UNREACHABLE, note)
 
 
 def _waiting(heard: Status) -> str:
@@ -355,8 +366,7 @@ def _degraded(run: ScaleRLRun, before: RunStatus, seen: Looked) -> Said:
             return type_, True, Problem(Reason.GENERATORS_FAILING, said)
         for role in (Role.COORDINATOR, Role.TRAINER, Role.GENERATOR):
             problem = seen.observed.problem(role)
-            # To wait in a queue is no fault; Admitted tells of it.
-            if problem is not None and problem.reason is not Reason.WAITING_FOR_QUOTA:
+            if problem is not None:
                 return type_, True, replace(problem, message=f"{role}: {problem.message}")
     if seen.course.phase not in AT_REST:
         went_on_from = trouble.problem(before.trouble, seen.unix_seconds)

@@ -26,9 +26,11 @@ class Coordinators:
     def __init__(self, fence: Callable[[str], None]) -> None:
         self._fence = fence
         self._clients: dict[str, tuple[str, CoordinatorClient]] = {}
+        self._refusals: dict[str, str] = {}
 
     async def forget(self, uid: str) -> None:
         """Close the connection to a run's coordinator."""
+        self._refusals.pop(uid, None)
         held = self._clients.pop(uid, None)
         if held is not None:
             await held[1].__aexit__(None, None, None)
@@ -36,6 +38,11 @@ class Coordinators:
     async def close(self) -> None:
         for uid in list(self._clients):
             await self.forget(uid)
+
+    def refusal(self, uid: str) -> str:
+        """What a coordinator said that did not listen when it was last asked or told something; empty where it did, or where
+        there was no answer."""
+        return self._refusals.get(uid, "")
 
     async def hear(
         self, uid: str, pods: Sequence[PodView], token: Callable[[], Awaitable[str]]
@@ -45,10 +52,12 @@ class Coordinators:
         if client is None:
             return None
         try:
-            return await client.status()
+            status = await client.status()
         except (CoordinatorUnreachable, CoordinatorRefused) as problem:
-            log.info("run %s: no word from the coordinator: %s", uid, problem)
+            self._note(uid, "no word from the coordinator", problem)
             return None
+        self._refusals.pop(uid, None)
+        return status
 
     async def tell(
         self, uid: str, pods: Sequence[PodView], token: Callable[[], Awaitable[str]], reason: str
@@ -65,9 +74,18 @@ class Coordinators:
         try:
             await client.stop(reason)
         except (CoordinatorUnreachable, CoordinatorRefused) as problem:
-            log.info("run %s: the coordinator was not told: %s", uid, problem)
+            self._note(uid, "the coordinator was not told", problem)
             return False
         return True
+
+    def _note(self, uid: str, what: str, problem: CoordinatorUnreachable | CoordinatorRefused) -> None:
+        """A refusal is news once; that nobody answers passes."""
+        if not isinstance(problem, CoordinatorRefused):
+            self._refusals.pop(uid, None)
+            log.info("run %s: %s: %s", uid, what, problem)
+        elif self._refusals.get(uid) != str(problem):
+            self._refusals[uid] = str(problem)
+            log.warning("run %s: %s: %s", uid, what, problem)
 
     async def _client(
         self, uid: str, pods: Sequence[PodView], token: Callable[[], Awaitable[str]]
@@ -77,6 +95,7 @@ class Coordinators:
 
         pod = next((p for p in pods if p.ready and p.ip), None)
         if pod is None:
+            self._refusals.pop(uid, None)
             return None
         # By address, not by name: a name that was looked up too early stays unknown for half a minute.
         host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip

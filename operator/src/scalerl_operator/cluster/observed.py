@@ -6,21 +6,24 @@ constant of :mod:`scalerl_api.conditions` and the cluster's own words.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Final
 
 from scalerl_api.conditions import Reason
-from scalerl_api.process import BAD_INPUT_EXIT_CODE
+from scalerl_api.process import BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE
 from scalerl_operator.cluster.names import ATTEMPT, COMPONENT, RUN_UID, SPEC_HASH
 from scalerl_operator.cluster.types import Object
+from scalerl_operator.cluster.words import creation_problem, placing_problem
 from scalerl_operator.policy.lifecycle import Ended, Job, JobState, Service
 from scalerl_operator.workloads import Role
 
 JOB_NAME: Final = "batch.kubernetes.io/job-name"
 LONGEST_BACK_OFF: Final = "back-off 5m0s"
-"""In the kubelet's words for a container that it will start again."""
+"""In the kubelet's words for a container that it will start again, where it has its defaults."""
+QUIET_SECONDS: Final = 600.0
+"""Restarts that are further apart are none in a row."""
 PLACING_SECONDS: Final = {Reason.UNSCHEDULABLE: 10.0, Reason.VOLUME_NOT_READY: 30.0}
 """For so long it is no news that a new pod waits for a node, or for its volume, which is made only now."""
 
@@ -28,12 +31,20 @@ _WAITING: Final = {
     "ErrImagePull": Reason.IMAGE_PULL_FAILED,
     "ImagePullBackOff": Reason.IMAGE_PULL_FAILED,
     "InvalidImageName": Reason.IMAGE_PULL_FAILED,
+    "ImageInspectError": Reason.IMAGE_PULL_FAILED,
+    "RegistryUnavailable": Reason.IMAGE_PULL_FAILED,
+    "SignatureValidationFailed": Reason.IMAGE_PULL_FAILED,
     "ErrImageNeverPull": Reason.IMAGE_PULL_FAILED,
     "CreateContainerConfigError": Reason.CONTAINER_CONFIG_INVALID,
     "CreateContainerError": Reason.CONTAINER_CONFIG_INVALID,
     "RunContainerError": Reason.CONTAINER_CONFIG_INVALID,
     "CrashLoopBackOff": Reason.BACK_OFF,
 }
+_TAKEN: Final = frozenset({"Evicted", "Preempting", "Terminated", "NodeLost"})
+"""Reasons of pods that failed because their place was taken away. A node that did not let one begin has many more: whatever
+it had too little of (OutOfcpu), a device that was not healthy (UnexpectedAdmissionError), its own end (NodeShutdown)."""
+_DISRUPTION: Final = "DisruptionTarget"
+"""The condition of a pod that is evicted, preempted, drained, or on a node that was lost."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +57,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class PodView:
-    """One pod. over: all its containers have ended. restarts: of its worst container, in quick succession.
-    ends: of containers that are over, not with 0. creating: scheduled, but its containers are not there yet: only events say what is missing.
+    """One pod. over: all its containers have ended. restarts: of its worst container, in quick succession. ends: of containers that are over, not with 0.
+    creating: scheduled, but its containers are not there yet: only events say what is missing. disrupted: its place was taken
+    away, or its node did not let it begin.
     """
 
     name: str
@@ -64,19 +76,17 @@ class PodView:
     problem: Problem | None
     ends: tuple[Ended, ...]
     bad_input: Ended | None
+    disrupted: bool = False
 
 
 @dataclass(frozen=True)
 class Observed:
-    """A run's objects, read. serving: coordinator or generators have been made. foreign: of the names that the run needs,
-    those that are another's.
-    """
+    """A run's objects, read. foreign: of the names that the run needs, those that are another's."""
 
     pods: tuple[PodView, ...]
     prepare: Job
     trainer: Job
     trainer_wanted: int
-    serving: bool
     foreign: tuple[str, ...]
     replica_failures: Mapping[str, str]
 
@@ -97,7 +107,12 @@ class Observed:
 
     def problem(self, role: Role) -> Problem | None:
         """The first thing wrong with a role's pods, or with making them."""
-        found = next((p.problem for p in self.of(role) if p.problem is not None), None)
+        pods = self.of(role)
+        newest = max((p.created for p in pods if not p.over), default=-1.0)
+        # What a node refused or took away stays in the list beside the pod that was made in its place.
+        found = next(
+            (p.problem for p in pods if p.problem is not None and (not p.over or p.created > newest)), None
+        )
         if found is None and (message := self.replica_failures.get(role)):
             return Problem(creation_problem(message), message)
         return found
@@ -124,7 +139,6 @@ def observe(objects: Mapping[tuple[str, str], Object], uid: str, hashes: Mapping
         prepare=_job(preparing[0], pods, hashes[Role.PREPARE]) if preparing else Job(),
         trainer=_job(trainer, pods, hashes[Role.TRAINER]) if trainer is not None else Job(),
         trainer_wanted=int(trainer["spec"].get("parallelism", 0)) if trainer is not None else 0,
-        serving=any(kind in ("StatefulSet", "Deployment") for kind, _ in mine),
         foreign=tuple(
             f"{kind} {name}" for (kind, name) in objects if (kind, name) not in mine and kind != "Pod"
         ),
@@ -136,30 +150,6 @@ def label(obj: Object, name: str) -> str:
     """A label's value; empty without it."""
     labels = obj["metadata"].get("labels") or {}
     return str(labels.get(name, ""))
-
-
-def creation_problem(message: str) -> Reason:
-    """What a controller's words about a pod that it cannot make come to."""
-    text = message.lower()
-    if "exceeded quota" in text:
-        return Reason.QUOTA_EXCEEDED
-    if "priorityclass" in text or "priority class" in text:
-        return Reason.PRIORITY_CLASS_NOT_FOUND
-    if "runtimeclass" in text:
-        return Reason.RUNTIME_CLASS_NOT_FOUND
-    return Reason.OBJECT_REFUSED
-
-
-def mount_problem(message: str) -> Reason:
-    """What the kubelet's words about a pod that it cannot start come to."""
-    text = message.lower()
-    if "configmap" in text and "not found" in text:
-        return Reason.CONFIG_MAP_NOT_FOUND
-    if "secret" in text and "not found" in text:
-        return Reason.SECRET_NOT_FOUND
-    if "runtime" in text and "handler" in text:
-        return Reason.RUNTIME_CLASS_NOT_FOUND
-    return Reason.VOLUME_NOT_READY
 
 
 def seconds(time: str | None) -> float:
@@ -218,26 +208,38 @@ def pod_view(pod: Object) -> PodView:
         over=status.get("phase") in ("Succeeded", "Failed"),
         ready=conditions.get("Ready", {}).get("status") == "True",
         creating=creating,
-        restarts=max((_quick_restarts(c) for c in containers), default=0),
+        restarts=max((_quick_restarts(c, seconds(status.get("startTime"))) for c in containers), default=0),
         problem=_problem(status, conditions, containers),
         ends=ends,
         bad_input=next((e for c in containers for e in _bad_inputs(c)), None),
+        disrupted=_is_disrupted(status, conditions),
+    )
+
+
+def _is_disrupted(status: Object, conditions: Mapping[str, Object]) -> bool:
+    """Evicted without that condition, it has used more of the node's disk than it may: that is its own doing."""
+    if conditions.get(_DISRUPTION, {}).get("status") == "True":
+        return True
+    return status.get("phase") == "Failed" and status.get("reason", "") not in (
+        "",
+        "Evicted",
+        "DeadlineExceeded",
     )
 
 
 def _problem(
     status: Object, conditions: Mapping[str, Object], containers: Iterable[Object]
 ) -> Problem | None:
-    if status.get("phase") == "Failed" and status.get("reason") == "Evicted":
-        return Problem(Reason.EVICTED, status.get("message", ""))
+    if status.get("phase") == "Failed" and (why := _words(status)):
+        return Problem(Reason.EVICTED if status["reason"] in _TAKEN else Reason.REFUSED_BY_NODE, why)
+    if status.get("phase") == "Failed" and _is_disrupted(status, conditions):
+        return Problem(Reason.EVICTED, _words(conditions[_DISRUPTION]))
     scheduled = conditions.get("PodScheduled", {})
     if scheduled.get("status") == "False":
         message = scheduled.get("message", "")
         if scheduled.get("reason") == "SchedulingGated":
             return Problem(Reason.WAITING_FOR_QUOTA, message)
-        if "persistentvolumeclaim" in message.lower() or "volume" in message.lower():
-            return Problem(Reason.VOLUME_NOT_READY, message)
-        return Problem(Reason.UNSCHEDULABLE, message)
+        return Problem(placing_problem(message), message)
     for container in containers:
         name, state = container["name"], container.get("state") or {}
         before = (container.get("lastState") or {}).get("terminated")
@@ -252,12 +254,24 @@ def _problem(
     return None
 
 
-def _quick_restarts(container: Object) -> int:
+def _words(of: Object) -> str:
+    """Reason and message of a pod, or of a condition; empty without a reason."""
+    reason, message = of.get("reason", ""), of.get("message", "")
+    return f"{reason}: {message}" if reason and message else reason
+
+
+def _quick_restarts(container: Object, pod_started: float) -> int:
     """Restarts, of a container that the kubelet has given its longest back-off: it ended again and again, with no ten
-    minutes of work in between, which would have taken the back-off back."""
+    minutes of work in between, which would have taken the back-off back. On a node with a shorter one, of a container that
+    has on average ended sooner than that over all of its pod's time."""
     waiting = (container.get("state") or {}).get("waiting") or {}
-    looping = waiting.get("reason") == "CrashLoopBackOff" and LONGEST_BACK_OFF in waiting.get("message", "")
-    return int(container.get("restartCount", 0)) if looping else 0
+    if waiting.get("reason") != "CrashLoopBackOff":
+        return 0
+    count = int(container.get("restartCount", 0))
+    before = (container.get("lastState") or {}).get("terminated") or {}
+    ended = seconds(before.get("finishedAt"))
+    quick = 0 < pod_started < ended < pod_started + count * QUIET_SECONDS
+    return count if quick or LONGEST_BACK_OFF in waiting.get("message", "") else 0
 
 
 def _bad_inputs(container: Object) -> Iterable[Ended]:
@@ -309,23 +323,36 @@ def _job(job: Object, pods: Iterable[PodView], spec_hash: str) -> Job:
     evicted = tuple(
         Ended(137, p.problem.message) for p in own if p.problem and p.problem.reason is Reason.EVICTED
     )
+    failed = _condition(job, "Failed") or _condition(job, "FailureTarget")
     return Job(
         state=state,
         attempt=_attempt(job),
         ends=ends or evicted,
         ready=sum(p.ready for p in own) >= wanted,
         stale=(metadata.get("annotations") or {}).get(SPEC_HASH, spec_hash) != spec_hash,
-        held=state is JobState.ACTIVE and bool(job["spec"].get("suspend")),
-        held_since=_held_since(job),
-        ending=any(p.leaving and not p.over for p in own),
+        held=bool(job["spec"].get("suspend")),
+        disrupted=state is JobState.FAILED and _no_fault(failed, own, ends or evicted),
+        failed_at=seconds(failed.get("lastTransitionTime")),
     )
 
 
-def _held_since(job: Object) -> float | None:
-    for condition in (job.get("status") or {}).get("conditions") or ():
-        if condition["type"] == "Suspended" and condition["status"] == "True":
-            return seconds(condition.get("lastTransitionTime"))
-    return None
+def _no_fault(failed: Object, pods: Sequence[PodView], ends: Sequence[Ended]) -> bool:
+    """Whether a Job failed by what happened to its pods: one lost its place, or all are gone and none has said anything.
+    What a rank says of its input or its updates counts all the same. (The other ranks of a gang that loses one fail too.)
+    """
+    if any(end.exit_code in (BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE) for end in ends):
+        return False
+    by_rule = failed.get("reason") == "PodFailurePolicy" and _DISRUPTION in failed.get("message", "")
+    silent = not ends and all(pod.over or pod.leaving for pod in pods)
+    return by_rule or silent or any(pod.disrupted for pod in pods)
+
+
+def _condition(obj: Object, type_: str) -> Object:
+    """The condition where it is true; empty else."""
+    for condition in (obj.get("status") or {}).get("conditions") or ():
+        if condition["type"] == type_ and condition["status"] == "True":
+            return dict(condition)
+    return {}
 
 
 def _replica_failures(objects: Iterable[Object]) -> dict[str, str]:

@@ -10,8 +10,9 @@ from scalerl_api.conditions import Reason
 from scalerl_api.spec import KIND
 from scalerl_operator.cluster import errors
 from scalerl_operator.cluster.names import COMPONENT, IMAGE, RUN_UID
-from scalerl_operator.cluster.observed import Problem, creation_problem, label
+from scalerl_operator.cluster.observed import Problem, label
 from scalerl_operator.cluster.types import Images, Object
+from scalerl_operator.cluster.words import creation_problem
 from scalerl_operator.workloads import Role
 
 WORKLOADS: Final = frozenset({"Job", "Deployment", "StatefulSet"})

@@ -35,8 +35,8 @@ from scalerl_operator.cluster.conditions import (
     waits_for_progress_only,
 )
 from scalerl_operator.cluster.hearing import Coordinators
-from scalerl_operator.cluster.names import FINALIZER, QUEUE, Names, selector
-from scalerl_operator.cluster.observed import Observed, Problem, label, observe, patient, seconds
+from scalerl_operator.cluster.names import FINALIZER, Names, selector
+from scalerl_operator.cluster.observed import Observed, Problem, observe, patient, seconds
 from scalerl_operator.cluster.place import WORKLOADS, Place, leaving, pinned
 from scalerl_operator.cluster.render import render
 from scalerl_operator.cluster.render.shared import spec_hash
@@ -238,8 +238,9 @@ class Reconciler:
         if accepted is not None:
             course = Course(Phase.PENDING, seen.memory, again_seconds=BLOCKED_SECONDS)
         blocked = self._blocked.get(seen.uid) if accepted is None else None
+        refused = self._coordinators.refusal(seen.uid)
         looked = Looked(
-            seen.unix_seconds, seen.generation, accepted, blocked, observed, course, heard, steered
+            seen.unix_seconds, seen.generation, accepted, blocked, observed, course, heard, steered, refused
         )
         if accepted is None:
             if not seen.knows(course, steered):
@@ -301,8 +302,6 @@ class Reconciler:
             unix_seconds=seen.unix_seconds,
             deleting=leaving(seen.run),
             suspend=suspend,
-            queued=bool(label(seen.run, QUEUE)),
-            serving=observed.serving,
             prepare=observed.prepare,
             trainer=observed.trainer,
             coordinator=observed.service(Role.COORDINATOR),
@@ -378,13 +377,13 @@ class Reconciler:
         pods = observed.of(Role.COORDINATOR)
         if await self._coordinators.tell(seen.uid, pods, lambda: self._applier.token(seen), reason):
             what = f"the run is told to stop: {reason}" if reason else "the run is told to go on"
-            await self._api.event(seen.run, "Normal", "Stopping" if reason else "GoingOn", what)
+            await self._api.event(seen.run, "Normal", Reason.STOPPING if reason else Reason.GOING_ON, what)
 
     async def _tell_people(self, seen: _Seen) -> None:
         scaling = self._scalings.get(seen.uid)
         text, alarming = scaling.event() if scaling is not None else ("", False)
         if text:
-            await self._api.event(seen.run, "Warning" if alarming else "Normal", "Autoscaler", text)
+            await self._api.event(seen.run, "Warning" if alarming else "Normal", Reason.AUTOSCALER, text)
 
     # --- report -----------------------------------------------------------------------------------
 

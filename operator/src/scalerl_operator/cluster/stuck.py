@@ -8,16 +8,10 @@ from typing import Final
 from scalerl_operator.cluster import errors
 from scalerl_operator.cluster.api import KubeApi
 from scalerl_operator.cluster.names import COMPONENT, Names
-from scalerl_operator.cluster.observed import (
-    Observed,
-    Problem,
-    creation_problem,
-    label,
-    mount_problem,
-    seconds,
-)
+from scalerl_operator.cluster.observed import Observed, Problem, label, seconds
 from scalerl_operator.cluster.place import Place, leaving
 from scalerl_operator.cluster.types import Desired, Object
+from scalerl_operator.cluster.words import creation_problem, mount_problem
 from scalerl_operator.policy.lifecycle import JobState
 from scalerl_operator.workloads import Role
 

@@ -1,4 +1,10 @@
-"""Failure: restart what ended, as a kubelet would, and know when to give up."""
+"""Failure: restart what ended, as a kubelet would, and know when to give up.
+
+What has never been ready was probably asked for wrongly: it is given up soon. What has been ready once can work: as long
+as it does not start, something around it is in its way, and it gets its whole budget of restarts, with waits that grow
+long enough for that to pass. What its machine has ended, or would not begin, is no failure of its own: it is tried again
+for as long as it takes, less and less often.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +17,11 @@ from scalerl_api.process import BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """The n-th restart in a row waits ``first_delay · 2^(n−1)`` seconds, at most ``max_delay``.
+    """The n-th restart in a row waits ``first_delay · 2^(n−1)`` seconds, at most ``max_delay``; after an end before it was
+    ready, of a unit that has been ready once, at most ``max_start_delay``.
 
     reset_after_seconds: so long without an end, and the count starts anew.
-    max_failed_starts: ends in a row before the unit was ever ready.
+    max_failed_starts: ends in a row of a unit that was never ready.
     max_restarts: restarts since the count last started anew.
     """
 
@@ -23,6 +30,7 @@ class RestartPolicy:
     reset_after_seconds: float = 600.0
     max_failed_starts: int = 5
     max_restarts: int = 20
+    max_start_delay_seconds: float = 30.0
 
 
 class Cause(enum.StrEnum):
@@ -66,11 +74,19 @@ class Record:
 
     diverged: an update was refused since the count last started anew. A crash in between changes nothing
         about that: the trainer goes through the same batches from the same checkpoint again.
+    worked: it has been ready once, ever.
+    disruptions: in a row; they count against nothing, and only make the next wait longer.
     """
 
     in_a_row: int = 0
     failed_starts: int = 0
     diverged: bool = False
+    worked: bool = False
+    disruptions: int = 0
+
+    def anew(self) -> Record:
+        """With all counts at zero, and what was learned about the unit kept."""
+        return Record(diverged=self.diverged, worked=self.worked)
 
 
 @dataclass(frozen=True)
@@ -93,8 +109,7 @@ def decide(policy: RestartPolicy, record: Record, end: End) -> Restart | GiveUp:
     """
     if end.exit_code == BAD_INPUT_EXIT_CODE:
         return GiveUp("its input is wrong", bad_input=True)
-    if end.ready_seconds is not None and end.ready_seconds >= policy.reset_after_seconds:
-        record = Record()
+    record = _after(policy, record, end.ready_seconds)
     if end.exit_code == DIVERGED_EXIT_CODE and record.diverged:
         # Training from the last checkpoint led there again: no accident of the machine.
         return GiveUp(
@@ -107,13 +122,42 @@ def decide(policy: RestartPolicy, record: Record, end: End) -> Restart | GiveUp:
         failed_starts=0 if end.ready_seconds is not None else record.failed_starts + 1,
         diverged=record.diverged or end.exit_code == DIVERGED_EXIT_CODE,
     )
-    if record.failed_starts > policy.max_failed_starts:
+    if record.failed_starts > policy.max_failed_starts and not record.worked:
         return GiveUp(f"it failed {record.failed_starts} times in a row before it was ready")
     if record.in_a_row > policy.max_restarts:
         return GiveUp(f"it was restarted {policy.max_restarts} times without {_duration(policy)} of quiet")
+    patient = record.worked and end.ready_seconds is None
+    return Restart(_delay(policy, record.in_a_row, patient=patient), record)
+
+
+def disrupted(policy: RestartPolicy, record: Record, ready_seconds: float | None) -> Restart:
+    """What to do about an end that the unit is not to blame for: its machine, or who shares it out, took its place away or
+    did not let it begin.
+
+    >>> disrupted(RestartPolicy(), Record(in_a_row=20), ready_seconds=5.0).delay_seconds
+    1.0
+    """
+    record = _after(policy, record, ready_seconds)
+    record = replace(record, disruptions=record.disruptions + 1)
+    return Restart(_delay(policy, record.disruptions, patient=ready_seconds is None), record)
+
+
+def _after(policy: RestartPolicy, record: Record, ready_seconds: float | None) -> Record:
+    """The record of a unit that was ready for so long."""
+    if ready_seconds is None:
+        return record
+    return (
+        Record(worked=True) if ready_seconds >= policy.reset_after_seconds else replace(record, worked=True)
+    )
+
+
+def _delay(policy: RestartPolicy, count: int, *, patient: bool) -> float:
+    """Before the restart after the ``count``-th such end in a row."""
+    longest = policy.max_delay_seconds
+    if patient:
+        longest = max(longest, policy.max_start_delay_seconds)
     # The exponent is bounded so that a long record cannot overflow a float.
-    delay = policy.first_delay_seconds * 2.0 ** min(record.in_a_row - 1, 64)
-    return Restart(min(delay, policy.max_delay_seconds), record)
+    return min(policy.first_delay_seconds * 2.0 ** min(count - 1, 64), longest)
 
 
 def _duration(policy: RestartPolicy) -> str:

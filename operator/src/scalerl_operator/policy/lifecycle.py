@@ -6,7 +6,7 @@ from one look to the next. Whoever looks again after any crash, at any moment, c
 =============  =====================================================  ==============================================
 phase          exists                                                 left when
 =============  =====================================================  ==============================================
-Pending        nothing; of a run in a queue the Job that waits there  the spec is accepted, the queue lets the Job in
+Pending        nothing                                                the spec is accepted
 Preparing      the prepare Job                                        it is complete
 Running        coordinator, generators, the present trainer attempt   the coordinator is told to stop, or ends by itself
 Finishing      the same                                               the coordinator says finished, the trainer left
@@ -15,9 +15,6 @@ Suspended      nothing but what is kept                               ``suspend`
 Completed      what is kept, and Jobs that have ended                 never
 Failed         the same                                               never
 =============  =====================================================  ==============================================
-
-A queue (Kueue) lets in Job by Job. All else waits for the trainer: it is made when the trainer is let in, and goes when
-the trainer has been put back for a while, so that a run that waits holds no devices and its clock stands still.
 """
 
 from __future__ import annotations
@@ -39,9 +36,9 @@ POLL_SECONDS: Final = 5.0
 """Between two looks at a run whose coordinator works: its words come by asking, not by watching."""
 ASK_AGAIN_SECONDS: Final = 2.0
 """The same, while an answer is needed to go on."""
-HELD_SECONDS: Final = 30.0
-"""A queue may hold the trainer for so long before what works beside it goes too: it looks at every attempt anew, and lets
-most in within a second."""
+START_DELAY_SECONDS: Final = 300.0
+"""The longest wait before the next attempt of a run whose trainer has been up once: what is in its way (a volume that is
+away, a device plug-in) gets an hour to pass before twenty restarts are spent."""
 
 
 class JobState(enum.StrEnum):
@@ -64,8 +61,8 @@ class Ended:
 @dataclass(frozen=True)
 class Job:
     """ends: of containers that ended with something else than 0. ready: all its pods are. stale: of an earlier spec.
-    held: a queue has not let it begin, or has put it back; held_since: when, once that has been done. ending: it has pods
-    that have been told to end, and have not yet.
+    held: a queue has not let it begin. disrupted: it failed because its pods' places were taken away, or a node did not let
+    them begin. failed_at: when, in unix seconds; 0 if that is not known.
     """
 
     state: JobState = JobState.ABSENT
@@ -74,8 +71,8 @@ class Job:
     ready: bool = False
     stale: bool = False
     held: bool = False
-    held_since: float | None = None
-    ending: bool = False
+    disrupted: bool = False
+    failed_at: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -99,16 +96,14 @@ class Heard:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is seen now. unix_seconds: the operator's clock, for back-off, drains and queues only. queued: the run is to
-    wait in a queue. serving: its coordinator or generators have been made. heard: None while the coordinator does not
-    answer. stop: why the autoscaler wants the run to end (its forecast, or that it is broken); empty while it does not.
+    """What is seen now. unix_seconds: the operator's clock, for back-off and drains only.
+    heard: None while the coordinator does not answer. stop: why the autoscaler
+    wants the run to end (its forecast, or that it is broken); empty while it does not.
     """
 
     unix_seconds: float
     deleting: bool = False
     suspend: bool = False
-    queued: bool = False
-    serving: bool = False
     prepare: Job = Job()
     trainer: Job = Job()
     coordinator: Service = Service()
@@ -188,9 +183,6 @@ class Course:
     """What the run waits for, in words."""
 
 
-_IN_QUEUE: Final = "the queue to let it in"
-
-
 def decide(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
     """The course of a run whose spec is accepted."""
     memory = _known(seen, memory)
@@ -202,7 +194,7 @@ def decide(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
         return _update(seen, memory)
     memory = replace(memory, drain_since=None)
     if seen.prepare.state is not JobState.COMPLETE:
-        return _prepare(seen, memory)
+        return _prepare(spec, seen, memory)
     broken = _broken(spec, seen)
     if broken is not None:
         return _end(seen, memory, broken)
@@ -238,7 +230,9 @@ def _at_rest(seen: Facts, memory: Memory) -> Course:
         return Course(Phase.SUSPENDED, replace(memory, rest=Rest.YES, drain_since=None))
     if memory.rest is Rest.ASKED:
         return Course(Phase.SUSPENDED, memory, ask_suspend=True)
-    memory = replace(memory, rest=Rest.NO, resumed=True, drain_since=None, next_at=0.0)
+    # Whoever resumes it has seen to what was wrong: it is tried at once, and all that failed before counts no more.
+    record = memory.record.anew()
+    memory = replace(memory, rest=Rest.NO, resumed=True, drain_since=None, next_at=0.0, record=record)
     return Course(Phase.PENDING, memory, prepare=True, again_seconds=0.0)
 
 
@@ -250,7 +244,7 @@ def _drain(seen: Facts, memory: Memory, phase: Phase) -> Course | None:
     # One whose ranks have never all been up has trained nothing: it waits for a queue, a node or an image.
     begun = trainer.ready or memory.ready_since is not None
     works = trainer.state is JobState.LEAVING or (
-        trainer.state is JobState.ACTIVE and begun and (trainer.ending or not trainer.held)
+        trainer.state is JobState.ACTIVE and begun and not trainer.held
     )
     if not works or memory.rest is not Rest.NO or now - since >= DRAIN_SECONDS:
         return None
@@ -277,19 +271,31 @@ def _update(seen: Facts, memory: Memory) -> Course:
     return draining or Course(Phase.PREPARING, memory, note="what was made for the earlier spec to go")
 
 
-def _prepare(seen: Facts, memory: Memory) -> Course:
+def _prepare(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
+    if seen.prepare.state is JobState.FAILED and seen.prepare.disrupted:
+        return _prepare_again(spec, seen, memory)
     if seen.prepare.state is JobState.FAILED:
         worst = _worst(seen.prepare.ends)
         reason = Reason.BAD_INPUT if worst.exit_code == BAD_INPUT_EXIT_CODE else Reason.PREPARE_FAILED
         said = worst.message or f"prepare exited with {worst.exit_code}"
         return _end(seen, memory, Outcome(End.FAILED, reason, said))
-    if seen.prepare.held:
-        return Course(Phase.PENDING, memory, prepare=True, note=_IN_QUEUE)
     return Course(
         Phase.PREPARING,
         memory,
         prepare=seen.prepare.state is not JobState.LEAVING,
         note="the model and tokenizer to be prepared",
+    )
+
+
+def _prepare_again(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
+    """No node let it come to an end: after a while it goes, and is made anew."""
+    again = failure.disrupted(_policy(spec), memory.record, ready_seconds=None)
+    wait = seen.prepare.failed_at + again.delay_seconds - seen.unix_seconds
+    note = "the preparation's next try"
+    if _is_to_come(wait):
+        return Course(Phase.PREPARING, memory, prepare=True, again_seconds=wait, note=note)
+    return Course(
+        Phase.PREPARING, replace(memory, record=again.record), again_seconds=ASK_AGAIN_SECONDS, note=note
     )
 
 
@@ -317,8 +323,7 @@ def _run(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
     # A word that is yet to be told makes what the coordinator says now a thing of the past.
     finished = heard is not None and tell is None and heard.phase is Word.FINISHED
     # A rank that fails once the coordinator has noted the last checkpoint has nothing to lose any more.
-    put_back = seen.trainer.held and not seen.trainer.ending
-    left = put_back or seen.trainer.state in (JobState.COMPLETE, JobState.FAILED, JobState.ABSENT)
+    left = seen.trainer.state in (JobState.COMPLETE, JobState.FAILED, JobState.ABSENT)
     if finished and left and memory.attempt > 0 and heard is not None:
         by_forecast = heard.stop_reason == FORECAST and spec.autoscaling.on_stop == "Suspend"
         if by_forecast or heard.stop_reason == BROKEN:
@@ -326,19 +331,13 @@ def _run(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
                 Phase.SUSPENDED, replace(memory, rest=Rest.ASKED, drain_since=None), ask_suspend=True
             )
         return _end(seen, memory, Outcome(End.COMPLETED, _reason(heard.stop_reason), heard.stop_reason))
-    if put_back:
-        memory = replace(memory, ready_since=None)
-    elif seen.trainer.ready and seen.trainer.attempt == memory.attempt and memory.ready_since is None:
-        memory = replace(memory, ready_since=seen.unix_seconds)
+    if seen.trainer.ready and seen.trainer.attempt == memory.attempt:
+        since = seen.unix_seconds if memory.ready_since is None else memory.ready_since
+        memory = replace(memory, ready_since=since, record=replace(memory.record, worked=True))
     memory = _judge(spec, seen, memory)
     if memory.outcome is not None:
         return _end(seen, memory, memory.outcome)
     memory, trainer, wait = _attempt(seen, memory, finished=finished)
-    if _waits_in_queue(seen):
-        again = None if seen.trainer.held else wait
-        return Course(
-            Phase.PENDING, memory, prepare=True, trainer=trainer, again_seconds=again, note=_IN_QUEUE
-        )
     ending = heard is not None and (heard.phase in (Word.FINISHING, Word.FINISHED) or bool(heard.stop_reason))
     return Course(
         Phase.FINISHING if ending and tell != "" else Phase.RUNNING,
@@ -351,15 +350,6 @@ def _run(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
         again_seconds=min(wait, POLL_SECONDS if heard is not None else ASK_AGAIN_SECONDS),
         note="" if heard is not None else "the coordinator to answer",
     )
-
-
-def _waits_in_queue(seen: Facts) -> bool:
-    """Whether nothing is to be there but the trainer's Job, which a queue holds."""
-    trainer = seen.trainer
-    if trainer.held and not trainer.ending:
-        since = seen.unix_seconds if trainer.held_since is None else trainer.held_since
-        return not seen.serving or seen.unix_seconds - since >= HELD_SECONDS
-    return seen.queued and trainer.state is JobState.ABSENT and not seen.serving
 
 
 def _wanted(spec: RunSpec, seen: Facts, *, resumed: bool) -> str:
@@ -393,16 +383,21 @@ def _judge(spec: RunSpec, seen: Facts, memory: Memory) -> Memory:
         return memory
     if trainer.state is JobState.COMPLETE and seen.heard is None:
         return memory  # whether the run is over, only the coordinator can say
-    worst = _worst(trainer.ends) if trainer.state is JobState.FAILED else Ended(0)
+    worst = _worst(trainer.ends)
     worked = None if memory.ready_since is None else max(0.0, seen.unix_seconds - memory.ready_since)
-    end = failure.End(failure.Cause.EXIT, worst.exit_code, worked)
-    policy = failure.RestartPolicy(max_restarts=spec.trainer.max_restarts)
-    verdict = failure.decide(policy, memory.record, end)
+    policy = _policy(spec)
+    verdict: failure.Restart | failure.GiveUp
+    # All ranks leave in agreement, and before the end, only when one of them has been told to go.
+    if trainer.disrupted or trainer.state is JobState.COMPLETE:
+        verdict = failure.disrupted(policy, memory.record, worked)
+    else:
+        end = failure.End(failure.Cause.EXIT, worst.exit_code, worked)
+        verdict = failure.decide(policy, memory.record, end)
     if isinstance(verdict, failure.GiveUp):
         reason = Reason.BAD_INPUT if verdict.bad_input else Reason.RESTARTS_EXHAUSTED
         if worst.exit_code == DIVERGED_EXIT_CODE:
             reason = Reason.DIVERGED
-        elif worked is None and not verdict.bad_input:
+        elif worked is None and not (verdict.bad_input or memory.record.worked):
             reason = Reason.STARTS_FAILED
         message = f"trainer: {verdict.reason}" + (f": {worst.message}" if worst.message else "")
         return replace(memory, outcome=Outcome(End.FAILED, reason, message), judged=memory.attempt)
@@ -428,7 +423,7 @@ def _attempt(seen: Facts, memory: Memory, *, finished: bool) -> tuple[Memory, in
     if finished:
         return memory, memory.attempt or None, ASK_AGAIN_SECONDS
     wait = memory.next_at - seen.unix_seconds
-    if 0 < wait <= failure.RestartPolicy().max_delay_seconds:
+    if _is_to_come(wait):
         return memory, memory.attempt if state is not JobState.ABSENT else None, wait
     if state is not JobState.ABSENT:
         return memory, None, ASK_AGAIN_SECONDS  # first it goes, with all its pods
@@ -436,6 +431,18 @@ def _attempt(seen: Facts, memory: Memory, *, finished: bool) -> tuple[Memory, in
         # Made in this memory, but not seen yet, or deleted by somebody: the same one again.
         return replace(memory, ready_since=None), memory.attempt, POLL_SECONDS
     return replace(memory, attempt=memory.attempt + 1, ready_since=None), memory.attempt + 1, POLL_SECONDS
+
+
+def _policy(spec: RunSpec) -> failure.RestartPolicy:
+    return failure.RestartPolicy(
+        max_restarts=spec.trainer.max_restarts, max_start_delay_seconds=START_DELAY_SECONDS
+    )
+
+
+def _is_to_come(wait: float) -> bool:
+    """Whether there is still to wait so many seconds. More than any wait is one of a clock that was set back; what is
+    remembered is rounded up to whole seconds."""
+    return 0 < wait <= START_DELAY_SECONDS + 1
 
 
 # --- ends ---------------------------------------------------------------------------------------

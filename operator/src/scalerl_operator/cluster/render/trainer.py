@@ -3,7 +3,8 @@
 One rank that fails ends the Job, and with it all ranks; the next start is another Job, made when the failure policy
 says so. A rank that is evicted gets SIGTERM, tells the others at the next step, and all leave with a checkpoint and
 exit code 0: with ``podReplacementPolicy: Failed`` the Job waits for how the evicted one ends instead of counting it as
-failed at once, and is complete.
+failed at once, and is complete. Where that takes too long, the Job's failure policy notes for us that the rank lost its
+place: the pod, which would say so, is gone with that.
 
 There is no PodDisruptionBudget: of pods of a Job the API server can only keep a fixed number up, which either forbids
 every eviction or none. Autoscalers of nodes are asked to leave the pods alone; a person who drains a node ends the
@@ -62,6 +63,14 @@ def job(scope: Scope, attempt: int) -> Object:
             "parallelism": ranks,
             "backoffLimit": 0,
             "podReplacementPolicy": "Failed",
+            "podFailurePolicy": {
+                "rules": [
+                    {
+                        "action": "FailJob",
+                        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                    }
+                ]
+            },
             "template": pod_template(scope, settings),
         },
     }

@@ -1,0 +1,54 @@
+"""Words: what messages come to that Kubernetes says in words alone, with no field that would tell. Pure.
+
+They are read for the constant of :mod:`scalerl_api.conditions` only, which says what to do; people get the message whole.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from scalerl_api.conditions import Reason
+
+_OF_VOLUMES: Final = ("volume", "free storage")
+_OF_ROOM: Final = ("insufficient ", "too many pods", "max volume count")
+"""In the scheduler's words for what nodes lack."""
+
+
+def creation_problem(message: str) -> Reason:
+    """What a controller's words about a pod that it cannot make come to."""
+    text = message.lower()
+    if "exceeded quota" in text:
+        return Reason.QUOTA_EXCEEDED
+    if "priorityclass" in text or "priority class" in text:
+        return Reason.PRIORITY_CLASS_NOT_FOUND
+    if "runtimeclass" in text:
+        return Reason.RUNTIME_CLASS_NOT_FOUND
+    return Reason.OBJECT_REFUSED
+
+
+def mount_problem(message: str) -> Reason:
+    """What the kubelet's words about a pod that it cannot start come to."""
+    text = message.lower()
+    if "configmap" in text and "not found" in text:
+        return Reason.CONFIG_MAP_NOT_FOUND
+    if "secret" in text and "not found" in text:
+        return Reason.SECRET_NOT_FOUND
+    if "references non-existent" in text:
+        return Reason.CONTAINER_CONFIG_INVALID
+    if "runtime" in text and ("handler" in text or "no runtime for" in text):
+        return Reason.RUNTIME_CLASS_NOT_FOUND
+    if "sandbox" in text:
+        return Reason.SANDBOX_FAILED
+    return Reason.VOLUME_NOT_READY
+
+
+def placing_problem(message: str) -> Reason:
+    """What the scheduler's words about a pod that it cannot place come to.
+
+    >>> placing_problem("0/3 nodes are available: 1 node(s) exceed max volume count, 2 Insufficient cpu.").value
+    'Unschedulable'
+    """
+    text = message.lower()
+    if any(word in text for word in _OF_VOLUMES) and not any(word in text for word in _OF_ROOM):
+        return Reason.VOLUME_NOT_READY
+    return Reason.UNSCHEDULABLE

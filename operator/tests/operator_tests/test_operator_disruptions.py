@@ -1,0 +1,226 @@
+"""A node's trouble is no failure of the run: told from the run's own by what the cluster says, and never the end of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from operator_tests.manifests import UID
+from operator_tests.test_operator_lifecycle import FIRST, RUNNING, SPEC, spec
+from operator_tests.test_operator_trouble import RUN
+from scalerl_api.conditions import Phase, Reason
+from scalerl_api.status import RunStatus
+from scalerl_operator.cluster.conditions import Looked, Steered, remembered, report
+from scalerl_operator.cluster.names import COMPONENT, RUN_UID
+from scalerl_operator.cluster.observed import JOB_NAME, Observed, observe, pod_view, rfc3339
+from scalerl_operator.policy.lifecycle import Course, Ended, Job, JobState, Memory, decide
+from scalerl_operator.workloads import Role
+
+NOW = 1_000_000.0
+ALLOCATE = "Allocate failed due to no healthy devices present"
+TAKEN = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler", "message": "room"}
+BY_RULE = "Pod ns/x has condition DisruptionTarget matching FailJob rule at index 0"
+
+
+def a_pod(
+    name: str,
+    phase: str,
+    *,
+    role: Role = Role.TRAINER,
+    code: int | None = None,
+    age: float = 60,
+    leaving: bool = False,
+    **status: Any,
+) -> dict[str, Any]:
+    metadata: dict[str, Any] = {"name": name, "uid": name, "creationTimestamp": rfc3339(NOW - age)}
+    metadata["labels"] = {RUN_UID: UID, COMPONENT: role, JOB_NAME: "j"}
+    if leaving:
+        metadata["deletionTimestamp"] = rfc3339(NOW)
+    if code is not None:
+        over = {"terminated": {"exitCode": code, "message": f"exit {code}"}}
+        status["containerStatuses"] = [{"name": "c", "ready": False, "restartCount": 0, "state": over}]
+    return {"metadata": metadata, "status": {"phase": phase} | status}
+
+
+def seen(*pods: dict[str, Any], role: Role = Role.TRAINER, why: str = "BackoffLimitExceeded") -> Observed:
+    """With a Job that has failed."""
+    failed = {"type": "Failed", "status": "True", "reason": why, "lastTransitionTime": rfc3339(NOW)}
+    failed["message"] = BY_RULE if why == "PodFailurePolicy" else "limit"
+    job = {
+        "metadata": {"name": "j", "labels": {RUN_UID: UID, COMPONENT: role}},
+        "spec": {"parallelism": 2},
+        "status": {"conditions": [failed]},
+    }
+    objects = {("Pod", pod["metadata"]["name"]): pod for pod in pods} | {("Job", "j"): job}
+    return observe(objects, UID, {Role.PREPARE: "", Role.TRAINER: ""})
+
+
+REFUSED = a_pod("a", "Failed", reason="UnexpectedAdmissionError", message=ALLOCATE)
+CRASHED = a_pod("b", "Failed", code=1)
+
+
+@pytest.mark.parametrize(
+    ("pods", "why", "disrupted"),
+    [
+        ([REFUSED], "", True),
+        ([a_pod("a", "Failed", reason="OutOfnvidia.com/gpu", message="0 free"), CRASHED], "", True),
+        ([a_pod("a", "Running", leaving=True, conditions=[TAKEN]), CRASHED], "", True),
+        ([a_pod("a", "Failed", code=137, reason="Evicted", conditions=[TAKEN])], "", True),
+        (
+            [a_pod("a", "Failed", code=137, reason="Evicted", message="exceeds the limit of its disk")],
+            "",
+            False,
+        ),
+        ([CRASHED], "PodFailurePolicy", True),
+        ([CRASHED], "", False),
+        ([], "", True),  # whoever took them away, they had not failed
+        ([a_pod("a", "Running")], "", False),  # news of it are yet to come
+        ([REFUSED, a_pod("b", "Failed", code=2)], "", False),
+        ([REFUSED, a_pod("b", "Failed", code=3)], "PodFailurePolicy", False),
+    ],
+)
+def test_whose_fault_it_was_that_a_gang_failed(pods: list[Any], why: str, disrupted: bool) -> None:
+    trainer = seen(*pods, why=why).trainer
+    assert (trainer.state, trainer.disrupted, trainer.failed_at) == (JobState.FAILED, disrupted, NOW)
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [
+        ({"reason": "UnexpectedAdmissionError"}, Reason.REFUSED_BY_NODE),
+        ({"reason": "OutOfcpu"}, Reason.REFUSED_BY_NODE),
+        ({"reason": "OutOfnvidia.com/gpu"}, Reason.REFUSED_BY_NODE),
+        ({"reason": "NodeShutdown"}, Reason.REFUSED_BY_NODE),
+        ({"reason": "NodeLost"}, Reason.EVICTED),
+        ({"reason": "Terminated"}, Reason.EVICTED),
+        ({"reason": "Evicted"}, Reason.EVICTED),
+    ],
+)
+def test_why_a_pod_failed_that_says_so_itself(status: dict[str, str], reason: Reason) -> None:
+    problem = pod_view(a_pod("a", "Failed", message="words", **status)).problem
+    assert problem is not None
+    assert (problem.reason, problem.message) == (reason, f"{status['reason']}: words")
+
+
+def test_why_a_pod_failed_that_lost_its_place() -> None:
+    problem = pod_view(a_pod("a", "Failed", code=137, conditions=[TAKEN])).problem
+    assert problem is not None
+    assert (problem.reason, problem.message) == (Reason.EVICTED, "PreemptionByScheduler: room")
+
+
+def test_what_a_node_refused_is_no_news_once_another_is_in_its_place() -> None:
+    corpse = a_pod("a", "Failed", role=Role.GENERATOR, age=60, reason="OutOfcpu", message="full")
+    problem = seen(corpse).problem(Role.GENERATOR)
+    assert problem is not None
+    assert problem.message == "OutOfcpu: full"
+    newer = a_pod("b", "Running", role=Role.GENERATOR, age=59)
+    assert seen(corpse, newer).problem(Role.GENERATOR) is None
+    older = a_pod("b", "Running", role=Role.GENERATOR, age=61)
+    assert seen(corpse, older).problem(Role.GENERATOR) is not None
+
+
+# --- what follows ----------------------------------------------------------------------------------
+
+
+def stored(memory: Memory, now: float) -> Memory:
+    """As the next look finds it."""
+    looked = Looked(now, 1, None, None, None, Course(Phase.RUNNING, memory), None, Steered(1))
+    return remembered(report(None, RunStatus(), looked))
+
+
+def tries(memory: Memory, failed: Job, seconds: float, **trainer: Any) -> tuple[Memory, int]:
+    """The run while each attempt fails at once: what is remembered when it is over, or so long has passed, and tries."""
+    now, end = 1000.25, 1000.25 + seconds
+    state, first = replace(failed, attempt=memory.attempt), memory.attempt
+    while now < end and memory.outcome is None:
+        course = decide(spec(trainer=trainer), replace(RUNNING, unix_seconds=now, trainer=state), memory)
+        memory = stored(course.memory, now)
+        if course.trainer is None:
+            state = Job()
+        elif state.state is JobState.ABSENT:
+            state = replace(failed, attempt=course.trainer)
+        now = max(now + 1.0, memory.next_at)
+    return memory, memory.attempt - first
+
+
+CRASH = Job(JobState.FAILED, ends=(Ended(1, "volume: stale file handle"),))
+LOST = Job(JobState.FAILED, disrupted=True)
+
+
+def test_a_run_that_never_worked_is_given_up_soon() -> None:
+    memory, made = tries(Memory(attempt=1), CRASH, 3600)
+    assert memory.outcome is not None
+    assert (memory.outcome.reason, made) == (Reason.STARTS_FAILED, 5)
+
+
+def test_a_run_that_worked_outlives_half_an_hour_in_which_nothing_starts() -> None:
+    memory, made = tries(replace(FIRST, attempt=3, judged=2), CRASH, 1800)
+    assert memory.outcome is None
+    assert 8 <= made <= 15
+    memory, made = tries(replace(FIRST, attempt=3, judged=2), CRASH, 7200)
+    assert memory.outcome is not None
+    assert (memory.outcome.reason, made) == (Reason.RESTARTS_EXHAUSTED, 20)
+    assert "stale file handle" in memory.outcome.message
+    memory, made = tries(replace(FIRST, attempt=3, judged=2), CRASH, 7200, maxRestarts=2)
+    assert (memory.outcome is not None, made) == (True, 2)
+
+
+@pytest.mark.parametrize("failed", [LOST, Job(JobState.COMPLETE)])
+@pytest.mark.parametrize("memory", [Memory(attempt=1), replace(FIRST, attempt=3, judged=2)])
+def test_a_run_outlives_whatever_nodes_do(memory: Memory, failed: Job) -> None:
+    memory, made = tries(memory, failed, 86400, maxRestarts=0)
+    assert memory.outcome is None
+    assert 250 < made < 320, "every five minutes at last"
+    assert (memory.record.in_a_row, memory.record.failed_starts) == (0, 0)
+
+
+def test_the_longest_wait_is_waited_although_it_is_remembered_in_whole_seconds() -> None:
+    memory = replace(FIRST, attempt=3, judged=2, ready_since=None)
+    memory = replace(memory, record=replace(memory.record, in_a_row=15, worked=True))
+    failed = replace(RUNNING, unix_seconds=1000.25, trainer=replace(CRASH, attempt=3))
+    memory = stored(decide(SPEC, failed, memory).memory, 1000.25)
+    assert memory.next_at == 1301.0
+    assert decide(SPEC, replace(failed, unix_seconds=1000.3), memory).trainer == 3, "it stays until then"
+
+
+def test_who_resumes_a_run_has_it_tried_at_once_and_counted_anew() -> None:
+    memory = replace(FIRST, judged=1, next_at=250.0)
+    memory = replace(memory, record=replace(memory.record, in_a_row=20, failed_starts=7, worked=True))
+    failed = replace(RUNNING, trainer=replace(CRASH, attempt=1))
+    memory = decide(SPEC, replace(failed, suspend=True), memory).memory
+    memory = decide(SPEC, replace(RUNNING, trainer=Job()), memory).memory
+    course = decide(SPEC, replace(RUNNING, trainer=Job()), memory)
+    assert (course.trainer, course.memory.record.in_a_row, course.memory.record.worked) == (2, 0, True)
+
+
+def test_a_preparation_that_no_node_let_end_is_made_anew_with_longer_and_longer_waits() -> None:
+    now, memory, state, made = 1000.0, Memory(), Job(JobState.FAILED, disrupted=True, failed_at=1000.0), 0
+    while now < 1000.0 + 3600:
+        course = decide(SPEC, replace(RUNNING, unix_seconds=now, prepare=state, trainer=Job()), memory)
+        memory = stored(course.memory, now)
+        assert memory.outcome is None
+        if not course.prepare:
+            state = Job()
+        elif state.state is JobState.ABSENT:
+            state, made = Job(JobState.FAILED, disrupted=True, failed_at=now), made + 1
+        now += course.again_seconds or 1.0
+    assert 15 < made < 25
+    crashed = Job(JobState.FAILED, ends=(Ended(1, "boom"),))
+    over = decide(SPEC, replace(RUNNING, prepare=crashed, trainer=Job()), memory).memory.outcome
+    assert over is not None
+    assert over.reason is Reason.PREPARE_FAILED
+
+
+def test_on_what_the_next_attempt_waits_is_said() -> None:
+    leaving = a_pod("trainer-1-0", "Running", leaving=True)
+    for next_at, said in (
+        (NOW + 60.5, f"attempt 2 follows at {rfc3339(NOW + 61)}"),
+        (NOW - 1, "attempt 2 follows when trainer-1-0 has ended"),
+    ):
+        memory = replace(FIRST, judged=1, next_at=next_at)
+        looked = Looked(NOW, 1, None, None, seen(leaving), Course(Phase.RUNNING, memory), None, Steered(1))
+        condition = report(RUN, RunStatus(), looked).condition("TrainerReady")
+        assert condition is not None
+        assert (condition.reason, condition.message) == (Reason.BACK_OFF, said)
