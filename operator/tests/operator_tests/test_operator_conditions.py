@@ -107,6 +107,21 @@ def test_how_a_run_ended_is_remembered_also_in_words_of_a_later_release(end: End
         stored = report(None, before, looked).to_object()
 
 
+@pytest.mark.parametrize(
+    ("steered", "told"),
+    [
+        (Steered(3, 1, 3), "the autoscaler chose 3; spec.generator.replicas says 1"),
+        (Steered(2, 2, 2), "Nothing to do."),
+        (Steered(2), "Nothing to do."),
+    ],
+)
+def test_a_number_that_the_autoscaler_chose_is_told_beside_the_specs(steered: Steered, told: str) -> None:
+    looked = Looked(1e9, 1, None, None, None, Course(Phase.RUNNING, Memory()), None, steered)
+    condition = report(RUN, RunStatus(), looked).condition("GeneratorsPinned")
+    assert condition is not None
+    assert (condition.status, condition.message) == ("False", told)
+
+
 @pytest.mark.parametrize("phase", Phase)
 def test_every_condition_says_what_is_so_or_what_to_do(phase: Phase) -> None:
     heard = msgspec.structs.replace(QUIET, step=0, waiting_for="the trainer to say hello")

@@ -235,7 +235,7 @@ def _said(run: ScaleRLRun | None, before: RunStatus, seen: Looked) -> Sequence[S
         return [(ConditionType.ACCEPTED, False, why), *_ends(seen.course, before.stop_reason)]
     return [
         (ConditionType.ACCEPTED, True, Problem(Reason.ACCEPTED, "")),
-        _admitted(run, seen),
+        _admitted(run, before, seen),
         _prepared(before, seen),
         _role(ConditionType.COORDINATOR_READY, Role.COORDINATOR, 1, seen),
         _role(ConditionType.GENERATORS_READY, Role.GENERATOR, seen.steered.replicas, seen),
@@ -246,26 +246,35 @@ def _said(run: ScaleRLRun | None, before: RunStatus, seen: Looked) -> Sequence[S
             seen.steered.ready,
             Problem(seen.steered.reason, seen.steered.message),
         ),
-        (
-            ConditionType.GENERATORS_PINNED,
-            seen.steered.pinned,
-            Problem(Reason.SCALED_BY_SPEC if seen.steered.pinned else Reason.NOT_PINNED, ""),
-        ),
+        _pinned(seen.steered),
         _degraded(run, before, seen),
         *_ends(seen.course, before.stop_reason),
     ]
 
 
-def _admitted(run: ScaleRLRun, seen: Looked) -> Said:
+def _admitted(run: ScaleRLRun, before: RunStatus, seen: Looked) -> Said:
+    """True is only what a queue has said: of an attempt that is yet to be made it is what was true of the last."""
+    type_, observed = ConditionType.ADMITTED, seen.observed
     if QUEUE not in run.metadata.labels:
-        return ConditionType.ADMITTED, True, Problem(Reason.NO_QUEUE, "")
-    gated = seen.observed is not None and any(
-        p.problem is not None and p.problem.reason is Reason.WAITING_FOR_QUOTA for p in seen.observed.pods
-    )
-    held = seen.observed is not None and (seen.observed.trainer.held or seen.observed.prepare.held)
-    if gated or held:
-        return ConditionType.ADMITTED, False, Problem(Reason.WAITING_FOR_QUOTA, "")
-    return ConditionType.ADMITTED, True, Problem(Reason.QUEUE_ADMITTED, "")
+        return type_, True, Problem(Reason.NO_QUEUE, "")
+    if observed is None or seen.course.phase is Phase.SUSPENDED:
+        return type_, False, Problem(Reason.NOT_STARTED, "")
+    waiting = [
+        role for role, job in ((Role.PREPARE, observed.prepare), (Role.TRAINER, observed.trainer)) if job.held
+    ]
+    for role in (Role.COORDINATOR, Role.GENERATOR):
+        problems = (p.problem for p in observed.of(role))
+        if any(p is not None and p.reason is Reason.WAITING_FOR_QUOTA for p in problems):
+            waiting.append(role)
+    if waiting:
+        said = (
+            f"{', '.join(waiting)} in the queue {run.metadata.labels[QUEUE]}; {Reason.WAITING_FOR_QUOTA.text}"
+        )
+        return type_, False, Problem(Reason.WAITING_FOR_QUOTA, said)
+    made = any(j.state is not JobState.ABSENT for j in (observed.prepare, observed.trainer))
+    if not (made or _was(before, type_)):
+        return type_, False, Problem(Reason.WAITING_FOR_QUOTA, "")
+    return type_, True, Problem(Reason.QUEUE_ADMITTED, "")
 
 
 def _prepared(before: RunStatus, seen: Looked) -> Said:
@@ -287,6 +296,17 @@ def _prepared(before: RunStatus, seen: Looked) -> Said:
     return type_, False, problem or seen.blocked or Problem(Reason.PREPARING, "")
 
 
+def _pinned(steered: Steered) -> Said:
+    type_ = ConditionType.GENERATORS_PINNED
+    if steered.pinned:
+        return type_, True, Problem(Reason.SCALED_BY_SPEC, "")
+    # Else nobody could see why there are others than the spec says; to set it to what it says is no edit.
+    said = ""
+    if steered.chosen is not None and steered.chosen != steered.base:
+        said = f"the autoscaler chose {steered.chosen}; spec.generator.replicas says {steered.base}"
+    return type_, False, Problem(Reason.NOT_PINNED, said)
+
+
 def _was(before: RunStatus, type_: ConditionType) -> bool:
     old = before.condition(type_)
     return old is not None and old.status == "True"
@@ -304,6 +324,8 @@ def _role(type_: ConditionType, role: Role, wanted: int, seen: Looked) -> Said:
     problem = seen.observed.problem(role)
     if problem is None and not pods:
         problem = seen.blocked
+    if problem is None and role is Role.TRAINER and seen.observed.trainer.held:
+        problem = Problem(Reason.WAITING_FOR_QUOTA, "")
     if (
         problem is None
         and role is Role.TRAINER
@@ -366,7 +388,8 @@ def _degraded(run: ScaleRLRun, before: RunStatus, seen: Looked) -> Said:
             return type_, True, Problem(Reason.GENERATORS_FAILING, said)
         for role in (Role.COORDINATOR, Role.TRAINER, Role.GENERATOR):
             problem = seen.observed.problem(role)
-            if problem is not None:
+            # To wait in a queue is no fault; Admitted tells of it.
+            if problem is not None and problem.reason is not Reason.WAITING_FOR_QUOTA:
                 return type_, True, replace(problem, message=f"{role}: {problem.message}")
     if seen.course.phase not in AT_REST:
         went_on_from = trouble.problem(before.trouble, seen.unix_seconds)
