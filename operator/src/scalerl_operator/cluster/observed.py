@@ -57,9 +57,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class PodView:
-    """One pod. over: all its containers have ended. restarts: of its worst container, in quick succession. ends: of containers that are over, not with 0.
-    creating: scheduled, but its containers are not there yet: only events say what is missing. disrupted: its place was taken
-    away, or its node did not let it begin.
+    """One pod. over: all its containers have ended. restarts: of its worst container, in quick succession.
+    ends: of containers that are over, not with 0. creating: scheduled, but its containers are not there yet: only events say
+    what is missing. disrupted: its place was taken away, or its node did not let it begin.
     """
 
     name: str
@@ -81,12 +81,15 @@ class PodView:
 
 @dataclass(frozen=True)
 class Observed:
-    """A run's objects, read. foreign: of the names that the run needs, those that are another's."""
+    """A run's objects, read. serving: coordinator or generators have been made. foreign: of the names that the run needs,
+    those that are another's.
+    """
 
     pods: tuple[PodView, ...]
     prepare: Job
     trainer: Job
     trainer_wanted: int
+    serving: bool
     foreign: tuple[str, ...]
     replica_failures: Mapping[str, str]
 
@@ -139,6 +142,7 @@ def observe(objects: Mapping[tuple[str, str], Object], uid: str, hashes: Mapping
         prepare=_job(preparing[0], pods, hashes[Role.PREPARE]) if preparing else Job(),
         trainer=_job(trainer, pods, hashes[Role.TRAINER]) if trainer is not None else Job(),
         trainer_wanted=int(trainer["spec"].get("parallelism", 0)) if trainer is not None else 0,
+        serving=any(kind in ("StatefulSet", "Deployment") for kind, _ in mine),
         foreign=tuple(
             f"{kind} {name}" for (kind, name) in objects if (kind, name) not in mine and kind != "Pod"
         ),
@@ -330,7 +334,9 @@ def _job(job: Object, pods: Iterable[PodView], spec_hash: str) -> Job:
         ends=ends or evicted,
         ready=sum(p.ready for p in own) >= wanted,
         stale=(metadata.get("annotations") or {}).get(SPEC_HASH, spec_hash) != spec_hash,
-        held=bool(job["spec"].get("suspend")),
+        held=state is JobState.ACTIVE and bool(job["spec"].get("suspend")),
+        held_since=_held_since(job),
+        ending=any(p.leaving and not p.over for p in own),
         disrupted=state is JobState.FAILED and _no_fault(failed, own, ends or evicted),
         failed_at=seconds(failed.get("lastTransitionTime")),
     )
@@ -353,6 +359,11 @@ def _condition(obj: Object, type_: str) -> Object:
         if condition["type"] == type_ and condition["status"] == "True":
             return dict(condition)
     return {}
+
+
+def _held_since(job: Object) -> float | None:
+    held = _condition(job, "Suspended")
+    return seconds(held.get("lastTransitionTime")) if held else None
 
 
 def _replica_failures(objects: Iterable[Object]) -> dict[str, str]:

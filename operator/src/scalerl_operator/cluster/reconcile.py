@@ -35,8 +35,8 @@ from scalerl_operator.cluster.conditions import (
     waits_for_progress_only,
 )
 from scalerl_operator.cluster.hearing import Coordinators
-from scalerl_operator.cluster.names import FINALIZER, Names, selector
-from scalerl_operator.cluster.observed import Observed, Problem, observe, patient, seconds
+from scalerl_operator.cluster.names import FINALIZER, QUEUE, Names, selector
+from scalerl_operator.cluster.observed import Observed, Problem, label, observe, patient, seconds
 from scalerl_operator.cluster.place import WORKLOADS, Place, leaving, pinned
 from scalerl_operator.cluster.render import render
 from scalerl_operator.cluster.render.shared import spec_hash
@@ -302,6 +302,8 @@ class Reconciler:
             unix_seconds=seen.unix_seconds,
             deleting=leaving(seen.run),
             suspend=suspend,
+            queued=bool(label(seen.run, QUEUE)),
+            serving=observed.serving,
             prepare=observed.prepare,
             trainer=observed.trainer,
             coordinator=observed.service(Role.COORDINATOR),

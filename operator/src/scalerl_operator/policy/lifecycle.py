@@ -6,7 +6,7 @@ from one look to the next. Whoever looks again after any crash, at any moment, c
 =============  =====================================================  ==============================================
 phase          exists                                                 left when
 =============  =====================================================  ==============================================
-Pending        nothing                                                the spec is accepted
+Pending        nothing; of a run in a queue the Job that waits there  the spec is accepted, the queue lets the Job in
 Preparing      the prepare Job                                        it is complete
 Running        coordinator, generators, the present trainer attempt   the coordinator is told to stop, or ends by itself
 Finishing      the same                                               the coordinator says finished, the trainer left
@@ -15,6 +15,9 @@ Suspended      nothing but what is kept                               ``suspend`
 Completed      what is kept, and Jobs that have ended                 never
 Failed         the same                                               never
 =============  =====================================================  ==============================================
+
+A queue (Kueue) lets in Job by Job. All else waits for the trainer: it is made when the trainer is let in, and goes when
+the trainer has been put back for a while, so that a run that waits holds no devices and its clock stands still.
 """
 
 from __future__ import annotations
@@ -39,6 +42,9 @@ ASK_AGAIN_SECONDS: Final = 2.0
 START_DELAY_SECONDS: Final = 300.0
 """The longest wait before the next attempt of a run whose trainer has been up once: what is in its way (a volume that is
 away, a device plug-in) gets an hour to pass before twenty restarts are spent."""
+HELD_SECONDS: Final = 30.0
+"""A queue may hold the trainer for so long before what works beside it goes too: it looks at every attempt anew, and lets
+most in within a second."""
 
 
 class JobState(enum.StrEnum):
@@ -61,8 +67,9 @@ class Ended:
 @dataclass(frozen=True)
 class Job:
     """ends: of containers that ended with something else than 0. ready: all its pods are. stale: of an earlier spec.
-    held: a queue has not let it begin. disrupted: it failed because its pods' places were taken away, or a node did not let
-    them begin. failed_at: when, in unix seconds; 0 if that is not known.
+    held: a queue has not let it begin, or has put it back; held_since: when, once that has been done. ending: it has pods
+    that have been told to end, and have not yet. disrupted: it failed because its pods' places were taken away, or a node
+    did not let them begin. failed_at: when, in unix seconds; 0 if that is not known.
     """
 
     state: JobState = JobState.ABSENT
@@ -71,6 +78,8 @@ class Job:
     ready: bool = False
     stale: bool = False
     held: bool = False
+    held_since: float | None = None
+    ending: bool = False
     disrupted: bool = False
     failed_at: float = 0.0
 
@@ -96,14 +105,16 @@ class Heard:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is seen now. unix_seconds: the operator's clock, for back-off and drains only.
-    heard: None while the coordinator does not answer. stop: why the autoscaler
-    wants the run to end (its forecast, or that it is broken); empty while it does not.
+    """What is seen now. unix_seconds: the operator's clock, for back-off, drains and queues only. queued: the run is to
+    wait in a queue. serving: its coordinator or generators have been made. heard: None while the coordinator does not
+    answer. stop: why the autoscaler wants the run to end (its forecast, or that it is broken); empty while it does not.
     """
 
     unix_seconds: float
     deleting: bool = False
     suspend: bool = False
+    queued: bool = False
+    serving: bool = False
     prepare: Job = Job()
     trainer: Job = Job()
     coordinator: Service = Service()
@@ -183,6 +194,9 @@ class Course:
     """What the run waits for, in words."""
 
 
+_IN_QUEUE: Final = "the queue to let it in"
+
+
 def decide(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
     """The course of a run whose spec is accepted."""
     memory = _known(seen, memory)
@@ -244,7 +258,7 @@ def _drain(seen: Facts, memory: Memory, phase: Phase) -> Course | None:
     # One whose ranks have never all been up has trained nothing: it waits for a queue, a node or an image.
     begun = trainer.ready or memory.ready_since is not None
     works = trainer.state is JobState.LEAVING or (
-        trainer.state is JobState.ACTIVE and begun and not trainer.held
+        trainer.state is JobState.ACTIVE and begun and (trainer.ending or not trainer.held)
     )
     if not works or memory.rest is not Rest.NO or now - since >= DRAIN_SECONDS:
         return None
@@ -279,6 +293,8 @@ def _prepare(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
         reason = Reason.BAD_INPUT if worst.exit_code == BAD_INPUT_EXIT_CODE else Reason.PREPARE_FAILED
         said = worst.message or f"prepare exited with {worst.exit_code}"
         return _end(seen, memory, Outcome(End.FAILED, reason, said))
+    if seen.prepare.held:
+        return Course(Phase.PENDING, memory, prepare=True, note=_IN_QUEUE)
     return Course(
         Phase.PREPARING,
         memory,
@@ -323,7 +339,8 @@ def _run(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
     # A word that is yet to be told makes what the coordinator says now a thing of the past.
     finished = heard is not None and tell is None and heard.phase is Word.FINISHED
     # A rank that fails once the coordinator has noted the last checkpoint has nothing to lose any more.
-    left = seen.trainer.state in (JobState.COMPLETE, JobState.FAILED, JobState.ABSENT)
+    put_back = seen.trainer.held and not seen.trainer.ending
+    left = put_back or seen.trainer.state in (JobState.COMPLETE, JobState.FAILED, JobState.ABSENT)
     if finished and left and memory.attempt > 0 and heard is not None:
         by_forecast = heard.stop_reason == FORECAST and spec.autoscaling.on_stop == "Suspend"
         if by_forecast or heard.stop_reason == BROKEN:
@@ -331,13 +348,20 @@ def _run(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
                 Phase.SUSPENDED, replace(memory, rest=Rest.ASKED, drain_since=None), ask_suspend=True
             )
         return _end(seen, memory, Outcome(End.COMPLETED, _reason(heard.stop_reason), heard.stop_reason))
-    if seen.trainer.ready and seen.trainer.attempt == memory.attempt:
+    if put_back:
+        memory = replace(memory, ready_since=None)
+    elif seen.trainer.ready and seen.trainer.attempt == memory.attempt:
         since = seen.unix_seconds if memory.ready_since is None else memory.ready_since
         memory = replace(memory, ready_since=since, record=replace(memory.record, worked=True))
     memory = _judge(spec, seen, memory)
     if memory.outcome is not None:
         return _end(seen, memory, memory.outcome)
     memory, trainer, wait = _attempt(seen, memory, finished=finished)
+    if _waits_in_queue(seen):
+        again = None if seen.trainer.held else wait
+        return Course(
+            Phase.PENDING, memory, prepare=True, trainer=trainer, again_seconds=again, note=_IN_QUEUE
+        )
     ending = heard is not None and (heard.phase in (Word.FINISHING, Word.FINISHED) or bool(heard.stop_reason))
     return Course(
         Phase.FINISHING if ending and tell != "" else Phase.RUNNING,
@@ -350,6 +374,15 @@ def _run(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
         again_seconds=min(wait, POLL_SECONDS if heard is not None else ASK_AGAIN_SECONDS),
         note="" if heard is not None else "the coordinator to answer",
     )
+
+
+def _waits_in_queue(seen: Facts) -> bool:
+    """Whether nothing is to be there but the trainer's Job, which a queue holds."""
+    trainer = seen.trainer
+    if trainer.held and not trainer.ending:
+        since = seen.unix_seconds if trainer.held_since is None else trainer.held_since
+        return not seen.serving or seen.unix_seconds - since >= HELD_SECONDS
+    return seen.queued and trainer.state is JobState.ABSENT and not seen.serving
 
 
 def _wanted(spec: RunSpec, seen: Facts, *, resumed: bool) -> str:
