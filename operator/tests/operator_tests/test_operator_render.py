@@ -418,11 +418,15 @@ def test_the_trainer_is_a_gang_that_ends_as_one() -> None:
     assert env["SCALERL_TRAINER_HOST"] == "$(SCALERL_ADDRESS)"
 
 
-@pytest.mark.parametrize(("devices", "surge", "unavailable"), [(0, 1, 0), (1, 0, 1)])
-def test_a_new_generator_comes_first_where_there_is_room(devices: int, surge: int, unavailable: int) -> None:
-    deployment = rendered(cluster_run(generator={"devices": devices}), Desired(generators=3))[
-        "Deployment/generator"
-    ]
+@pytest.mark.parametrize(
+    ("devices", "queue", "surge", "unavailable"),
+    [(0, {}, 1, 0), (1, {}, 0, 1), (0, {names.QUEUE: "q"}, 0, 1)],
+)
+def test_a_new_generator_comes_first_where_there_is_room(
+    devices: int, queue: dict[str, str], surge: int, unavailable: int
+) -> None:
+    run = cluster_run(labels=queue, generator={"devices": devices})
+    deployment = rendered(run, Desired(generators=3))["Deployment/generator"]
     assert deployment["spec"]["replicas"] == 3
     assert deployment["spec"]["strategy"]["rollingUpdate"] == {
         "maxSurge": surge,

@@ -17,8 +17,10 @@ START_SECONDS: Final = 2100
 
 
 def deployment(scope: Scope, replicas: int) -> Object:
-    """On accelerators a new pod replaces one that is gone, since none may be left for it; on CPUs it comes first."""
-    on_devices = bool(scope.spec.generator.devices)
+    """On accelerators, and in a queue, a new pod replaces one that is gone, since there may be no room for both; else it
+    comes first.
+    """
+    in_place = bool(scope.spec.generator.devices or scope.queue_labels)
     settings = PodSettings(
         role=Role.GENERATOR,
         image=scope.spec.images.generator or scope.images.generator,
@@ -38,7 +40,7 @@ def deployment(scope: Scope, replicas: int) -> Object:
             "replicas": replicas,
             "strategy": {
                 "type": "RollingUpdate",
-                "rollingUpdate": {"maxSurge": int(not on_devices), "maxUnavailable": int(on_devices)},
+                "rollingUpdate": {"maxSurge": int(not in_place), "maxUnavailable": int(in_place)},
             },
             "progressDeadlineSeconds": START_SECONDS,
             "revisionHistoryLimit": 2,
