@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import io
 import json
 import re
@@ -14,12 +15,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import aiohttp
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer, unused_port
+from aiohttp.test_utils import unused_port
 
 import scalerl_curvefit as cf
 from scalerl_api import endpoints
 from scalerl_api import forecast as wire
-from scalerl_curvefit.sidecar.app import Limits, Sidecar
+from scalerl_curvefit.sidecar.app import Limits, Sidecar, runner
 from scalerl_curvefit.simulate import SCALERL, simulated
 from scalerl_operator.autoscaling.client import SidecarClient, SidecarRefused, SidecarUnavailable
 
@@ -30,17 +31,17 @@ def points(curve: cf.Curve, **more: object) -> wire.Points:
 
 @pytest.fixture
 async def start() -> AsyncIterator[Callable[..., Awaitable[str]]]:
-    servers = []
+    runners = []
 
     async def starter(application: web.Application) -> str:
-        server = TestServer(application)
-        await server.start_server()
-        servers.append(server)
-        return str(server.make_url("/")).rstrip("/")
+        runners.append(served := runner(application, 0.1))
+        await served.setup()
+        await web.TCPSite(served, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{served.addresses[0][1]}"
 
     yield starter
-    for server in servers:
-        await server.close()
+    for served in runners:
+        await served.cleanup()
 
 
 async def post(url: str, body: bytes, **headers: str) -> tuple[int, dict[str, object]]:
@@ -177,9 +178,33 @@ async def test_a_body_that_never_comes_is_given_up(start) -> None:
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(f"POST {wire.FIT} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n".encode())
     await writer.drain()
-    answer = await asyncio.wait_for(reader.read(), 5)
-    assert b"503" in answer.split(b"\r\n")[0] or answer == b""
+    answer = await asyncio.wait_for(reader.read(), 5)  # to the end: it is closed
+    assert b"503" in answer.split(b"\r\n")[0]
+    assert b"slow_body" in answer
     writer.close()
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "deflate"])
+async def test_a_compressed_body_is_refused(start, encoding: str) -> None:
+    url = await start(Sidecar().application())
+    for body in (b"garbage", gzip.compress(b" " * 1_000_000)):
+        status, answer = await post(url + wire.FIT, body, **{"content-encoding": encoding})
+        assert (status, answer["code"]) == (415, "content_encoding")
+    async with aiohttp.ClientSession() as session, session.get(url + endpoints.METRICS) as response:
+        assert f'{wire.REQUESTS_METRIC}_total{{path="{wire.FIT}",status="415"}} 2.0' in await response.text()
+
+
+async def test_no_body_is_unpacked_before_a_handler_could_refuse_it(start) -> None:
+    async def sent(request: web.Request) -> web.Response:
+        return web.Response(body=await request.read())
+
+    application = web.Application()
+    application.router.add_post("/", sent)
+    packed = gzip.compress(b" " * 1_000_000)
+    async with aiohttp.ClientSession() as session:
+        url, headers = await start(application), {"content-encoding": "gzip"}
+        async with session.post(url, data=io.BytesIO(packed), headers=headers) as answer:
+            assert await answer.read() == packed
 
 
 async def test_a_hundred_thousand_points_are_answered(start) -> None:

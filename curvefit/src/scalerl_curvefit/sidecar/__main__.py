@@ -12,7 +12,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from .app import Sidecar
+from .app import Sidecar, runner
 
 DEFAULT_PORT = 8077
 SHUTDOWN_SECONDS = 5.0
@@ -35,14 +35,14 @@ async def serve(host: str, port: int, token: str | None, metrics: tuple[str, int
 async def _listen(
     stack: AsyncExitStack, application: web.Application, host: str, port: int, what: str
 ) -> None:
-    runner = web.AppRunner(application, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
-    stack.push_async_callback(runner.cleanup)
-    await runner.setup()
+    served = runner(application, SHUTDOWN_SECONDS)
+    stack.push_async_callback(served.cleanup)
+    await served.setup()
     try:
-        await web.TCPSite(runner, host, port).start()
+        await web.TCPSite(served, host, port).start()
     except OSError as error:
         raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from error
-    bound = runner.addresses[0][1]
+    bound = served.addresses[0][1]
     logging.getLogger("scalerl_curvefit").info("%s on http://%s:%d", what, host, bound)
 
 

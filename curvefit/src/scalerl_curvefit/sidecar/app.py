@@ -3,6 +3,7 @@
 | limit | default | when exceeded |
 |---|---|---|
 | body | `MAX_BODY_BYTES` | 413 |
+| its encoding | none | 415 |
 | points, forecasts, draws | `MAX_POINTS`, … | 422 `request` |
 | seconds to read a body | `read_seconds` | 503 `slow_body`, connection closed |
 | requests computing or waiting | `queue` | 503 `busy` |
@@ -34,6 +35,8 @@ from .openapi import document
 
 JSON = "application/json"
 RETRY_AFTER_SECONDS = 1
+LINGER_SECONDS = 1.0
+"""For the rest of a body that nobody reads, after its answer."""
 
 Asked = TypeVar("Asked", wire.FitRequest, wire.ForecastRequest)
 
@@ -54,6 +57,19 @@ class Refused(Exception):
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
         self.status, self.code = status, code
+
+
+def runner(application: web.Application, shutdown_seconds: float = 5.0) -> web.AppRunner:
+    """What serves ``application``. A body is taken as it is sent: a few compressed KB could be gigabytes, which aiohttp
+    would unpack before anybody has looked at the token or the limits.
+    """
+    return web.AppRunner(
+        application,
+        access_log=None,
+        shutdown_timeout=shutdown_seconds,
+        auto_decompress=False,
+        lingering_time=LINGER_SECONDS,
+    )
 
 
 class Sidecar:
@@ -123,6 +139,8 @@ class Sidecar:
             response = web.Response(status=refusal.status, body=msgspec.json.encode(error), content_type=JSON)
             if refusal.status == 503:
                 response.headers["retry-after"] = str(RETRY_AFTER_SECONDS)
+            if refusal.code == "slow_body":
+                response.force_close()
         self._metrics.requests.labels(request.path, str(response.status)).inc()
         self._metrics.seconds.labels(request.path).observe(time.perf_counter() - started)
         return response
@@ -135,12 +153,16 @@ class Sidecar:
             raise Refused(401, "token", "send the sidecar's token as a bearer token")
 
     async def _read(self, request: web.Request) -> bytes:
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise Refused(
+                415, "content_encoding", f"send the body as it is, without the encoding {encoding!r}"
+            )
         try:
             return await asyncio.wait_for(request.read(), self._limits.read_seconds)
         except web.HTTPRequestEntityTooLarge as error:
             raise Refused(413, "body_size", f"the body exceeds {self._limits.body_bytes} bytes") from error
         except TimeoutError as error:
-            request.protocol.force_close()
             seconds = self._limits.read_seconds
             raise Refused(503, "slow_body", f"the body did not arrive within {seconds:g} s") from error
 

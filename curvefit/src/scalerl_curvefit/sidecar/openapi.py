@@ -34,7 +34,17 @@ def document() -> dict[str, Any]:
                 "post": _operation("Fit, guard, forecast", "ForecastRequest", "ForecastAnswer"),
             },
         },
-        "components": {"schemas": schemas},
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {
+                "token": {
+                    "type": "http",
+                    "scheme": "bearer",
+                    "description": "where it was given --token-file",
+                }
+            },
+        },
+        "security": [{}, {"token": []}],
     }
 
 
@@ -46,6 +56,7 @@ def _operation(summary: str, request: str, answer: str) -> dict[str, Any]:
         "400": "not a request of this type",
         "401": "wrong token",
         "413": "body too large",
+        "415": "a body with a content encoding",
         "422": "points or request that cannot be fitted; `code` says why",
         "503": "busy, or out of time; come back after `retry-after` seconds",
     }
