@@ -17,83 +17,43 @@ from typing import Final
 
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.load import SpecError, run_from_object
-from scalerl_api.spec import KIND, ScaleRLRun
+from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import Status
-from scalerl_operator.cluster import errors
-from scalerl_operator.cluster.announce import announce
 from scalerl_operator.cluster.api import KubeApi
 from scalerl_operator.cluster.apply import Applier
 from scalerl_operator.cluster.cache import Cache
 from scalerl_operator.cluster.conditions import (
     Looked,
     Steered,
-    merge_patch,
     remembered,
     report,
     understood,
-    waits_for_progress_only,
 )
 from scalerl_operator.cluster.hearing import Coordinators
-from scalerl_operator.cluster.names import FINALIZER, QUEUE, Names, selector
+from scalerl_operator.cluster.names import FINALIZER, QUEUE, selector
 from scalerl_operator.cluster.observed import Observed, Problem, label, observe, patient, seconds
-from scalerl_operator.cluster.place import WORKLOADS, Place, leaving, pinned
+from scalerl_operator.cluster.place import WORKLOADS, leaving, pinned
 from scalerl_operator.cluster.render import render
 from scalerl_operator.cluster.render.shared import spec_hash
+from scalerl_operator.cluster.runobject import RunObject
 from scalerl_operator.cluster.scaling import RunScaling
+from scalerl_operator.cluster.seen import Seen
 from scalerl_operator.cluster.standing import standing
 from scalerl_operator.cluster.stuck import Stuck
 from scalerl_operator.cluster.types import Desired, Images, Object
 from scalerl_operator.policy import lifecycle, replicas
 from scalerl_operator.policy.budget import Usage
-from scalerl_operator.policy.lifecycle import Course, Facts, Heard, JobState, Memory
+from scalerl_operator.policy.lifecycle import Course, Facts, Heard, JobState
 from scalerl_operator.workloads import Role
 
 Key = tuple[str, str]
 """A run: (namespace, name)."""
 
-PROGRESS_SECONDS: Final = 15.0
-"""Between two writes of a status in which only what moves all the time is new."""
 BLOCKED_SECONDS: Final = 30.0
 """When to try again what the cluster did not let us make."""
 START_LOOKS: Final = (15.0, 300.0)
 """While pods are awaited, only events tell what is missing: looked at first and at the latest after so long."""
-
-
-@dataclass(frozen=True)
-class _Seen(Place):
-    """A run as it is found, and what the last look left."""
-
-    before: RunStatus
-    memory: Memory
-
-    @property
-    def finalizers(self) -> list[str]:
-        return list(self.run["metadata"].get("finalizers") or ())
-
-    @property
-    def at_work(self) -> list[tuple[str, str]]:
-        """(kind, name) of what should work in a run that is to be suspended or deleted, as long as nothing has been done
-        about it. What has never worked has nothing."""
-        memory, names = self.memory, Names(self.name)
-        asked = leaving(self.run) or self.run["spec"].get("suspend") is True
-        done = memory.rest is not lifecycle.Rest.NO or memory.drain_since is not None or memory.outcome
-        if not asked or done:
-            return []
-        found = [("Job", names.prepare)] if self.before.phase is Phase.PREPARING else []
-        if memory.attempt > 0:
-            found += [("Deployment", names.generator), ("StatefulSet", names.coordinator)]
-            found += [("Job", names.trainer_job(memory.attempt))]
-        return found
-
-    def knows(self, course: Course, steered: Steered) -> bool:
-        """Whether what the next look has to know is as the last one left it."""
-        known = self.before.generators
-        return course.memory == self.memory and (steered.base, steered.chosen) == (known.base, known.chosen)
-
-    @property
-    def generation(self) -> int:
-        return int(self.run["metadata"].get("generation", 0))
 
 
 @dataclass(frozen=True)
@@ -129,6 +89,7 @@ class Reconciler:
     ) -> None:
         self._api = api
         self._cache = cache
+        self._run = RunObject(api, cache)
         self._applier = Applier(api, cache, namespaced=namespaced)
         self._stuck = Stuck(api, self._applier.doubt)
         self._coordinators = Coordinators(lambda what: self._api.must_lead(what))
@@ -139,7 +100,6 @@ class Reconciler:
         self._clock = clock
         self._uids: dict[Key, str] = {}
         self._scalings: dict[str, RunScaling] = {}
-        self._written: dict[str, float] = {}
         self._standing: dict[str, int] = {}
         self._blocked: dict[str, Problem] = {}
         self._hashes: dict[str, tuple[int, dict[Role, str]]] = {}
@@ -178,17 +138,17 @@ class Reconciler:
         except SpecError as problem:
             return await self._refuse(seen, problem)
         if not leaving(obj) and FINALIZER not in seen.finalizers:
-            await self._set_finalizers(seen, [*seen.finalizers, FINALIZER])
+            await self._run.hold(seen)
         return await self._look(run, seen)
 
     # --- observe ----------------------------------------------------------------------------------
 
-    def _observe(self, key: Key, obj: Object) -> _Seen:
+    def _observe(self, key: Key, obj: Object) -> Seen:
         self._uids[key] = obj["metadata"]["uid"]
         before = RunStatus.read(obj.get("status"))
-        return _Seen(obj, self._cache.owned(*key), self._clock(), before, remembered(before))
+        return Seen(obj, self._cache.owned(*key), self._clock(), before, remembered(before))
 
-    async def _hear(self, seen: _Seen, observed: Observed) -> Status | None:
+    async def _hear(self, seen: Seen, observed: Observed) -> Status | None:
         if seen.memory.outcome is not None:
             return None
         pods = observed.of(Role.COORDINATOR)
@@ -196,7 +156,7 @@ class Reconciler:
 
     # --- validate ---------------------------------------------------------------------------------
 
-    async def _refuse(self, seen: _Seen, problem: SpecError) -> float | None:
+    async def _refuse(self, seen: Seen, problem: SpecError) -> float | None:
         """A spec that cannot be read: nothing is created, and what there is already stays as it is.
 
         If the run is being deleted, until what works has saved what it has: for that nobody needs the spec.
@@ -210,7 +170,7 @@ class Reconciler:
             steered = Steered(seen.before.generators.replicas)
             course = lifecycle.leave(self._facts(seen, observed, heard, steered), seen.memory)
             if course.release:
-                await self._release(seen)
+                await self._run.release(seen)
                 return None
             if course.tell is not None:
                 await self._tell(seen, observed, course.tell)
@@ -221,7 +181,7 @@ class Reconciler:
 
     # --- plan -------------------------------------------------------------------------------------
 
-    async def _look(self, run: ScaleRLRun, seen: _Seen) -> float | None:
+    async def _look(self, run: ScaleRLRun, seen: Seen) -> float | None:
         observed, placed = patient(
             observe(seen.objects, seen.uid, self._spec_hashes(run, seen)), seen.unix_seconds
         )
@@ -231,7 +191,7 @@ class Reconciler:
             run.spec, self._facts(seen, observed, heard, steered, suspend=run.spec.suspend), seen.memory
         )
         if course.release:
-            await self._release(seen)
+            await self._run.release(seen)
             return None
         plan = self._plan(run, seen, course)
         accepted = None if plan.stands else await self._missing(run, seen, plan.images)
@@ -252,10 +212,10 @@ class Reconciler:
         await self._tell_people(seen)
         put_off = await self._report(run, seen, looked)
         if course.ask_suspend and accepted is None:
-            await self._suspend(seen)
+            await self._run.suspend(seen)
         repair = self._applier.repairs.next_seconds(seen)
         if course.memory.outcome is not None:
-            return _soonest(await self._expire(run, seen), repair)
+            return _soonest(await self._run.expire(run, seen), repair)
         return _soonest(
             course.again_seconds,
             put_off,
@@ -265,7 +225,7 @@ class Reconciler:
             self._next_start_look(seen, observed, plan.desired),
         )
 
-    def _spec_hashes(self, run: ScaleRLRun, seen: _Seen) -> dict[Role, str]:
+    def _spec_hashes(self, run: ScaleRLRun, seen: Seen) -> dict[Role, str]:
         """What the Jobs of the present spec carry."""
         known = self._hashes.get(seen.uid)
         if known is None or known[0] != seen.generation:
@@ -273,7 +233,7 @@ class Reconciler:
             known = self._hashes[seen.uid] = (seen.generation, hashes)
         return known[1]
 
-    def _next_start_look(self, seen: _Seen, observed: Observed, desired: Desired) -> float | None:
+    def _next_start_look(self, seen: Seen, observed: Observed, desired: Desired) -> float | None:
         """For what only events tell: why a pod is not made, or is scheduled and does not begin. All else wakes us.
 
         The longer a start takes, the rarer.
@@ -287,7 +247,7 @@ class Reconciler:
 
     def _facts(
         self,
-        seen: _Seen,
+        seen: Seen,
         observed: Observed,
         heard: Status | None,
         steered: Steered,
@@ -312,7 +272,7 @@ class Reconciler:
             generators_wanted=steered.replicas,
         )
 
-    def _steer(self, run: ScaleRLRun, seen: _Seen, observed: Observed, heard: Status | None) -> Steered:
+    def _steer(self, run: ScaleRLRun, seen: Seen, observed: Observed, heard: Status | None) -> Steered:
         """What autoscaling says; what it said last while the coordinator is silent."""
         if heard is None or seen.memory.outcome is not None:
             return self._as_before(run, seen)
@@ -322,7 +282,7 @@ class Reconciler:
         ready = observed.service(Role.GENERATOR).ready
         return scaling.steer(run, seen.before, heard, ready, resumed=seen.memory.resumed)
 
-    def _as_before(self, run: ScaleRLRun, seen: _Seen) -> Steered:
+    def _as_before(self, run: ScaleRLRun, seen: Seen) -> Steered:
         before = seen.before.generators
         kept = replicas.decide(
             run.spec.generator.replicas, run.spec.autoscaling, base=before.base, chosen=before.chosen
@@ -336,7 +296,7 @@ class Reconciler:
 
     # --- render, apply ----------------------------------------------------------------------------
 
-    def _plan(self, run: ScaleRLRun, seen: _Seen, course: Course) -> _Plan:
+    def _plan(self, run: ScaleRLRun, seen: Seen, course: Course) -> _Plan:
         desired = Desired(course.prepare, course.coordinator, course.generators, course.trainer)
         images = pinned(seen, run.spec.images, self._images)
         known = self._standing.get(seen.uid)
@@ -344,7 +304,7 @@ class Reconciler:
         stands = known is not None and known == standing(run, seen, desired, images, frozen=course.frozen)
         return _Plan(desired, images, course.frozen, stands)
 
-    async def _missing(self, run: ScaleRLRun, seen: _Seen, images: Images) -> Problem | None:
+    async def _missing(self, run: ScaleRLRun, seen: Seen, images: Images) -> Problem | None:
         """What keeps a run of which there is nothing yet from being started at all."""
         begun = any(kind in WORKLOADS and seen.mine(obj) for (kind, _), obj in seen.objects.items())
         if seen.before.start_time is not None or begun:
@@ -353,7 +313,7 @@ class Reconciler:
         return await self._applier.missing(run, seen, lambda: self._render(run, seen, every, images))
 
     async def _apply(
-        self, run: ScaleRLRun, seen: _Seen, observed: Observed, plan: _Plan, heard: Status | None
+        self, run: ScaleRLRun, seen: Seen, observed: Observed, plan: _Plan, heard: Status | None
     ) -> Problem | None:
         """What keeps an object of the run from being made."""
         scaling = self._scalings.get(seen.uid)
@@ -372,16 +332,16 @@ class Reconciler:
             self._blocked[seen.uid] = blocked
         return blocked
 
-    def _render(self, run: ScaleRLRun, seen: _Seen, desired: Desired, images: Images) -> list[Object]:
+    def _render(self, run: ScaleRLRun, seen: Seen, desired: Desired, images: Images) -> list[Object]:
         return render(run, seen.uid, desired, images, operator_namespace=self._operator_namespace)
 
-    async def _tell(self, seen: _Seen, observed: Observed, reason: str) -> None:
+    async def _tell(self, seen: Seen, observed: Observed, reason: str) -> None:
         pods = observed.of(Role.COORDINATOR)
         if await self._coordinators.tell(seen.uid, pods, lambda: self._applier.token(seen), reason):
             what = f"the run is told to stop: {reason}" if reason else "the run is told to go on"
             await self._api.event(seen.run, "Normal", Reason.STOPPING if reason else Reason.GOING_ON, what)
 
-    async def _tell_people(self, seen: _Seen) -> None:
+    async def _tell_people(self, seen: Seen) -> None:
         scaling = self._scalings.get(seen.uid)
         text, alarming = scaling.event() if scaling is not None else ("", False)
         if text:
@@ -389,7 +349,7 @@ class Reconciler:
 
     # --- report -----------------------------------------------------------------------------------
 
-    async def _write_down(self, run: ScaleRLRun, seen: _Seen, looked: Looked) -> _Seen:
+    async def _write_down(self, run: ScaleRLRun, seen: Seen, looked: Looked) -> Seen:
         """What is decided, before it is carried out; the run as it is then. Nothing is carried out if it fails.
 
         What keeps an object from being made is as the last look left it. If that stays so there is nothing to report
@@ -399,7 +359,7 @@ class Reconciler:
         before = RunStatus.read(seen.run.get("status"))
         return replace(seen, before=before, memory=looked.course.memory)
 
-    async def _report(self, run: ScaleRLRun | None, seen: _Seen, looked: Looked) -> float | None:
+    async def _report(self, run: ScaleRLRun | None, seen: Seen, looked: Looked) -> float | None:
         """Write the status if it says anything new. Returns when a write that was put off is due."""
         status = report(run, seen.before, looked)
         scaling = self._scalings.get(seen.uid)
@@ -409,78 +369,13 @@ class Reconciler:
             labels = sorted(selector(seen.uid, Role.GENERATOR).items())
             status = status.model_copy(update={"selector": ",".join(f"{k}={v}" for k, v in labels)})
         self._on_status((seen.namespace, seen.name), status)
-        new, old = status.to_object(), seen.run.get("status") or {}
-        if new == old:
-            return None
-        if seen.before.conditions and waits_for_progress_only(seen.before, status):
-            due = self._written.get(seen.uid, 0.0) + PROGRESS_SECONDS - seen.unix_seconds
-            if 0 < due <= PROGRESS_SECONDS:
-                return due
-        self._written[seen.uid] = seen.unix_seconds
-        # Against the version that was looked at: what another process has written since is to be looked at first.
-        made = await self._api.patch(
-            KIND,
-            seen.namespace,
-            seen.name,
-            {"status": merge_patch(old, new)},
-            subresource="status",
-            resource_version=seen.run["metadata"]["resourceVersion"],
-        )
-        self._cache.remember(made)
-        seen.run.update(metadata=made["metadata"], status=made["status"])
-        await announce(self._api, seen.run, seen.before, status)
-        return None
-
-    # --- ends -------------------------------------------------------------------------------------
-
-    async def _release(self, seen: _Seen) -> None:
-        """The drain is over: the finalizer goes, and with the run all that it owns."""
-        await self._set_finalizers(seen, [f for f in seen.finalizers if f != FINALIZER])
-
-    async def _suspend(self, seen: _Seen) -> None:
-        """As Kueue does: what holds a run back is to be seen in its spec, where a person takes it back."""
-        made = await self._api.patch(
-            KIND,
-            seen.namespace,
-            seen.name,
-            {"spec": {"suspend": True}, "metadata": {"uid": seen.uid}},
-            resource_version=seen.run["metadata"]["resourceVersion"],
-        )
-        self._cache.remember(made)
-
-    async def _set_finalizers(self, seen: _Seen, finalizers: list[str]) -> None:
-        try:
-            made = await self._api.patch(
-                KIND,
-                seen.namespace,
-                seen.name,
-                {"metadata": {"finalizers": finalizers, "uid": seen.uid}},
-                resource_version=seen.run["metadata"]["resourceVersion"],
-            )
-        except errors.NotFound:
-            return
-        if finalizers:
-            seen.run["metadata"] = made["metadata"]
-            self._cache.remember(made)
-
-    async def _expire(self, run: ScaleRLRun, seen: _Seen) -> float | None:
-        """A run that has ended is deleted once its time to be looked at is over."""
-        ttl = run.spec.ttl_seconds_after_finished
-        if ttl is None or leaving(seen.run):
-            return None
-        if seen.before.completion_time is None:
-            return 0.0  # written just now: our own writes wake nobody
-        left = seconds(seen.before.completion_time) + ttl - seen.unix_seconds
-        if left > 0:
-            return left
-        await self._api.delete(KIND, seen.namespace, seen.name, uid=seen.uid)
-        return None
+        return await self._run.write(seen, status)
 
     async def _forget(self, uid: str) -> None:
         scaling = self._scalings.pop(uid, None)
         if scaling is not None:
             scaling.close()
-        self._written.pop(uid, None)
+        self._run.forget(uid)
         self._standing.pop(uid, None)
         self._blocked.pop(uid, None)
         self._hashes.pop(uid, None)
