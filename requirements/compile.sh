@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Writes the locks from the members' pyproject files. Run through `make lock`.
-#   control  operator, curve-fit, coordinator, CLI: no torch
+#   control  operator, curve-fit, coordinator, CLI, for the operator's image: no torch, no matplotlib
 #   cpu/gpu  everything, with the vLLM build of that device (the two exclude each other)
 #   dev      what lint and tests need beside cpu, at cpu's versions
 #   uv       the installer itself
@@ -21,7 +21,7 @@ control=$(members api tasks curvefit coordinator operator cli)
 {
   lock $all --extra cpu -o requirements/cpu.txt
   lock $all --extra gpu -o requirements/gpu.txt
-  lock $control -c requirements/cpu.txt -o requirements/control.txt
+  lock $control --override requirements/control-overrides.txt -c requirements/cpu.txt -o requirements/control.txt
   # setuptools is in cpu.txt and gpu.txt, at versions that differ.
   lock requirements/dev.in -c requirements/cpu.txt --no-emit-package setuptools -o requirements/dev.txt
 }

@@ -14,6 +14,8 @@ IMPORTS = {
     "trainer": "scalerl_trainer.main scalerl_trainer.prepare torch deepspeed",
     "generator": "scalerl_generator.actor scalerl_generator.vllm_server vllm",
 }
+# Unpacked, without the base. What may be left out of the operator's image: Dockerfile.operator.
+MEGABYTES = {"operator": 250}
 SCRIPT = """
 import importlib, importlib.metadata, importlib.util, json, os, pathlib, sys
 for name in sys.argv[1].split():
@@ -24,7 +26,10 @@ def writable(folder):
     except OSError:
         return False
     return True
+def megabytes(folder):
+    return sum(file.lstat().st_size for file in pathlib.Path(folder).rglob("*") if not file.is_dir()) / 1e6
 print(json.dumps({
+    "megabytes": megabytes("/opt"),
     "user": os.getuid(),
     "writable": [folder for folder in ("/", "/opt/scalerl", "/var/tmp", "/tmp") if writable(folder)],
     "home": os.path.expanduser("~"),
@@ -81,6 +86,9 @@ def test_a_restricted_pod_imports_what_its_role_needs(
         raise
     finally:
         cluster.kubectl("delete", name, "--grace-period=1")
+    megabytes = said.pop("megabytes")
+    print(f"{role}: {megabytes:.0f} MB unpacked, without its base")
+    assert megabytes < MEGABYTES.get(role, float("inf"))
     assert said == {
         "user": 10001,
         "writable": ["/tmp"],

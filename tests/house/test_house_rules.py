@@ -73,9 +73,11 @@ def test_validate_knows_the_head_sizes_of_the_locked_vllm() -> None:
     assert json.loads(sizes[1]) == list(CPU_HEAD_SIZES)
 
 
-def test_control_lock_has_no_torch() -> None:
+def test_control_lock_has_no_torch_and_no_matplotlib() -> None:
     assert not re.search(
-        r"^(torch|vllm|deepspeed|nvidia-\w+)", (ROOT / "requirements/control.txt").read_text(), re.M
+        r"^(torch|vllm|deepspeed|nvidia-\w+|matplotlib|pillow)",
+        (ROOT / "requirements/control.txt").read_text(),
+        re.M,
     )
 
 
