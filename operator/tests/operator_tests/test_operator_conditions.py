@@ -16,8 +16,8 @@ from scalerl_api.status import RunStatus
 from scalerl_operator.cluster.conditions import Looked, Steered, merge_patch, remembered, report
 from scalerl_operator.cluster.names import COMPONENT, RUN_UID
 from scalerl_operator.cluster.observed import observe
+from scalerl_operator.policy.course import Course, End, Memory, Outcome, Rest
 from scalerl_operator.policy.failure import Record
-from scalerl_operator.policy.lifecycle import Course, End, Memory, Outcome, Rest
 from scalerl_operator.workloads import Role
 
 leaves = (

@@ -15,7 +15,8 @@ from scalerl_api.status import RunStatus
 from scalerl_operator.cluster.conditions import Looked, Steered, remembered, report
 from scalerl_operator.cluster.names import COMPONENT, RUN_UID
 from scalerl_operator.cluster.observed import JOB_NAME, Observed, observe, pod_view, rfc3339
-from scalerl_operator.policy.lifecycle import Course, Ended, Job, JobState, Memory, decide
+from scalerl_operator.policy.course import Course, Ended, Job, JobState, Memory
+from scalerl_operator.policy.lifecycle import decide
 from scalerl_operator.workloads import Role
 
 NOW = 1_000_000.0

@@ -12,8 +12,7 @@ from scalerl_api.spec import RunSpec
 from scalerl_api.wire import BROKEN, FORECAST, INTERRUPTED
 from scalerl_api.wire import Phase as Word
 from scalerl_operator.policy.budget import Usage
-from scalerl_operator.policy.lifecycle import (
-    DRAIN_SECONDS,
+from scalerl_operator.policy.course import (
     Course,
     End,
     Ended,
@@ -24,8 +23,8 @@ from scalerl_operator.policy.lifecycle import (
     Memory,
     Rest,
     Service,
-    decide,
 )
+from scalerl_operator.policy.lifecycle import DRAIN_SECONDS, decide
 
 
 def spec(**changes: object) -> RunSpec:

@@ -16,7 +16,8 @@ from scalerl_api.wire import Phase as Word
 from scalerl_operator.cluster.conditions import Looked, Steered, report
 from scalerl_operator.cluster.names import ATTEMPT, COMPONENT, QUEUE, RUN_UID
 from scalerl_operator.cluster.observed import JOB_NAME, Observed, observe
-from scalerl_operator.policy.lifecycle import HELD_SECONDS, Course, Facts, Job, JobState, Memory, decide
+from scalerl_operator.policy.course import Course, Facts, Job, JobState, Memory
+from scalerl_operator.policy.lifecycle import HELD_SECONDS, decide
 from scalerl_operator.workloads import Role
 
 HELD = Job(JobState.ACTIVE, 1, held=True, held_since=100.0)

@@ -14,7 +14,7 @@ from scalerl_api.status import RunStatus
 from scalerl_operator.cluster.conditions import Looked, Steered, report, waits_for_progress_only
 from scalerl_operator.cluster.observed import observe
 from scalerl_operator.cluster.trouble import GRADING_QUIET_SECONDS
-from scalerl_operator.policy.lifecycle import Course, Memory
+from scalerl_operator.policy.course import Course, Memory
 from scalerl_operator.workloads import Role
 
 _COUNTS = dict.fromkeys(

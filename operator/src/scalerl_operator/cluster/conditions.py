@@ -18,7 +18,7 @@ from scalerl_operator.cluster import trouble
 from scalerl_operator.cluster.names import QUEUE
 from scalerl_operator.cluster.observed import Observed, Problem, rfc3339, seconds
 from scalerl_operator.policy import failure
-from scalerl_operator.policy.lifecycle import Course, End, JobState, Memory, Outcome, Rest
+from scalerl_operator.policy.course import Course, End, JobState, Memory, Outcome, Rest
 from scalerl_operator.workloads import Role
 
 STALLED_SECONDS: Final = 1800.0

@@ -16,7 +16,7 @@ from scalerl_api.process import BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE
 from scalerl_operator.cluster.names import ATTEMPT, COMPONENT, RUN_UID, SPEC_HASH
 from scalerl_operator.cluster.types import Object
 from scalerl_operator.cluster.words import creation_problem, placing_problem
-from scalerl_operator.policy.lifecycle import Ended, Job, JobState, Service
+from scalerl_operator.policy.course import Ended, Job, JobState, Service
 from scalerl_operator.workloads import Role
 
 JOB_NAME: Final = "batch.kubernetes.io/job-name"

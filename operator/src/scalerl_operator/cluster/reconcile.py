@@ -44,7 +44,7 @@ from scalerl_operator.cluster.stuck import Stuck
 from scalerl_operator.cluster.types import Desired, Images, Object
 from scalerl_operator.policy import lifecycle, replicas
 from scalerl_operator.policy.budget import Usage
-from scalerl_operator.policy.lifecycle import Course, Facts, Heard, JobState
+from scalerl_operator.policy.course import Course, Facts, Heard, JobState
 from scalerl_operator.workloads import Role
 
 Key = tuple[str, str]

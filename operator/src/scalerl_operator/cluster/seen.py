@@ -9,8 +9,7 @@ from scalerl_api.status import RunStatus
 from scalerl_operator.cluster.conditions import Steered
 from scalerl_operator.cluster.names import Names
 from scalerl_operator.cluster.place import Place, leaving
-from scalerl_operator.policy import lifecycle
-from scalerl_operator.policy.lifecycle import Course, Memory
+from scalerl_operator.policy.course import Course, Memory, Rest
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Seen(Place):
         about it. What has never worked has nothing."""
         memory, names = self.memory, Names(self.name)
         asked = leaving(self.run) or self.run["spec"].get("suspend") is True
-        done = memory.rest is not lifecycle.Rest.NO or memory.drain_since is not None or memory.outcome
+        done = memory.rest is not Rest.NO or memory.drain_since is not None or memory.outcome
         if not asked or done:
             return []
         found = [("Job", names.prepare)] if self.before.phase is Phase.PREPARING else []

@@ -12,7 +12,7 @@ from scalerl_operator.cluster.observed import Observed, Problem, label, seconds
 from scalerl_operator.cluster.place import Place, leaving
 from scalerl_operator.cluster.types import Desired, Object
 from scalerl_operator.cluster.words import creation_problem, mount_problem
-from scalerl_operator.policy.lifecycle import JobState
+from scalerl_operator.policy.course import JobState
 from scalerl_operator.workloads import Role
 
 SILENT_SECONDS: Final = 10.0
