@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 UID = "0b6f0c52-7d4e-4a53-9a68-0a3c5c1f3f10"
 IMAGES = Images("registry/trainer:1", "registry/generator:1", "registry/operator:1")
 RUNNING = Desired(coordinator=True, generators=1, trainer_attempt=1)
+PODS = ("Job/prepare", "StatefulSet/coordinator", "Deployment/generator", "Job/trainer")
+"""What has pods, as :func:`rendered` names it."""
 EVERYTHING = Desired(prepare=True, coordinator=True, generators=1, trainer_attempt=1)
 
 
@@ -40,6 +43,12 @@ def rendered(run: ScaleRLRun, desired: Desired = EVERYTHING, uid: str = UID) -> 
 def pod_spec(obj: Object) -> Object:
     spec: Object = obj["spec"]["template"]["spec"]
     return spec
+
+
+def every_container(objects: dict[str, Object]) -> Iterator[tuple[Object, Object]]:
+    for key in PODS:
+        for each in pod_spec(objects[key])["containers"]:
+            yield pod_spec(objects[key]), each
 
 
 def container(obj: Object, name: str) -> Object:

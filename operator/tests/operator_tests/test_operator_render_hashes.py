@@ -1,0 +1,94 @@
+"""What of a run's spec has its pods made anew, and what has them tried."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from operator_tests.manifests import (
+    IMAGES,
+    PODS,
+    RUNNING,
+    UID,
+    cluster_run,
+    rendered,
+)
+from scalerl_operator.cluster import names
+from scalerl_operator.cluster.render import raw_hash, render, spec_hash
+from scalerl_operator.cluster.types import Images
+from scalerl_operator.workloads import Role
+
+
+def hashes(**spec: Any) -> dict[Role, str]:
+    run = cluster_run(**spec)
+    return {role: spec_hash(run, role) for role in (Role.COORDINATOR, Role.GENERATOR, Role.TRAINER)}
+
+
+@pytest.mark.parametrize(
+    ("change", "rolled"),
+    [
+        ({"suspend": True}, set()),
+        ({"autoscaling": {"mode": "Auto"}}, set()),
+        ({"ttlSecondsAfterFinished": 5}, set()),
+        ({"storage": {"onDelete": "Delete"}}, set()),
+        ({"generator": {"replicas": 5}}, set()),
+        ({"generator": {"maxRestarts": 5}}, set()),
+        ({"coordinator": {"maxRestarts": 5}}, set()),
+        ({"trainer": {"maxRestarts": 5}}, set()),
+        ({"budget": {"maxSteps": 99}}, {Role.COORDINATOR}),
+        ({"trainer": {"podTemplate": {"labels": {"a": "b"}}}}, {Role.TRAINER}),
+        ({"generator": {"podTemplate": {"shmSize": "2Gi"}}}, {Role.GENERATOR}),
+        ({"images": {"trainer": "x"}}, {Role.TRAINER}),
+        ({"podTemplate": {"labels": {"a": "b"}}}, set(Role) - {Role.PREPARE, Role.FORECASTER}),
+        ({"trainer": {"replicas": 2}}, set(Role) - {Role.PREPARE, Role.FORECASTER}),
+        ({"seed": 9}, set(Role) - {Role.PREPARE, Role.FORECASTER}),
+        ({"trainer": {}, "generator": {"replicas": 1}}, set()),
+    ],
+)
+def test_a_change_rolls_the_pods_that_read_it(change: dict[str, Any], rolled: set[Role]) -> None:
+    before, after = hashes(), hashes(**change)
+    assert {role for role in before if before[role] != after[role]} == rolled
+
+
+def test_pods_and_jobs_say_for_which_spec_they_were_made() -> None:
+    run = cluster_run()
+    objects = rendered(run)
+    for key in PODS:
+        role = Role(key.split("/")[1])
+        assert objects[key]["spec"]["template"]["metadata"]["annotations"][names.SPEC_HASH] == spec_hash(
+            run, role
+        )
+    for key in ("Job/prepare", "Job/trainer"):
+        assert objects[key]["metadata"]["annotations"][names.SPEC_HASH] == spec_hash(
+            run, Role(key.split("/")[1])
+        )
+
+
+def test_another_release_of_the_operator_makes_no_new_hash() -> None:
+    run = cluster_run()
+    old = {o["kind"]: o for o in render(run, UID, RUNNING, IMAGES, operator_namespace="a")}
+    new = {
+        o["kind"]: o for o in render(run, UID, RUNNING, Images("t:2", "g:2", "c:2"), operator_namespace="a")
+    }
+    assert (
+        old["Job"]["metadata"]["annotations"][names.SPEC_HASH]
+        == new["Job"]["metadata"]["annotations"][names.SPEC_HASH]
+    )
+    assert (
+        old["Job"]["metadata"]["annotations"][names.RENDERED_HASH]
+        != new["Job"]["metadata"]["annotations"][names.RENDERED_HASH]
+    )
+
+
+def test_what_decides_whether_pods_are_taken_is_not_what_they_train() -> None:
+    same = raw_hash(cluster_run("a", budget={"maxSteps": 3}))
+    assert raw_hash(cluster_run("b", budget={"maxSteps": 4})) == same
+    others = [
+        {"podTemplate": {"nodeSelector": {"a": "b"}}},
+        {"trainer": {"podTemplate": {"labels": {"a": "b"}}}},
+        {"deviceResource": "amd.com/gpu"},
+        {"images": {"trainer": "mine:1"}},
+    ]
+    hashes = [raw_hash(cluster_run("a", budget={"maxSteps": 3}, **spec)) for spec in others]
+    assert len({same, *hashes}) == 5

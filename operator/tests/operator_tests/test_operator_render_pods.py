@@ -1,0 +1,262 @@
+"""The pods of a run: what every container has, what a user adds to it, and how it is asked whether it works."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from operator_tests.manifests import (
+    EVERYTHING,
+    cluster_run,
+    container,
+    environment,
+    every_container,
+    example,
+    pod_spec,
+    rendered,
+)
+from scalerl_operator.cluster.render.probes import probes
+from scalerl_operator.plan import plan
+from scalerl_operator.workloads import Role, expand
+
+
+def test_every_pod_meets_the_restricted_standard() -> None:
+    for pod, each in every_container(rendered(cluster_run(trainer={"devices": 1}))):
+        security = pod["securityContext"]
+        assert security["runAsNonRoot"] is True
+        assert security["runAsUser"] == security["fsGroup"] == 10001
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["enableServiceLinks"] is False
+        assert each["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert each["terminationMessagePolicy"] == "FallbackToLogsOnError"
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+
+
+def test_every_mount_has_its_volume_and_containers_share_no_temporary_folder() -> None:
+    objects = rendered(cluster_run())
+    tmp = []
+    for pod, each in every_container(objects):
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        mounts = {mount["mountPath"]: mount["name"] for mount in each["volumeMounts"]}
+        assert set(mounts.values()) <= volumes
+        assert {"/tmp", "/run/scalerl/run", "/etc/scalerl/spec", "/etc/scalerl/token"} <= mounts.keys()
+        tmp.append(mounts["/tmp"])
+    assert len(set(tmp)) == len(tmp)
+    generators = objects["Deployment/generator"]
+    for name in ("server", "actor"):
+        assert container(generators, name)["volumeMounts"][0]["readOnly"] is True
+
+
+def test_what_grades_hostile_text_cannot_fill_its_nodes_disk() -> None:
+    pod = rendered(cluster_run())["Deployment/generator"]["spec"]["template"]["spec"]
+    actor = container(rendered(cluster_run())["Deployment/generator"], "actor")
+    (mount,) = (m["name"] for m in actor["volumeMounts"] if m["mountPath"] == "/tmp")
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes[mount]["emptyDir"] == {"sizeLimit": "1Gi"}
+    # Compiled kernels, and what a library loads: of no size that would do for every model.
+    server = container(rendered(cluster_run())["Deployment/generator"], "server")
+    (mount,) = (m["name"] for m in server["volumeMounts"] if m["mountPath"] == "/tmp")
+    assert volumes[mount]["emptyDir"] == {}
+
+
+def test_every_command_and_variable_can_be_expanded_from_those_before_it() -> None:
+    run = cluster_run(generator={"extraArgs": ["--x=$(HOME)"]}, trainer={"replicas": 2})
+    for _, each in every_container(rendered(run)):
+        known: dict[str, str] = {}
+        for entry in each["env"]:
+            assert entry["name"] not in known, "given twice"
+            known[entry["name"]] = expand(entry["value"], known) if "value" in entry else "from the pod"
+        for word in each["command"]:
+            expand(word, known)
+        assert known["SCALERL_DIR"] == "/run/scalerl/run"
+        assert known["SCALERL_COORDINATOR_URL"] == "http://math-coordinator.ml.svc:8080"
+        assert known["HOME"].startswith("/tmp/")
+    server = container(rendered(run)["Deployment/generator"], "server")
+    assert expand(server["command"][-1], {}) == "--x=$(HOME)"
+
+
+def test_a_command_is_the_plans() -> None:
+    run = cluster_run()
+    objects = rendered(run)
+    for workload in plan(run).workloads:
+        for each in workload.containers:
+            found = next(c for _, c in every_container(objects) if c["name"] == each.name)
+            assert tuple(found["command"]) == each.argv
+
+
+def test_names_of_the_replicas() -> None:
+    objects = rendered(cluster_run())
+    assert (
+        environment(container(objects["StatefulSet/coordinator"], "coordinator"))["SCALERL_NAME"]
+        == "coordinator-0"
+    )
+    assert environment(container(objects["Deployment/generator"], "actor"))["SCALERL_NAME"] == "metadata.name"
+    assert environment(container(objects["Job/trainer"], "trainer"))["SCALERL_NAME"] == "trainer-$(RANK)"
+
+
+def test_only_a_hub_models_preparation_keeps_a_cache_on_the_volume() -> None:
+    hub = rendered(cluster_run(model={"hub": {"name": "a/b"}}))
+    env = environment(container(hub["Job/prepare"], "prepare"))
+    assert env["HF_HOME"] == "/run/scalerl/run/hub"
+    assert "HF_HUB_OFFLINE" not in env
+    assert "HF_HOME" not in environment(container(hub["Job/trainer"], "trainer"))
+    assert "HF_HOME" not in environment(container(rendered(cluster_run())["Job/prepare"], "prepare"))
+
+
+def test_images_are_the_runs_then_the_operators() -> None:
+    objects = rendered(cluster_run(images={"trainer": "own:2", "pullPolicy": "Always"}))
+    found = {each["name"]: (each["image"], each["imagePullPolicy"]) for _, each in every_container(objects)}
+    assert found == {
+        "prepare": ("own:2", "Always"),
+        "trainer": ("own:2", "Always"),
+        "coordinator": ("registry/operator:1", "Always"),
+        "server": ("registry/generator:1", "Always"),
+        "actor": ("registry/generator:1", "Always"),
+    }
+    pulled = {c["imagePullPolicy"] for _, c in every_container(rendered(cluster_run()))}
+    assert pulled == {"IfNotPresent"}
+
+
+def test_what_is_for_all_roles_and_what_is_for_one_come_together() -> None:
+    run = cluster_run(
+        podTemplate={
+            "nodeSelector": {"pool": "all"},
+            "env": [{"name": "A", "value": "all"}, {"name": "B", "value": "all"}],
+            "volumes": [{"name": "data", "configMap": {"name": "data"}}],
+            "volumeMounts": [{"name": "data", "mountPath": "/data"}],
+            "labels": {"team": "x"},
+            "annotations": {"prometheus.io/scrape": "no"},
+            "imagePullSecrets": [{"name": "registry"}],
+            "shmSize": "8192Mi",
+        },
+        trainer={
+            "podTemplate": {
+                "nodeSelector": {"gpu": "yes"},
+                "env": [{"name": "B", "value": "trainer"}],
+                "tolerations": [{"key": "gpu", "operator": "Exists"}],
+                "priorityClassName": "high",
+                "runtimeClassName": "nvidia",
+                "affinity": {"nodeAffinity": {}},
+            }
+        },
+    )
+    objects = rendered(run)
+    trainer, generator = objects["Job/trainer"], objects["Deployment/generator"]
+    spec = pod_spec(trainer)
+    assert spec["nodeSelector"] == {"pool": "all", "gpu": "yes"}
+    assert spec["tolerations"] == [{"key": "gpu", "operator": "Exists"}]
+    assert (spec["priorityClassName"], spec["runtimeClassName"]) == ("high", "nvidia")
+    assert spec["affinity"] == {"nodeAffinity": {}}
+    assert spec["imagePullSecrets"] == [{"name": "registry"}]
+    shm = next(v for v in spec["volumes"] if v["name"] == "scalerl-shm")
+    assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
+    assert environment(container(trainer, "trainer")).items() >= {"A": "all", "B": "trainer"}.items()
+    assert environment(container(objects["Job/prepare"], "prepare"))["B"] == "trainer"
+    assert pod_spec(generator)["nodeSelector"] == {"pool": "all"}
+    assert not {"tolerations", "affinity", "priorityClassName"} & pod_spec(generator).keys()
+    for name in ("server", "actor"):
+        assert environment(container(generator, name))["B"] == "all"
+        assert {"name": "data", "mountPath": "/data"} in container(generator, name)["volumeMounts"]
+    metadata = generator["spec"]["template"]["metadata"]
+    assert metadata["labels"]["team"] == "x"
+    assert metadata["annotations"]["prometheus.io/scrape"] == "no"
+    assert "team" not in generator["metadata"]["labels"]
+
+
+def test_a_users_variable_wins_but_over_where_a_process_stands() -> None:
+    env = [
+        {"name": "USER", "value": "me"},
+        {"name": "HF_HUB_OFFLINE", "value": "0"},
+        {"name": "C", "value": "$(USER)"},
+    ]
+    trainer = container(rendered(cluster_run(podTemplate={"env": env}))["Job/trainer"], "trainer")
+    assert [entry for entry in trainer["env"] if entry["name"] in ("USER", "HF_HUB_OFFLINE", "C")] == env
+
+
+def test_what_says_where_a_process_stands_cannot_be_given_by_a_user() -> None:
+    """What the operator sets over a user's word, and what the definition refuses, are the same names."""
+    objects = rendered(cluster_run(podTemplate={"env": [{"name": "ZZZ", "value": "theirs"}]}))
+    for _, each in every_container(objects):
+        names = [entry["name"] for entry in each["env"]]
+        fixed = names[: next(i for i, name in enumerate(names) if name == "HOME")]
+        assert fixed
+        for name in fixed:
+            with pytest.raises(ValueError, match="the operator"):
+                cluster_run(podTemplate={"env": [{"name": name, "value": "x"}]})
+
+
+def test_everything_of_the_tiny_examples_is_there() -> None:
+    for path in ("tiny", "tiny-autostop"):
+        here, cluster = example(f"{path}/run.yaml").spec, example(f"{path}/run-kubernetes.yaml").spec
+        assert cluster.task.jsonl
+        assert here.task.jsonl
+        same = {"task": {"jsonl"}, "budget": {"max_seconds"}, "storage": True, "pod_template": True}
+        assert here.model_dump(exclude=same) == cluster.model_dump(exclude=same)
+        objects = rendered(example(f"{path}/run-kubernetes.yaml"), EVERYTHING)
+        for _, each in every_container(objects):
+            assert cluster.task.jsonl.path.startswith(each["volumeMounts"][-1]["mountPath"] + "/")
+
+
+def test_probes_are_asked_less_often_than_on_one_machine_and_give_up_after_the_same_time() -> None:
+    run = cluster_run()
+    for workload in plan(run).workloads:
+        for each in workload.containers:
+            made = probes(each)
+            assert bool(made) is (workload.role is not Role.PREPARE)
+            for name, given_probe in (("startupProbe", each.startup), ("livenessProbe", each.liveness)):
+                if given_probe is None:
+                    continue
+                probe = made[name]
+                assert probe["periodSeconds"] >= 5
+                total = given_probe.period_seconds * given_probe.failure_threshold
+                assert (
+                    0 <= probe["periodSeconds"] * probe["failureThreshold"] - total < probe["periodSeconds"]
+                )
+
+
+class _Answers(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" else 503)
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[int]:
+    with HTTPServer(("127.0.0.1", 0), _Answers) as http:
+        thread = threading.Thread(target=http.serve_forever, daemon=True)
+        thread.start()
+        yield http.server_port
+        http.shutdown()
+        thread.join(5)
+
+
+def test_a_port_on_loopback_is_asked_from_inside(server: int) -> None:
+    each = container(rendered(cluster_run())["Deployment/generator"], "server")
+    command = each["livenessProbe"]["exec"]["command"]
+    assert command[0] == "python"
+
+    def ask(*swaps: tuple[str, str]) -> int:
+        code = command[-1]
+        for old, new in swaps:
+            assert old in code
+            code = code.replace(old, new)
+        return subprocess.run(
+            [sys.executable, *command[1:-1], code], timeout=30, capture_output=True
+        ).returncode
+
+    assert ask(("8000", str(server))) == 0
+    assert ask(("8000", str(server)), ("/health", "/else")) == 1
+    assert ask(("8000", "1")) == 1

@@ -1,0 +1,82 @@
+"""What pods of a run ask for, in the form in which the API server gives it back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from operator_tests.manifests import (
+    cluster_run,
+    container,
+    environment,
+    rendered,
+)
+from scalerl_operator.cluster.render.quantities import canonical, value
+
+
+def test_devices_are_limited_and_requested_by_their_resources_name() -> None:
+    run = cluster_run(
+        deviceResource="amd.com/gpu", generator={"devices": 4}, trainer={"devices": 1, "cpuThreads": 6}
+    )
+    objects = rendered(run)
+    assert container(objects["Deployment/generator"], "server")["resources"] == {
+        "requests": {"cpu": "1", "memory": "1Gi", "amd.com/gpu": "4"},
+        "limits": {"amd.com/gpu": "4"},
+    }
+    assert container(objects["Job/trainer"], "trainer")["resources"] == {
+        "requests": {"cpu": "6", "memory": "1Gi", "amd.com/gpu": "1"},
+        "limits": {"amd.com/gpu": "1"},
+    }
+    for key, name in (("Deployment/generator", "actor"), ("Job/prepare", "prepare")):
+        assert "limits" not in container(objects[key], name)["resources"]
+
+
+def test_threads_are_cores_and_told_to_the_process() -> None:
+    objects = rendered(cluster_run(generator={"cpuThreads": 3, "kvCache": "512Mi"}))
+    server = container(objects["Deployment/generator"], "server")
+    assert server["resources"] == {"requests": {"cpu": "3", "memory": "1536Mi"}}
+    assert environment(server)["OMP_NUM_THREADS"] == "3"
+    assert "OMP_NUM_THREADS" not in environment(container(objects["Job/trainer"], "trainer"))
+
+
+def test_what_the_user_says_of_resources_wins_on_the_main_container() -> None:
+    given = {"requests": {"cpu": "0.5"}, "limits": {"memory": "2048Mi", "rdma/ib": 1}}
+    objects = rendered(cluster_run(podTemplate={"resources": given}, trainer={"devices": 1}))
+    assert container(objects["Job/trainer"], "trainer")["resources"] == {
+        "requests": {"cpu": "500m", "memory": "2Gi", "rdma/ib": "1", "nvidia.com/gpu": "1"},
+        "limits": {"memory": "2Gi", "rdma/ib": "1", "nvidia.com/gpu": "1"},
+    }
+    assert container(objects["Deployment/generator"], "actor")["resources"] == {
+        "requests": {"cpu": "250m", "memory": "1280Mi"}
+    }
+    # The preparation uses no device, so it waits for none.
+    assert container(objects["Job/prepare"], "prepare")["resources"] == {
+        "requests": {"cpu": "500m", "memory": "2Gi"},
+        "limits": {"memory": "2Gi"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "back"),
+    [
+        *[("1000m", "1"), ("0.1", "100m"), ("1e3", "1e3"), ("1E", "1E"), ("1500", "1500"), ("2000", "2k")],
+        *[("1024Ki", "1Mi"), ("1.5Gi", "1536Mi"), ("0.5Ki", "512"), ("1.3Ki", "1331200m"), ("0", "0")],
+        *[("0Gi", "0"), ("12e6", "12e6"), ("1000000e-3", "1e3"), (".5", "500m")],
+        *[("0.1n", "1n"), ("100k", "100k"), ("0.3m", "300u"), ("1000Mi", "1000Mi"), ("1023", "1023")],
+    ],
+)
+def test_quantities_are_written_as_the_api_server_gives_them_back(given: str, back: str) -> None:
+    assert canonical(given) == back
+
+
+@given(st.from_regex(r"([0-9]{1,9}(\.[0-9]{0,3})?)(m|k|M|G|T|Ki|Mi|Gi|Ti|e[0-9])?", fullmatch=True))
+def test_the_canonical_form_is_the_same_amount_and_stays(quantity: str) -> None:
+    assert value(canonical(quantity)) == value(quantity)
+    assert canonical(canonical(quantity)) == canonical(quantity)
+
+
+@pytest.mark.parametrize("text", ["", "1 Gi", "1gb", "one", "1Gii", "--1"])
+def test_what_is_no_quantity_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no quantity"):
+        canonical(text)
