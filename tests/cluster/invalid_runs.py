@@ -26,6 +26,7 @@ class Case:
     condition: str = ""
     reason: str = ""
     nodes: bool = False
+    scheduled: bool = False
 
 
 def cases(*by: str) -> list[Case]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from invalid_runs import Case, Object, cases, merged
-from stage import Stage, stage
+from stage import Stage, own_control_plane, stage
+from testcluster import Cluster
 
 ROWS = cases("operator")
 MAKING = (
@@ -72,13 +76,61 @@ async def is_gone(at: Stage) -> None:
     await at.looks(lambda run: not run, name="invalid")
 
 
-@pytest.mark.parametrize("case", [case for case in ROWS if not case.nodes], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [case for case in ROWS if not (case.nodes or case.scheduled)], ids=lambda case: case.name
+)
 async def test_what_the_server_cannot_refuse_is_a_condition(control_plane: Any, case: Case) -> None:
     async with stage(control_plane, namespace(case)) as at:
         try:
             await is_told(control_plane, at, case)
             await is_calm(at)
         finally:
+            await is_gone(at)
+
+
+@pytest.fixture(scope="module")
+def without_devices() -> Iterator[Cluster]:
+    """A control plane with a scheduler and one node, which has room for anything but devices."""
+    with own_control_plane(unreal_nodes=1) as cluster:
+        none = {"status": {of: {"nvidia.com/gpu": "0"} for of in ("capacity", "allocatable")}}
+        cluster.kubectl("patch", "node", "unreal-0", "--subresource=status", "-p", json.dumps(none))
+        for case in ROWS:
+            if case.scheduled:  # the scheduler wants to see each run's claim bound
+                cluster.apply(volume(namespace(case)))
+        yield cluster
+
+
+def volume(name: str) -> Object:
+    spec = {
+        "accessModes": ["ReadWriteMany"],
+        "capacity": {"storage": "1Ti"},
+        "hostPath": {"path": f"/nowhere/{name}"},
+    }
+    return {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": name}, "spec": spec}
+
+
+async def is_prepared(at: Stage) -> None:
+    """As soon as its pod has begun: the node says so once, and not after it has ended."""
+    for _ in range(600):
+        (pod,) = await at.pods("prepare")
+        if pod.get("status", {}).get("phase") == "Running":
+            return await at.end("prepare")
+        await asyncio.sleep(0.1)
+    raise AssertionError("the preparation has found no place")
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("case", [case for case in ROWS if case.scheduled], ids=lambda case: case.name)
+async def test_what_no_node_has_is_a_condition(without_devices: Cluster, case: Case) -> None:
+    async with stage(without_devices, namespace(case)) as at:
+        preparing = asyncio.create_task(is_prepared(at))
+        try:
+            run = await is_told(without_devices, at, case)
+            await preparing
+            assert run["status"]["phase"] == "Running", "what has a place goes on"
+        finally:
+            preparing.cancel()
+            await asyncio.gather(preparing, return_exceptions=True)
             await is_gone(at)
 
 

@@ -1,0 +1,86 @@
+"""What nodes do to the trainer of a run that works, with the real controller of Jobs: no failure of the run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from stage import Stage, condition, tiny
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+
+REFUSED = {
+    "phase": "Failed",
+    "reason": "UnexpectedAdmissionError",
+    "message": "Allocate failed due to no healthy devices present",
+}
+PREEMPTED = {
+    "type": "DisruptionTarget",
+    "status": "True",
+    "reason": "PreemptionByScheduler",
+    "message": "room",
+}
+
+
+def counts(run: dict[str, Any]) -> tuple[int, int, int]:
+    trainer = run["status"]["trainer"]
+    return trainer["inARow"], trainer["failedStarts"], trainer["disruptions"]
+
+
+async def attempt(there: Stage, number: int) -> None:
+    """It is there, and the one before it is not."""
+    await there.looks(lambda r: r["status"]["trainer"]["attempt"] == number, times=100)
+
+
+async def test_what_a_kubelet_does_not_let_begin_is_told_and_counts_against_nothing(there: Stage) -> None:
+    await there.start(tiny(trainer={"replicas": 2, "maxRestarts": 0}))
+    await there.end("trainer", 0, count=2)
+    for number in range(2, 5):
+        await attempt(there, number)
+        (first, _) = await there.pods("trainer", 2)
+        await there.edit("Pod", first["metadata"]["name"], {"status": REFUSED}, "status")
+        run = await there.looks(lambda r, n=number: r["status"]["trainer"]["disruptions"] == n)
+        assert counts(run) == (0, 0, number)
+        assert run["status"]["phase"] == "Running"
+        assert condition(run, "TrainerReady") == "RefusedByNode"
+        there.now += 10.0
+    assert any(
+        reason == "RefusedByNode" and "no healthy devices" in text for reason, text in await there.events()
+    )
+    await attempt(there, 5)
+    await there.begin("trainer", 2)
+    await there.looks(lambda r: condition(r, "TrainerReady") == "Ready")
+
+
+async def test_a_rank_that_lost_its_place_is_no_failure_of_the_others(there: Stage) -> None:
+    await there.start(tiny(trainer={"replicas": 2, "maxRestarts": 0}))
+    (first, _) = await there.pods("trainer", 2)
+    over = {"terminated": {"exitCode": 137, "reason": "Error"}}
+    containers = [
+        {
+            "name": c["name"],
+            "ready": False,
+            "restartCount": 0,
+            "image": c["image"],
+            "imageID": "",
+            "state": over,
+        }
+        for c in first["spec"]["containers"]
+    ]
+    lost = {"phase": "Failed", "conditions": [PREEMPTED], "containerStatuses": containers}
+    await there.edit("Pod", first["metadata"]["name"], {"status": lost}, "status")
+    run = await there.looks(lambda r: r["status"]["trainer"]["judged"] == 1)
+    assert counts(run) == (0, 0, 1)
+    (job,) = await there.all("Job", "trainer")
+    assert "PodFailurePolicy" in [c["reason"] for c in job["status"]["conditions"]], (
+        "it is noted in the Job too"
+    )
+    there.now += 10.0
+    await attempt(there, 2)
+
+
+async def test_a_rank_that_fails_by_itself_still_counts(there: Stage) -> None:
+    await there.start(tiny(trainer={"replicas": 2, "maxRestarts": 0}))
+    await there.end("trainer", 1, "an illegal instruction")
+    run = await there.looks(lambda r: r["status"]["phase"] == "Failed")
+    assert condition(run, "Failed") == "RestartsExhausted"
