@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -26,13 +27,15 @@ FAINT: Final = "#777777"
 """Okabe–Ito colours, told apart by colour-blind readers too; the purple a shade darker, to be read as text."""
 
 FORMATS: Final = (".png", ".pdf", ".svg")
-DPI: Final = 130
+DPI: Final = 300
 GRID: Final = 300
 """Computes that a band is drawn through."""
 MOST_BARS: Final = 400
 """More points than this are drawn as a cloud without error bars."""
 Z90: Final = 1.645
-LABEL_LEVELS: Final = 3
+_RAISED: Final = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+UNWIELDY: Final = 1e15
+"""Compute from which on an axis is in powers of ten: FLOPs, most often."""
 
 _STYLE: Final = {
     "font.size": 10.0,
@@ -51,6 +54,8 @@ _STYLE: Final = {
     "legend.fontsize": 9.0,
     "svg.hashsalt": "scalerl",
     "figure.facecolor": "white",
+    # Fonts as TrueType: several venues refuse a paper with Type 3 fonts, which are matplotlib's default.
+    "pdf.fonttype": 42,
 }
 
 
@@ -156,8 +161,19 @@ def compute_axis(axes: Any, unit: str, low: float, high: float, *, log: bool = F
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0,) if high > 300 * low else (1.0, 2.0, 5.0)))
         axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlim(low, high)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(float(value), high)))
-    axes.set_xlabel(f"compute ({unit}{', logarithmic' if log else ''})")
+    power = int(np.floor(np.log10(high))) if high >= UNWIELDY and not log else 0
+    number = (
+        words.amount
+        if high >= UNWIELDY and log
+        else lambda value: tick(value / 10.0**power, high / 10.0**power)
+    )
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: number(float(value))))
+    said = [
+        f"10{str(power).translate(_RAISED)} {unit}".rstrip() if power else unit,
+        "logarithmic" if log else "",
+    ]
+    of = ", ".join(word for word in said if word)
+    axes.set_xlabel(f"compute ({of})" if of else "compute")
 
 
 def tick(value: float, high: float) -> str:
@@ -176,13 +192,17 @@ def tick(value: float, high: float) -> str:
 
 
 def reward_axis(axes: Any, values: Sequence[float]) -> None:
-    """Limits around ``values`` within [0, 1], and what is measured."""
-    from matplotlib.ticker import FuncFormatter
+    """Limits around ``values`` within [0, 1], numbers with the digits that tell one from the next, and what is measured."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     low, high = min(values), max(values)
     pad = 0.06 * max(high - low, 0.05)
     axes.set_ylim(max(low - pad, -0.005), min(high + pad, 1.005))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: words.reward(float(value))))
+    locator = MaxNLocator(nbins=7, steps=[1, 2, 5, 10])
+    step = float(np.diff(locator.tick_values(*axes.get_ylim()))[0])
+    digits = max(2, int(np.ceil(-np.log10(step) - 1e-9)))
+    axes.yaxis.set_major_locator(locator)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: words.reward(float(value), digits)))
     axes.set_ylabel("mean evaluation reward (0 to 1)")
 
 
@@ -199,10 +219,7 @@ def mark_computes(axes: Any, marks: Sequence[tuple[float, str, str]]) -> int:
             continue
         place = float(np.log(compute / low) / np.log(high / low)) if log else (compute - low) / (high - low)
         half = 0.009 * len(name)
-        level = next(
-            (k for k in range(LABEL_LEVELS) if all(k != at or place - half > end for at, end in placed)),
-            LABEL_LEVELS - 1,
-        )
+        level = next(k for k in itertools.count() if all(k != at or place - half > end for at, end in placed))
         placed.append((level, place + half))
         axes.axvline(compute, color=colour, lw=0.9, ls=(0, (4, 3)), zorder=1)
         axes.annotate(
@@ -249,6 +266,23 @@ def mark_midpoint(axes: Any, low: float, high: float, colour: str) -> None:
         clip_on=False,
         solid_capstyle="butt",
         zorder=2.5,
+    )
+
+
+def name_level(axes: Any, level: float, text: str, colour: str) -> None:
+    """A name on the left above a level line, to be read also where other lines cross it."""
+    from matplotlib.patheffects import withStroke
+
+    axes.annotate(
+        text,
+        (0.005, level),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 2),
+        textcoords="offset points",
+        fontsize=9,
+        color=colour,
+        path_effects=[withStroke(linewidth=3.0, foreground="white")],
+        zorder=5,
     )
 
 

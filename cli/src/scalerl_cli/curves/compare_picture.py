@@ -65,7 +65,8 @@ def _panel(axes: Any, both: Pair, *, log: bool) -> None:
         canvas.draw_bands(axes, grid, bands, colour)
         curve = made.file.segment.curve
         canvas.draw_points(axes, curve, 0.0, colour, f"{name}{canvas.samples_words(curve)}", marker)
-        marks.append((fitted.Cmid.median, f"Cmid {words.amount(fitted.Cmid.median)}", colour))
+        marks.append((fitted.Cmid.median, f"Cmid {words.amounts(fitted.Cmid)}", colour))
+        marks.append((fitted.now, "now", colour))
         shown += [*canvas.extent(curve), *bands.ravel(), fitted.A.low, fitted.A.high]
         name_a = "A" if both.ruled.shared_a is None else "common A"
         asymptote = (

@@ -89,15 +89,7 @@ def _draw(
     if target is not None:
         shown.append(target)
         axes.axhline(target, color=canvas.GREEN, lw=0.9, ls=(0, (4, 3)))
-        axes.annotate(
-            f"target {words.reward(target, 2)}",
-            (0.005, target),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 2),
-            textcoords="offset points",
-            fontsize=9,
-            color=canvas.GREEN,
-        )
+        canvas.name_level(axes, target, f"target {words.reward(target, 2)}", canvas.GREEN)
     canvas.compute_axis(axes, file.unit, low, high, log=log)
     canvas.reward_axis(axes, shown)
     origin = f"{words.amount(made.start)} + " if made.start else ""
@@ -106,7 +98,7 @@ def _draw(
         (cmid, f"{origin}Cmid {words.amounts(fitted.Cmid)}", canvas.PURPLE),
     ]
     if budget is not None:
-        marks.append((budget, "budget", canvas.VERMILLION))
+        marks.append((budget, f"budget {words.amount(budget)}", canvas.VERMILLION))
     if cmid <= high:
         canvas.mark_midpoint(axes, fitted.Cmid.low + made.start, fitted.Cmid.high + made.start, canvas.PURPLE)
     rows = canvas.mark_computes(axes, marks)

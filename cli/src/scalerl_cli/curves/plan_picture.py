@@ -14,7 +14,13 @@ from scalerl_cli.curves.study import State
 if TYPE_CHECKING:
     from scalerl_cli.curves.plan import Outlook
 
-PENS: Final = ((canvas.BLUE, "-"), (canvas.VERMILLION, "--"), (canvas.GREEN, "-."), (canvas.PURPLE, ":"))
+COLOURS: Final = (canvas.BLUE, canvas.VERMILLION, canvas.GREEN, canvas.PURPLE)
+LINES: Final = ("-", "--", "-.", ":")
+
+
+def pen(i: int) -> tuple[str, str]:
+    """Colour and line of the i-th of many: sixteen before one comes again."""
+    return COLOURS[i % 4], LINES[(i + i // 4) % 4]
 
 
 def draw_plan(outlook: Outlook, path: Path) -> None:
@@ -113,7 +119,7 @@ def _times(axes: Any, outlook: Outlook) -> None:
         (24.0, "days") if longest > 72.0 else (1.0, "hours") if longest > 2.0 else (1.0 / 60.0, "minutes")
     )
     for i, (grown, per_hour) in enumerate(zip(outlook.growths, speed, strict=True)):
-        colour, line = PENS[i % len(PENS)]
+        colour, line = pen(i)
         count = f"{grown.generators} generator{'s' if grown.generators > 1 else ''}"
         end = float(more[-1]) / per_hour
         axes.plot(
