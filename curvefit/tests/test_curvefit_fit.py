@@ -113,6 +113,15 @@ def test_edges_are_reported() -> None:
     assert cf.fit(simulated(n=60, reach=6)).edges == ()
 
 
+def test_a_falling_curve_meets_the_bound_that_curves_do_not_fall() -> None:
+    """Its B and Cmid come from that bound alone."""
+    compute = np.arange(1.0, 31.0)
+    fitted = cf.fit(cf.Curve(compute, 0.6 - 0.01 * compute))
+    (edge,) = [edge for edge in fitted.edges if edge.parameter == "A - R0"]
+    assert (edge.side, edge.bound) == ("low", 0.0)
+    assert edge.mass > 0.9
+
+
 def test_compute_zero_is_allowed_and_not_fitted() -> None:
     curve = simulated(seed=4)
     with_zero = cf.Curve([0.0, *curve.compute], [0.05, *curve.reward])

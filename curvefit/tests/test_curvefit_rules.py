@@ -66,6 +66,38 @@ def test_the_guard_looks_at_the_last_segment_only() -> None:
     assert (young.broken, young.checked) == (False, False)
 
 
+def _sagging(points: int = 40) -> cf.Curve:
+    """A run that falls by .05 in two evaluations, stays there, and whose next fits get used to it."""
+    curve = simulated(n=points, reach=4, seed=5, sigma=0.004)
+    fallen = np.where(np.arange(points) < 28, 0.0, np.minimum(np.arange(points) - 27, 2) * 0.025)
+    return cf.Curve(curve.compute, curve.reward - fallen)
+
+
+def test_a_fall_stands_until_the_run_has_come_back() -> None:
+    curve = _sagging()
+    assert not cf.guard(curve).broken
+    fall = cf.standing_fall(curve)
+    assert fall is not None
+    assert 26 <= fall.points <= 29
+    assert fall.compute == curve.compute[fall.points]
+    assert (fall.over, fall.depth >= 0.01) == (len(curve) - fall.points, True)
+    assert curve.reward[-1] < fall.floor
+    back = curve.reward.copy()
+    back[-3:] += 0.08
+    assert cf.standing_fall(cf.Curve(curve.compute, back)) is None
+
+
+def test_a_healthy_run_has_no_fall_and_a_long_one_is_looked_at_now_and_then() -> None:
+    assert cf.standing_fall(simulated(n=40, seed=1)) is None
+    assert cf.standing_fall(simulated(n=10, seed=1)) is None
+    long = simulated(n=1500, reach=4, seed=1, sigma=0.004)
+    fallen = cf.Curve(long.compute, long.reward - 0.1 * (np.arange(1500) >= 1000))
+    assert cf.standing_fall(long) is None
+    fall = cf.standing_fall(fallen)
+    assert fall is not None
+    assert 980 <= fall.points <= 1040
+
+
 def test_recipes_with_different_asymptotes_are_told_by_a() -> None:
     better = simulated(Truth(0.61, 1.97, 2542.0), n=60, reach=8, seed=1)
     worse = simulated(Truth(0.535, 1.44, 2542.0), n=60, reach=8, seed=2)
@@ -88,10 +120,23 @@ def test_recipes_with_one_asymptote_are_told_by_b_at_the_mean_a() -> None:
     assert result.doubts == ()
 
 
-def test_runs_below_their_midpoint_are_compared_with_a_warning() -> None:
+def test_runs_below_their_midpoint_are_not_told_apart() -> None:
     result = cf.compare(simulated(reach=0.7, seed=1), simulated(reach=6, n=60, seed=2))
+    assert result.better is cf.Better.UNDECIDED
     assert any(doubt.startswith("first curve") for doubt in result.doubts)
     assert not any(doubt.startswith("second curve") for doubt in result.doubts)
+
+
+def test_a_recipe_against_itself_is_a_tie() -> None:
+    curve = simulated(n=60, reach=6, seed=2)
+    result = cf.compare(curve, curve)
+    assert (result.better, result.probability) == (cf.Better.TIE, 0.5)
+
+
+def test_bounds_that_set_a_are_doubts_of_a_comparison() -> None:
+    straight = cf.Curve(np.arange(1.0, 41.0), 0.2 + 0.01 * np.arange(1.0, 41.0))
+    result = cf.compare(straight, simulated(n=60, reach=6, seed=2))
+    assert any(doubt.startswith("first curve: A is at its high bound, 1") for doubt in result.doubts)
 
 
 def test_the_papers_grid_search_finds_the_grid_point() -> None:

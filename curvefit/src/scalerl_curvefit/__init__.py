@@ -34,6 +34,7 @@ from .errors import (
     TooFewPointsError,
     UnsortedComputeError,
 )
+from .fall import Fall, standing_fall
 from .families import Family
 from .fitting import Edge, Estimate, Fit, draws, fit
 from .forecasting import Forecast, forecast
@@ -68,6 +69,7 @@ __all__ = [
     "DuplicateComputeError",
     "Edge",
     "Estimate",
+    "Fall",
     "Family",
     "Fit",
     "FitSettings",
@@ -104,4 +106,5 @@ __all__ = [
     "p_reward_above",
     "paper_grid_search",
     "power_law",
+    "standing_fall",
 ]

@@ -10,6 +10,7 @@ import numpy as np
 
 from .curve import Curve
 from .fitting import Fit, draws, fit
+from .hindcast import MOST_P_BEFORE_CMID
 from .settings import FitSettings
 
 SAME_A: Final = 0.02
@@ -19,10 +20,12 @@ PINNED: Final = 0.0005
 
 
 class Better(StrEnum):
-    """Which recipe, by the paper's rule."""
+    """Which recipe, by the paper's rule. TIE: equal to the last digit. UNDECIDED: the rule does not apply yet."""
 
     FIRST = "first"
     SECOND = "second"
+    TIE = "tie"
+    UNDECIDED = "undecided"
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +34,11 @@ class Comparison:
 
     same_asymptote: the fitted A differ by at most .02. If so, `first` and `second` are the refits at
     the mean A (`shared_a`), and the larger B is better; if not, they are the fits, and the larger A is.
-    by: "A" or "B". probability: P(better) of that parameter, from the two posteriors.
-    doubts: why this should not be believed yet, such as a run below its own midpoint.
+    by: "A" or "B". better: UNDECIDED while either run is probably below its own midpoint, where
+    recipes must not be compared [P].
+    probability: that the one named has the larger A or B, from the two posteriors, ties shared; of the
+    first where none is named.
+    doubts: why this should not be believed yet, such as an A that its bound sets and not the points.
     """
 
     first: Fit
@@ -55,8 +61,9 @@ def compare(a: Curve, b: Curve, settings: FitSettings | None = None) -> Comparis
     doubts = tuple(
         f"{name} curve: {doubt}"
         for name, fitted in (("first", first), ("second", second))
-        for doubt in fitted.doubts
+        for doubt in (*fitted.doubts, *bounds_met(fitted))
     )
+    young = max(first.p_before_cmid, second.p_before_cmid) > MOST_P_BEFORE_CMID
     same = abs(first.point.A - second.point.A) <= SAME_A
     shared = None
     if same:
@@ -66,7 +73,26 @@ def compare(a: Curve, b: Curve, settings: FitSettings | None = None) -> Comparis
         first, second = fit(a, pinned), fit(b, pinned)
     by = "B" if same else "A"
     one, two = (getattr(draws(fitted), by) for fitted in (first, second))
-    better = Better.FIRST if getattr(first.point, by) >= getattr(second.point, by) else Better.SECOND
-    p_first = float(np.mean(one > two))
-    probability = p_first if better is Better.FIRST else 1.0 - p_first
+    probability = float(np.mean(one > two) + 0.5 * np.mean(one == two))
+    better = Better.UNDECIDED if young else _larger(getattr(first.point, by), getattr(second.point, by))
+    if better is Better.SECOND:
+        probability = 1.0 - probability
     return Comparison(first, second, same, shared, by, better, probability, doubts)
+
+
+def bounds_met(fitted: Fit) -> tuple[str, ...]:
+    """What a bound, and not the points, says of the curve: in words, one each. ρ is noise, not the curve."""
+    met = [
+        f"{edge.parameter} is at its {edge.side} bound, {edge.bound:.4g}, with probability {edge.mass:.2f}"
+        for edge in fitted.edges
+        if edge.parameter != "rho"
+    ]
+    if fitted.settings.a_highest <= fitted.point.A:
+        met.append(f"the least-squares A is at its high bound, {fitted.settings.a_highest:.4g}")
+    return tuple(met)
+
+
+def _larger(one: float, two: float) -> Better:
+    if one == two:
+        return Better.TIE
+    return Better.FIRST if one > two else Better.SECOND

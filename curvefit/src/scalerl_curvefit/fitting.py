@@ -49,7 +49,7 @@ class Estimate:
 class Edge:
     """The posterior leans on a bound of its prior, so that the bound, not the data, sets the interval.
 
-    parameter: A, B, Cmid or rho. side: "low" or "high". bound: its value. mass: posterior share there.
+    parameter: A, B, Cmid, rho or A - R0 (a curve does not fall). side: "low" or "high". bound: its value. mass: posterior share there.
     """
 
     parameter: str
@@ -293,6 +293,8 @@ def _edges(drawn: Draws, prior: Prior, settings: FitSettings) -> tuple[Edge, ...
         ("Cmid", "low", float(np.exp(prior.ln_cmid[0])), ln_cmid < prior.ln_cmid[0] + margin_cmid),
         ("B", "high", float(np.exp(prior.ln_b[1])), ln_b > prior.ln_b[1] - margin_b),
         ("B", "low", float(np.exp(prior.ln_b[0])), ln_b < prior.ln_b[0] + margin_b),
+        # A falling curve is outside the model: R0 is cut off at A, and B and Cmid then mean nothing.
+        ("A - R0", "low", 0.0, drawn.A - drawn.R0 < 0.002),
     ]
     edges = [Edge(name, side, bound, float(hit.mean())) for name, side, bound, hit in candidates]
     if len(settings.rho) > 1:

@@ -10,7 +10,7 @@ from scalerl_cli.curves import words
 from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.study import State, Study
 from scalerl_curvefit import Better, Comparison, CurveError, compare
-from scalerl_curvefit.compare import SAME_A
+from scalerl_curvefit.compare import SAME_A, bounds_met
 
 SETTLED: Final = 0.9
 """Probability below which two recipes are not told apart: then neither 90 % bound is passed."""
@@ -31,9 +31,15 @@ class Pair:
         return (str(one), str(two)) if one.name == two.name else (one.name, two.name)
 
     @property
-    def better(self) -> str:
-        """Name of the better one."""
-        return self.names[0 if self.ruled.better is Better.FIRST else 1]
+    def better(self) -> Better:
+        """As the rule says; undecided if either run is broken, for its curve has ended."""
+        broken = State.BROKEN in (self.first.state, self.second.state)
+        return Better.UNDECIDED if broken else self.ruled.better
+
+    @property
+    def probability(self) -> float | None:
+        """That the better one has the larger A or B; None where nothing is decided."""
+        return None if self.better is Better.UNDECIDED else self.ruled.probability
 
     @property
     def doubts(self) -> list[str]:
@@ -42,7 +48,7 @@ class Pair:
         for name, made in zip(self.names, (self.first, self.second), strict=True):
             if made.state is State.BROKEN:
                 said += [f"{name}: BROKEN: {reason}" for reason in made.guarded.reasons]
-            said += [f"{name}: {doubt}" for doubt in made.fitted.doubts]
+            said += [f"{name}: {doubt}" for doubt in (*made.doubts, *bounds_met(made.fitted))]
         if self.first.file.unit != self.second.file.unit and (
             self.first.file.named_unit and self.second.file.named_unit
         ):
@@ -59,9 +65,9 @@ class Pair:
             "first": self.first.as_json(),
             "second": self.second.as_json(),
             "comparison": {
-                "better": str(ruled.better),
+                "better": str(self.better),
                 "by": ruled.by,
-                "probability": ruled.probability,
+                "probability": self.probability,
                 "same_asymptote": ruled.same_asymptote,
                 "shared_A": ruled.shared_a,
                 "doubts": self.doubts,
@@ -76,7 +82,7 @@ def pair(first: Study, second: Study) -> Pair:
         CurveProblem: if the refit at the common asymptote is not possible.
     """
     try:
-        ruled = compare(first.file.segment.curve, second.file.segment.curve)
+        ruled = compare(first.fitted.curve, second.fitted.curve)
     except CurveError as error:
         raise CurveProblem(f"{first.file.path} against {second.file.path}: {error}") from error
     return Pair(first, second, ruled)
@@ -129,9 +135,15 @@ def verdict(both: Pair) -> str:
     """Which is better, by what, with what probability."""
     ruled = both.ruled
     values = [getattr(fitted.point, ruled.by) for fitted in (ruled.first, ruled.second)]
-    best, rest = (words.reward(v, 3) if ruled.by == "A" else f"{v:.3g}" for v in (max(values), min(values)))
-    settled = "" if ruled.probability >= SETTLED else " (not settled)"
+    shown = [words.reward(v, 3) if ruled.by == "A" else f"{v:.3g}" for v in values]
+    if both.probability is None:
+        why = "a run is BROKEN" if both.better is not ruled.better else "a run is below its own midpoint"
+        return f"undecided: {why}, so that the rule does not apply; {ruled.by} {shown[0]} against {shown[1]} (least squares) says nothing yet"
+    if both.better is Better.TIE:
+        return f"no difference: {ruled.by} {shown[0]} on both sides (least squares)"
+    best, rest = (0, 1) if both.better is Better.FIRST else (1, 0)
+    settled = "" if both.probability >= SETTLED else " (not settled)"
     return (
-        f"better: {both.better}, by {ruled.by} {best} against {rest} (least squares), "
-        f"with probability {words.probability(ruled.probability)}{settled}"
+        f"better: {both.names[best]}, by {ruled.by} {shown[best]} against {shown[rest]} (least squares), "
+        f"with probability {words.probability(both.probability)}{settled}"
     )

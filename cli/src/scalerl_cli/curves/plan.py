@@ -85,7 +85,7 @@ def plan_report(outlook: Outlook) -> Iterator[str]:
         yield f"  {pace.devices:.3g} devices work"
     yield ""
     if made.state is State.BROKEN:
-        yield "no plan: the run no longer follows its own curve (BROKEN)"
+        yield f"no plan: {made.why_broken} (BROKEN)"
         yield from (f"  {reason}" for reason in made.guarded.reasons)
         return
     yield from words.table(_rows(outlook))
@@ -100,7 +100,7 @@ def plan_report(outlook: Outlook) -> Iterator[str]:
     if made.state is State.INSUFFICIENT:
         yield ""
         yield "INSUFFICIENT: the asymptote is not identifiable yet; lean on the near rows only"
-        yield from (f"  {doubt}" for doubt in made.fitted.doubts)
+        yield from (f"  {doubt}" for doubt in made.doubts)
     yield ""
     yield "what the numbers mean: docs/forecast.md"
 
@@ -172,7 +172,7 @@ def as_json(outlook: Outlook) -> dict[str, Any]:
     made, pace, block = outlook.made, outlook.pace, outlook.block
     return {
         "state": str(made.state),
-        "doubts": [*made.guarded.reasons, *made.fitted.doubts],
+        "doubts": [*made.guarded.reasons, *made.doubts],
         "now": made.now,
         "compute_per_device_hour": pace.rate,
         "devices": pace.devices,

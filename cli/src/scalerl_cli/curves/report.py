@@ -46,8 +46,13 @@ def report(
 
 def _points(made: Study) -> Iterator[str]:
     file, fitted = made.file, made.fitted
-    yield f"{file.path}: {fitted.points_used} points up to {words.amount(made.now)} {file.unit}"
-    if len(file.segment.curve) > fitted.points_used:
+    yield f"{file.path}: {fitted.points_used + made.fallen} points up to {words.amount(made.now)} {file.unit}"
+    if made.fallen:
+        yield (
+            f"  fitted are the {fitted.points_used} before the fall, up to {words.amount(fitted.now + made.start)}: "
+            "what came after is not of their curve"
+        )
+    if len(fitted.curve) > fitted.points_used:
         yield "  the evaluation at compute 0 is drawn but not fitted: ln 0 has no place on the curve"
     if file.segments > 1:
         yield (
@@ -63,7 +68,7 @@ def _points(made: Study) -> Iterator[str]:
 
 def _headline(made: Study) -> Iterator[str]:
     if made.state is State.BROKEN:
-        yield "no forecast: the run no longer follows its own curve"
+        yield f"no forecast: {made.why_broken}"
         return
     first, *others = made.forecasts
     yield f"reward at 2× compute: {words.rewards(first)}"
@@ -87,10 +92,13 @@ def _verdict(made: Study) -> Iterator[str]:
     if made.state is State.BROKEN:
         yield "state: BROKEN"
         yield from (f"  {reason}" for reason in made.guarded.reasons)
-        yield "  look at the run: a collapsed policy, a broken verifier, a changed evaluation set"
+        if made.fall is None:
+            yield "  look at the completions: do they repeat themselves, or does the task need a longer limit"
+        else:
+            yield "  look at the run: a collapsed policy, a broken verifier, a changed evaluation set"
     elif made.state is State.INSUFFICIENT:
         yield "state: INSUFFICIENT: the asymptote is not identifiable yet"
-        yield from (f"  {doubt}" for doubt in made.fitted.doubts)
+        yield from (f"  {doubt}" for doubt in made.doubts)
     else:
         yield (
             f"state: OK: the asymptote is identifiable (its interval is {made.fitted.A.width:.2f} wide; "

@@ -105,7 +105,7 @@ def read_curve(
     curve = _checked(table, head, len(table.lines), reward, scale)
     segments = curve.segments()
     last = segments[-1]
-    truncation = table.numbers("truncated_fraction") if "truncated_fraction" in table.columns else None
+    truncation = _rates(table, "truncated_fraction")
     if device_hours_column is not None:
         table_has(table, device_hours_column)
         device_hours = table.so_far(device_hours_column)
@@ -132,6 +132,20 @@ def table_has(table: _Table, name: str) -> None:
         raise CurveProblem(
             f"{table.path}: no column {name!r}; the first line names {', '.join(table.columns)}"
         )
+
+
+def _rates(table: _Table, name: str) -> FloatArray | None:
+    if name not in table.columns:
+        return None
+    rates = table.numbers(name)
+    bad = ~((rates >= 0) & (rates <= 1))
+    if bad.any():
+        i = int(np.argmax(bad))
+        raise CurveProblem(
+            f"{table.path}, line {table.lines[i]}, column {name}: {rates[i]:g}; rates lie between 0 and 1: "
+            "mend the column or rename it"
+        )
+    return rates
 
 
 def _table(path: Path) -> _Table:

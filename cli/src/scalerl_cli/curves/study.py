@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
+from scalerl_cli.curves import words
 from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.source import CurveFile
 from scalerl_curvefit import (
     CurveError,
     Estimate,
+    Fall,
     Fit,
     Forecast,
     GuardResult,
@@ -24,17 +26,24 @@ from scalerl_curvefit import (
     fit,
     forecast,
     guard,
+    standing_fall,
 )
 from scalerl_curvefit.curve import FloatArray
 from scalerl_curvefit.forecasting import rewards
+from scalerl_curvefit.guard import CONSECUTIVE, MOST_TRUNCATED
 from scalerl_curvefit.sampling import interval
+
+HEALTHY_TRUNCATED: Final = 0.05
+"""An alarm of truncation is over below this, as for the autoscaler [P]."""
+UNEXPLAINED: Final = 3.0
+"""A past forecast missed by more of its own sd than this, downwards, makes the fit doubtful."""
 
 
 class State(StrEnum):
     """What may be done with the fit.
 
-    INSUFFICIENT: the asymptote is not identifiable yet. OK: it is. BROKEN: the guard says that the
-    run no longer follows its own curve, so nothing is forecast.
+    INSUFFICIENT: the asymptote is not identifiable yet. OK: it is. BROKEN: an alarm of the guard, of now
+    or one that is not over, says that the run no longer follows its own curve, so nothing is forecast.
     """
 
     INSUFFICIENT = "INSUFFICIENT"
@@ -46,12 +55,16 @@ class State(StrEnum):
 class Study:
     """A file, its fit, and the forecasts; all compute on the axis of the file.
 
+    fitted: of all points of the segment; of those before the fall where the run fell under its own
+    forecast, for what came after is not of that curve.
+    guarded: with the alarms that still stand. fall: None where the curve has not fallen.
     forecasts: at 2× now first, then as asked; none if the run is broken.
     """
 
     file: CurveFile
     fitted: Fit
     guarded: GuardResult
+    fall: Fall | None
     forecasts: tuple[Forecast, ...]
 
     @property
@@ -59,7 +72,33 @@ class Study:
         """BROKEN by the guard, INSUFFICIENT by any doubt, else OK."""
         if self.guarded.broken:
             return State.BROKEN
-        return State.INSUFFICIENT if self.fitted.doubts else State.OK
+        return State.INSUFFICIENT if self.doubts else State.OK
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Why the asymptote should not be believed: those of the fit, and those of a fit that sags."""
+        fitted = self.fitted
+        return (
+            *fitted.doubts,
+            *(
+                f"rewards until {words.amount(past.until + self.start)} ran {words.reward(-past.departure, 3)} a doubling "
+                f"under the forecast made at {words.amount(past.made_at + self.start)}, more than {UNEXPLAINED:g} of its sd"
+                for past in fitted.hindcasts
+                if past.departure < -UNEXPLAINED * past.sd
+            ),
+        )
+
+    @property
+    def why_broken(self) -> str:
+        """In a few words; ``guarded.reasons`` has the numbers."""
+        if self.fall is None:
+            return "completions are cut off at the length limit"
+        return "the run no longer follows its own curve"
+
+    @property
+    def fallen(self) -> int:
+        """How many of the last evaluations lie after the fall, and are not fitted."""
+        return 0 if self.fall is None else self.fall.over
 
     @property
     def start(self) -> float:
@@ -69,7 +108,7 @@ class Study:
     @property
     def now(self) -> float:
         """Compute of the last point."""
-        return self.fitted.now + self.start
+        return self.file.segment.curve.now + self.start
 
     @property
     def twice(self) -> float:
@@ -144,16 +183,50 @@ def study(file: CurveFile, at: Sequence[float] = ()) -> Study:
     """
     segment = file.segment.curve
     try:
-        fitted = fit(segment)
-        guarded = guard(segment, None if file.truncation is None else [file.truncation[-1]])
-    except RequestError as error:
-        raise CurveProblem(f"{file.path}, column truncated_fraction: {error}") from error
+        fall = standing_fall(segment)
+        fitted = fit(segment if fall is None else segment.head(fall.points))
+        guarded = guard(segment)
     except CurveError as error:
         part = f", from line {file.first_line} on (the last recipe)" if file.segments > 1 else ""
         raise CurveProblem(f"{file.path}{part}: {error}") from error
-    made = Study(file, fitted, guarded, ())
+    reasons = [*_fallen(file, fall), *_truncated(file)]
+    made = Study(file, fitted, replace(guarded, broken=bool(reasons), reasons=tuple(reasons)), fall, ())
     points = made.ahead([made.twice], "forecast") + (made.ahead(at, "--at") if at else [])
-    return made if guarded.broken else replace(made, forecasts=tuple(points))
+    return made if reasons else replace(made, forecasts=tuple(points))
+
+
+def _fallen(file: CurveFile, fall: Fall | None) -> tuple[str, ...]:
+    """The guard's alarm of now, or the one that it raised before and that is not over."""
+    if fall is None:
+        return ()
+    depth = words.reward(fall.depth, 3)
+    if fall.over == CONSECUTIVE:
+        return (
+            f"the last {CONSECUTIVE} evaluations lie under the 5 % quantile of the forecast made before them, by up to {depth}",
+        )
+    return (
+        f"from {words.amount(fall.compute + file.segment.start)} on, rewards fell under the 5 % quantile of the forecast "
+        f"made before them, by up to {depth} when it was seen, and have not come back to {words.reward(fall.floor, 3)}",
+    )
+
+
+def _truncated(file: CurveFile) -> tuple[str, ...]:
+    """An alarm of truncation, of now or from before, that is not over."""
+    if file.truncation is None:
+        return ()
+    over = np.flatnonzero(file.truncation < HEALTHY_TRUNCATED)
+    since = file.truncation[over[-1] + 1 if over.size else 0 :]
+    if not since.size or since.max() < MOST_TRUNCATED:
+        return ()
+    now, most = float(since[-1]), float(since.max())
+    if now >= MOST_TRUNCATED:
+        return (
+            f"{100 * now:.1f} % of the completions are cut off at the length limit, {100 * MOST_TRUNCATED:.0f} % or more",
+        )
+    return (
+        f"{100 * now:.1f} % of the completions are cut off at the length limit, after {100 * most:.1f} %: "
+        f"healthy is below {100 * HEALTHY_TRUNCATED:.0f} %",
+    )
 
 
 def _interval(estimate: Estimate | Forecast) -> dict[str, float]:

@@ -1,0 +1,104 @@
+"""A run that no longer follows its own curve: what ``scalerl fit`` says of it, which is what the autoscaler does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scalerl_api.autoscaling import AutoscalingSpec
+from scalerl_cli.curves.source import read_curve
+from scalerl_cli.curves.study import HEALTHY_TRUNCATED, State, study
+from scalerl_cli.main import main
+from scalerl_curvefit.fall import LEAST
+from scalerl_operator.policy import alarm
+
+from .curve_files import write_run
+
+
+def write_sagging(path: Path, back: float = 0.0) -> Path:
+    """A run whose reward falls by .05 ten evaluations before the end, where the guard of now sees nothing."""
+    lines = write_run(path).read_text().splitlines()
+    rows = [line.split(",") for line in lines[1:]]
+    for i, row in enumerate(rows):
+        after = i - (len(rows) - 12)
+        row[1] = str(float(row[1]) - 0.025 * min(max(after, 0), 2) + back * (after > 8))
+    path.write_text("\n".join([lines[0], *(",".join(row) for row in rows)]) + "\n")
+    return path
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert main(["fit", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_an_alarm_stands_until_the_run_has_come_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fallen, back = write_sagging(tmp_path / "c.csv"), write_sagging(tmp_path / "back.csv", 0.07)
+    got = answer(capsys, str(fallen))
+    assert (got["state"], got["identifiable"], got["forecasts"]) == ("BROKEN", False, [])
+    assert main(["fit", str(fallen)]) == 0
+    assert "and have not come back to ." in capsys.readouterr().out
+    assert study(read_curve(back)).fall is None
+    assert main(["plan", "--from", str(fallen)]) == 0
+    assert "no plan: the run no longer follows its own curve" in capsys.readouterr().out
+
+
+def test_the_fit_of_a_broken_run_is_the_one_before_the_fall(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    well = answer(capsys, str(write_run(tmp_path / "well.csv")))
+    ill = write_run(tmp_path / "ill.csv", collapse=0.15)
+    for name in ("A", "Cmid", "B"):
+        assert answer(capsys, str(ill))[name]["median"] == pytest.approx(well[name]["median"], rel=0.06)
+    made = study(read_curve(ill))
+    assert made.fall is not None
+    assert (made.fallen, made.fall.points) == (3, len(made.file.segment.curve) - 3)
+    assert made.now == made.file.curve.now > made.fitted.now
+    assert main(["fit", str(ill), "--plot", str(tmp_path / "out.png")]) == 0
+    assert "fitted are the 37 before the fall" in capsys.readouterr().out
+
+
+def test_truncation_has_words_of_its_own_and_is_over_below_its_lower_bound(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path / "c.csv")
+    lines = path.read_text().splitlines()
+
+    def with_last(*rates: float) -> State:
+        rows = [line.split(",") for line in lines]
+        for row, rate in zip(rows[-len(rates) :], rates, strict=True):
+            row[8] = str(rate)
+        path.write_text("\n".join(",".join(row) for row in rows) + "\n")
+        return study(read_curve(path)).state
+
+    assert with_last(0.2, 0.04) is State.OK
+    assert with_last(0.2, 0.07) is State.BROKEN
+    assert with_last(0.09, 0.09) is State.OK
+    assert with_last(0.2) is State.BROKEN
+    assert main(["fit", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "no forecast: completions are cut off at the length limit" in shown
+    assert "collapsed policy" not in shown
+
+
+def test_the_bounds_are_those_of_the_autoscaler() -> None:
+    assert pytest.approx(alarm.LEAST_FALL * float(AutoscalingSpec().min_gain)) == LEAST
+    assert alarm.HEALTHY_TRUNCATED == HEALTHY_TRUNCATED
+
+
+def test_a_past_forecast_far_above_what_came_is_a_doubt(tmp_path: Path) -> None:
+    """A slow sag that no three evaluations show: the hindcast does."""
+    random = np.random.default_rng(3)
+    compute = np.linspace(250.0, 10_000.0, 40)
+    reward = 0.2 + 0.4 / (1 + (2000.0 / compute) ** 2.5) - 0.07 * np.clip(compute / 5000 - 1, 0, 1)
+    path = tmp_path / "c.csv"
+    noisy = reward + random.normal(0.0, 0.006, 40)
+    path.write_text("compute,reward\n" + "".join(f"{c},{r}\n" for c, r in zip(compute, noisy, strict=True)))
+    made = study(read_curve(path))
+    assert (made.state, made.fitted.doubts) == (State.INSUFFICIENT, ())
+    assert "under the forecast made at 5,000, more than 3 of its sd" in made.doubts[0]

@@ -1,0 +1,86 @@
+"""``scalerl fit --compare``: which of two recipes is better, and when nobody can say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scalerl_cli.main import main
+
+from .curve_files import EXAMPLES, ink, write_plain, write_run
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert main(["fit", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def text(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["fit", *arguments]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    return said.out
+
+
+def test_recipes_told_by_a(capsys: pytest.CaptureFixture[str]) -> None:
+    ppg, ppo = str(EXAMPLES / "ppg_leaper.csv"), str(EXAMPLES / "ppo_leaper.csv")
+    shown = text(capsys, ppo, "--compare", ppg)
+    assert "the larger A is better" in shown
+    assert "better: ppg_leaper.csv, by A" in shown
+    assert "better: ppg_leaper.csv, by A" in text(capsys, ppg, "--compare", ppo)
+    got = answer(capsys, ppo, "--compare", ppg)
+    assert got["first"] == answer(capsys, ppo)
+    assert got["second"] == answer(capsys, ppg)
+    assert got["comparison"]["better"] == "second"
+    assert got["comparison"]["by"] == "A"
+    assert got["comparison"]["probability"] > 0.9
+
+
+def test_recipes_of_one_asymptote_are_told_by_b(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = write_plain(tmp_path / "one.csv", reach=8, n=60, seed=1)
+    two = write_plain(tmp_path / "two.csv", reach=8, n=60, seed=1, cmid=2600.0)
+    picture = tmp_path / "out.png"
+    shown = text(capsys, str(one), "--compare", str(two), "--plot", str(picture))
+    assert "fitted again at the mean A" in shown
+    assert "by B" in shown
+    assert "(not settled)" in shown
+    assert ink(picture) > 0.01
+
+
+def test_a_comparison_that_is_too_early_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    early, late = write_plain(tmp_path / "early.csv", reach=0.6), write_plain(tmp_path / "late.csv")
+    shown = text(capsys, str(early), "--compare", str(late))
+    assert "do not rely on it yet\n  early.csv:" in shown
+    assert "late.csv: 90 %" not in shown
+    assert "undecided: a run is below its own midpoint" in shown
+    assert "better:" not in shown
+    got = answer(capsys, str(early), "--compare", str(late))["comparison"]
+    assert (got["better"], got["probability"]) == ("undecided", None)
+
+
+def test_a_broken_run_is_compared_by_what_it_was_and_nothing_is_decided(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    well, ill = write_run(tmp_path / "well.csv"), write_run(tmp_path / "ill.csv", collapse=0.06)
+    shown = text(capsys, str(well), "--compare", str(ill), "--plot", str(tmp_path / "out.png"))
+    assert "undecided: a run is BROKEN" in shown
+    got = answer(capsys, str(well), "--compare", str(ill))
+    assert got["comparison"]["better"] == "undecided"
+    assert got["second"]["A"]["median"] == pytest.approx(got["first"]["A"]["median"], abs=0.02)
+
+
+def test_a_file_against_itself_is_a_tie(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = str(write_plain(tmp_path / "one.csv"))
+    assert "no difference" in text(capsys, one, "--compare", one)
+    got = answer(capsys, one, "--compare", one)["comparison"]
+    assert (got["better"], got["probability"]) == ("tie", 0.5)
+
+
+def test_an_asymptote_at_its_bound_is_a_doubt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    straight = tmp_path / "straight.csv"
+    straight.write_text("compute,reward\n" + "".join(f"{c},{0.2 + 0.01 * c}\n" for c in range(1, 41)))
+    shown = text(capsys, str(straight), "--compare", str(write_plain(tmp_path / "well.csv")))
+    assert "straight.csv: A is at its high bound, 1" in shown
