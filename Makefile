@@ -55,7 +55,8 @@ test: lint test-unit test-local test-cluster ## everything CI runs
 test-unit: setup ## members' tests, a few with a real vLLM server
 	@# Not by path, as tests are: the folder `operator` would become a module before the standard library's.
 	$(PYTEST) --import-mode=prepend --doctest-modules $(MEMBERS:%=%/src)
-	$(PYTEST) -m 'not cluster' $(MEMBERS:%=%/tests) tests/house tests/chart
+	@# Two at a time, by file, so that what a file's tests share (a vLLM server, a process group) is made once.
+	$(PYTEST) -n 2 --dist loadfile -m 'not cluster' $(MEMBERS:%=%/tests) tests/house tests/chart
 
 test-local: setup ## whole runs on this machine, with faults
 	$(PYTEST) tests/local
