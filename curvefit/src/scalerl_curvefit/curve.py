@@ -102,9 +102,21 @@ class Curve:
         """Compute of the last point."""
         return float(self.compute[-1])
 
+    @property
+    def first_trained(self) -> int:
+        """Index of the first point at compute > 0, which may be one past the end."""
+        return int(np.searchsorted(self.compute, 0.0, side="right"))
+
     def head(self, n: int) -> Curve:
-        """The first `n` points: what was known when point n−1 had been measured."""
-        return self._take(slice(0, n), 0.0)
+        """The first `n` points: what was known when point n−1 had been measured. They share these ones' memory."""
+        if not self.compute[:n].size:
+            raise ShapeError(f"the first {n} of {len(self)} points are none")
+        taken = object.__new__(Curve)
+        for name in ("compute", "reward", "samples", "eval_version", "recipe"):
+            column = getattr(self, name)
+            object.__setattr__(taken, name, None if column is None else column[:n])
+        object.__setattr__(taken, "scale", self.scale)
+        return taken
 
     def segments(self) -> list[Segment]:
         """Split where the recipe or the evaluation version changes, in order.
@@ -119,7 +131,7 @@ class Curve:
         for begin, end in zip([0, *changes], [*changes, n], strict=True):
             if begin and self.recipe is not None and self.recipe[begin] != self.recipe[begin - 1]:
                 start = float(self.compute[begin - 1])
-            segments.append(Segment(self._take(slice(begin, end), start), start))
+            segments.append(Segment(self._part(slice(begin, end), start), start))
         return segments
 
     def require_one_segment(self) -> None:
@@ -140,7 +152,7 @@ class Curve:
     def _label(self, i: int) -> tuple[str | None, str | None]:
         return (self.recipe[i] if self.recipe else None, self.eval_version[i] if self.eval_version else None)
 
-    def _take(self, part: slice, start: float) -> Curve:
+    def _part(self, part: slice, start: float) -> Curve:
         low, high = self.scale
         return Curve(
             self.compute[part] - start,

@@ -31,11 +31,12 @@ class Family(StrEnum):
 
 def gain_share(family: Family, ln_compute: FloatArray, ln_cmid: FloatArray, ln_b: FloatArray) -> FloatArray:
     """s(C) ∈ [0, 1]; arguments broadcast."""
-    distance = ln_compute - ln_cmid
     b = np.exp(ln_b)
     if family is Family.SIGMOID:
-        # The logistic function by tanh: never overflows, and takes half the time of SciPy's expit.
-        return np.asarray(0.5 + 0.5 * np.tanh(0.5 * b * distance))
+        # Half the time of tanh and a fifth of SciPy's expit. Far below Cmid the power is infinite, its share 0.
+        with np.errstate(over="ignore"):
+            return np.asarray(1.0 / (1.0 + np.exp(b * (ln_cmid - ln_compute))))
+    distance = ln_compute - ln_cmid
     if family is Family.STRETCHED:
         return np.asarray(-np.expm1(-LN2 * np.exp(np.minimum(b * distance, 50.0))))
     return np.asarray(-np.expm1(-b * np.log1p(np.expm1(LN2 / b) * np.exp(distance))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -11,12 +12,12 @@ import numpy as np
 from .curve import Curve, FloatArray
 from .errors import ConstantRewardError, RequestError, TooFewPointsError
 from .families import Family
-from .hindcast import MOST_P_BEFORE_CMID, Hindcast, discrepancy_weights, flatness, hindcasts
+from .hindcast import MOST_P_BEFORE_CMID, Hindcast, discrepancy_weights, flatness, hindcasts, look_backs
 from .moments import Moments, moments
 from .point import PointFit, point_fit
-from .posterior import QUICK, Nodes, Prior, grid_posterior, make_prior
+from .posterior import QUICK, Nodes, Prior, grid_posterior, grid_posteriors, make_prior
 from .sampling import Draws, departures, interval, sample
-from .settings import FitSettings
+from .settings import DEFAULTS, FitSettings
 
 MIN_POINTS: Final = 4
 """A curve has four parameters."""
@@ -122,16 +123,19 @@ def fit(curve: Curve, settings: FitSettings | None = None) -> Fit:
     >>> f.identifiable, round(f.A.median, 2)
     (True, 0.6)
     """
-    settings = settings or FitSettings()
+    settings = settings or DEFAULTS
     curve.require_one_segment()
+    return fit_after(curve, settings, past_posteriors(curve, settings, past_counts(curve, settings)))
+
+
+def fit_after(curve: Curve, settings: FitSettings, pasts: Mapping[int, Nodes]) -> Fit:
+    """`fit` of one segment, given the posteriors of its `past_counts`."""
     points = _prepare(curve, settings)
     sums = points.moments(settings)
     nodes = tuple(grid_posterior(sums, points.prior, family) for family in settings.families)
     evidence = np.array([node.ln_evidence for node in nodes])
     share = np.exp(evidence - np.logaddexp.reduce(evidence))
-    past = hindcasts(
-        points.compute, points.reward, settings, lambda count: past_posterior(curve, settings, count)
-    )
+    past = hindcasts(points.compute, points.reward, settings, pasts)
     seed = content_seed(curve, settings)
     main, random = nodes[0], np.random.default_rng(seed)
     drawn = sample((main,), np.ones(1), DRAWS, random)
@@ -206,7 +210,7 @@ class _Points:
 
 
 def _prepare(curve: Curve, settings: FitSettings) -> _Points:
-    first = int(np.searchsorted(curve.compute, 0.0, side="right"))
+    first = curve.first_trained
     compute, reward = curve.compute[first:], curve.reward[first:]
     n = compute.size
     if n < MIN_POINTS:
@@ -240,18 +244,29 @@ def _noise(curve: Curve, reward: FloatArray, settings: FitSettings) -> tuple[Flo
     return np.sqrt(rate * (1.0 - rate) / samples + settings.noise_floor**2), settings.noise_dof
 
 
-def past_posterior(curve: Curve, settings: FitSettings, count: int) -> Nodes:
-    """Quick posterior of the main family from the first `count` points at compute > 0.
+def past_counts(curve: Curve, settings: FitSettings) -> list[int]:
+    """Of how many of its points at compute > 0 a fit needs `past_posteriors`, for its hindcasts."""
+    first = curve.first_trained
+    if first == len(curve):
+        return []
+    return look_backs(curve.compute[first:], curve.reward[first:], settings)
+
+
+def past_posteriors(curve: Curve, settings: FitSettings, counts: Iterable[int]) -> dict[int, Nodes]:
+    """Quick posteriors of the main family from the first so many points at compute > 0, made together.
 
     Raises TooFewPointsError and ConstantRewardError as `fit` does.
     """
-    zero = int(np.searchsorted(curve.compute, 0.0, side="right"))
-    past = _prepare(curve.head(zero + count), settings)
-    return grid_posterior(past.moments(settings, PAST_KNOTS), past.prior, settings.families[0], QUICK)
+    distinct = sorted(set(counts))
+    if not distinct:
+        return {}
+    pasts = [_prepare(curve.head(curve.first_trained + count), settings) for count in distinct]
+    fits = [(past.moments(settings, PAST_KNOTS), past.prior) for past in pasts]
+    return dict(zip(distinct, grid_posteriors(fits, settings.families[0], QUICK), strict=True))
 
 
 def _point(nodes: Nodes, points: _Points) -> PointFit:
-    best = int(np.argmax(nodes.weight_sj.max(axis=1)))
+    best = int(np.argmax(nodes.weight_js.max(axis=0)))
     start = (float(nodes.ln_cmid_s[best]), float(nodes.ln_b_s[best]))
     low, high = np.array([points.prior.ln_cmid, points.prior.ln_b]).T
     return point_fit(

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from .curve import Curve
-from .errors import ConstantRewardError, RequestError, TooFewPointsError
-from .fitting import past_posterior
+from .errors import RequestError
+from .fitting import Fit, fit_after, past_counts, past_posteriors
 from .hindcast import predict
-from .settings import FitSettings
+from .posterior import Nodes
+from .settings import DEFAULTS, FitSettings
 
 CONSECUTIVE: Final = 3
 """Evaluations in a row that must lie under the forecast."""
@@ -52,21 +53,43 @@ def guard(
     Looks at the last segment only, and needs 8 points before the checked ones; with fewer, or with
     constant rewards before them, `checked` is False.
     """
+    last, settings = curve.segments()[-1].curve, settings or DEFAULTS
+    return _judged(last, truncation, past_posteriors(last, settings, _promised(last)))
+
+
+def fit_and_guard(
+    curve: Curve, truncation: Sequence[float] | float | None = None, settings: FitSettings | None = None
+) -> tuple[Fit, GuardResult]:
+    """`fit` and `guard` of one segment; the same answers, with the fits of all past moments made together."""
+    settings = settings or DEFAULTS
+    curve.require_one_segment()
+    counts = [*past_counts(curve, settings), *_promised(curve)]
+    pasts = past_posteriors(curve, settings, counts)
+    return fit_after(curve, settings, pasts), _judged(curve, truncation, pasts)
+
+
+def _promised(last: Curve) -> list[int]:
+    """Of how many points at compute > 0 the promise is, if of any."""
+    count = len(last) - last.first_trained - CONSECUTIVE
+    if count < MIN_HISTORY or np.ptp(last.reward[last.first_trained : -CONSECUTIVE]) == 0.0:
+        return []
+    return [count]
+
+
+def _judged(
+    last: Curve, truncation: Sequence[float] | float | None, pasts: Mapping[int, Nodes]
+) -> GuardResult:
     reasons = []
     latest = _latest_truncation(truncation)
     if latest is not None and latest >= MOST_TRUNCATED:
         reasons.append(f"{latest:.1%} of rollouts are truncated, {MOST_TRUNCATED:.0%} or more")
-    last = curve.segments()[-1].curve
-    count = int(np.count_nonzero(last.compute > 0)) - CONSECUTIVE
     seen = tuple(float(r) for r in last.reward[-CONSECUTIVE:])
-    if count < MIN_HISTORY:
-        return GuardResult(bool(reasons), tuple(reasons), False, seen, ())
-    try:
-        before = past_posterior(last, settings or FitSettings(), count)
-    except (TooFewPointsError, ConstantRewardError):
+    promised = _promised(last)
+    if not promised:
         return GuardResult(bool(reasons), tuple(reasons), False, seen, ())
     # 5 % quantiles of evaluations there, the next ones after the fit: no discrepancy so close.
-    floor = tuple(mean + QUANTILE * sd for mean, sd in predict(before, last.compute[-CONSECUTIVE:]))
+    ahead = predict(pasts[promised[0]], last.compute[-CONSECUTIVE:])
+    floor = tuple(mean + QUANTILE * sd for mean, sd in ahead)
     if all(s < f for s, f in zip(seen, floor, strict=True)):
         worst = max(f - s for s, f in zip(seen, floor, strict=True))
         reasons.append(

@@ -16,7 +16,7 @@ the prior of τ stays: on real curves two past doublings that went well said too
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -50,26 +50,26 @@ class Hindcast:
     scale: float = 1.0
 
 
-def hindcasts(
-    compute: FloatArray, reward: FloatArray, settings: FitSettings, fit_head: Callable[[int], Nodes]
-) -> tuple[Hindcast, ...]:
-    """Check the forecasts of past moments that have enough points.
+def look_backs(compute: FloatArray, reward: FloatArray, settings: FitSettings) -> list[int]:
+    """How many points, at compute > 0, had been measured at the past moments worth a forecast."""
+    counts = [int(np.searchsorted(compute, compute[-1] / back, side="right")) for back in settings.look_back]
+    return [n for n in counts if n >= MIN_POINTS and n < compute.size and np.ptp(reward[:n]) > 0.0]
 
-    fit_head: gives the posterior of the first so many points.
-    """
+
+def hindcasts(
+    compute: FloatArray, reward: FloatArray, settings: FitSettings, pasts: Mapping[int, Nodes]
+) -> tuple[Hindcast, ...]:
+    """Check the forecasts of past moments. pasts: the posterior of the first n points, for all `look_backs`."""
     made = []
-    for back in settings.look_back:
-        count = int(np.searchsorted(compute, compute[-1] / back, side="right"))
-        if count < MIN_POINTS or np.ptp(reward[:count]) == 0.0:
-            continue
+    for count in look_backs(compute, reward, settings):
         then = float(compute[count - 1])
         after = slice(count, int(np.searchsorted(compute, 2.0 * then, side="right")))
         if after.start >= after.stop:
             continue
-        nodes = fit_head(count)
+        nodes = pasts[count]
         mixture = _Mixture(nodes)
         departure, sd = _departure(mixture, then, compute[after], reward[after])
-        ahead = float(nodes.weight_sj[nodes.ln_cmid_s > np.log(then)].sum())
+        ahead = float(nodes.weight_js[:, nodes.ln_cmid_s > np.log(then)].sum())
         doubtful = ahead > MOST_P_BEFORE_CMID
         scale = settings.doubtful_factor if doubtful else _flatness(mixture, then, settings)
         made.append(Hindcast(then, float(compute[after][-1]), departure, sd, scale))
@@ -97,9 +97,9 @@ def flatness(nodes: Nodes, now: float, settings: FitSettings) -> float:
 def predict(nodes: Nodes, compute: FloatArray) -> list[tuple[float, float]]:
     """Mean and sd of an evaluation at each compute (c,), straight from the nodes."""
     mixture = _Mixture(nodes)
-    noise = mixture.noise_variance()
-    pairs = [mixture.reward(mixture.share(c)) for c in compute]
-    return [(mean, float(np.sqrt(variance + noise))) for mean, variance in pairs]
+    mean_c, variance_c = mixture.reward(mixture.share(compute))
+    sd_c = np.sqrt(variance_c + mixture.noise_variance())
+    return list(zip(mean_c.tolist(), sd_c.tolist(), strict=True))
 
 
 class _Mixture:
@@ -109,33 +109,32 @@ class _Mixture:
 
     def __init__(self, nodes: Nodes) -> None:
         self.nodes = nodes
-        cells = nodes.a_sj.shape[1]
+        cells = len(nodes.a_js)
         steps_j = np.arange(cells) - 0.5 * (cells - 1)
-        powers_j3 = np.stack([np.ones(cells), steps_j, steps_j * steps_j], axis=1)
-        self._middle_s = 0.5 * (nodes.a_sj[:, 0] + nodes.a_sj[:, -1])
-        weight_s, first_s, second_s = (nodes.weight_sj @ powers_j3).T
+        powers_3j = np.stack([np.ones(cells), steps_j, steps_j * steps_j])
+        self._middle_s = 0.5 * (nodes.a_js[0] + nodes.a_js[-1])
+        weight_s, first_s, second_s = powers_3j @ nodes.weight_js
         self._weight_s = weight_s
         self._first_s, self._second_s = first_s * nodes.a_step_s, second_s * nodes.a_step_s**2
-        spread_s = np.einsum("sj,sj->s", nodes.weight_sj, nodes.spread_sj)
+        spread_s = (nodes.weight_js * nodes.spread_js).sum(axis=0)
         self._innovation_s = spread_s / max(nodes.dof - 2.0, 1.0)
 
-    def share(self, compute: float) -> FloatArray:
-        """(s,) of the gain reached at one compute."""
-        return gain_share(
-            self.nodes.family, np.log(np.float64(compute)), self.nodes.ln_cmid_s, self.nodes.ln_b_s
-        )
+    def share(self, compute_c: FloatArray) -> FloatArray:
+        """(c, s) of the gain reached at each compute."""
+        nodes = self.nodes
+        return gain_share(nodes.family, np.log(compute_c)[:, None], nodes.ln_cmid_s, nodes.ln_b_s)
 
-    def reward(self, share_s: FloatArray) -> tuple[float, float]:
-        """Mean and variance of R where each node has reached `share_s` of its gain."""
-        nodes, rest_s = self.nodes, 1.0 - share_s
-        slope_s = share_s - nodes.r0_slope_s * rest_s
-        level_s = nodes.r0_at_zero_s * rest_s + slope_s * self._middle_s
-        mean = float(level_s @ self._weight_s + slope_s @ self._first_s)
-        off_s = level_s - mean
-        between = (off_s * off_s) @ self._weight_s + (2.0 * off_s * slope_s) @ self._first_s
-        between += (slope_s * slope_s) @ self._second_s
-        within = float((self._innovation_s * rest_s * rest_s / nodes.precision_s).sum())
-        return mean, max(float(between), 0.0) + within
+    def reward(self, share_cs: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """(c,) means and variances of R where each node has reached `share_cs` of its gain."""
+        nodes, rest_cs = self.nodes, 1.0 - share_cs
+        slope_cs = share_cs - nodes.r0_slope_s * rest_cs
+        level_cs = nodes.r0_at_zero_s * rest_cs + slope_cs * self._middle_s
+        mean_c = level_cs @ self._weight_s + slope_cs @ self._first_s
+        off_cs = level_cs - mean_c[:, None]
+        between_c = (off_cs * off_cs) @ self._weight_s + (2.0 * off_cs * slope_cs) @ self._first_s
+        between_c += (slope_cs * slope_cs) @ self._second_s
+        within_c = (rest_cs * rest_cs) @ (self._innovation_s / nodes.precision_s)
+        return mean_c, np.maximum(between_c, 0.0) + within_c
 
     def noise_variance(self) -> float:
         """Of one evaluation."""
@@ -147,10 +146,10 @@ class _Mixture:
 
 
 def _flatness(mixture: _Mixture, now: float, settings: FitSettings) -> float:
-    before, after = (mixture.reward(mixture.share(compute))[0] for compute in (now / 2.0, now))
+    (before, after), _ = mixture.reward(mixture.share(np.array([now / 2.0, now])))
     if after - before >= settings.flat_gain:
         return 1.0
-    return max((after - before) / settings.flat_gain, settings.flat_share)
+    return max(float(after - before) / settings.flat_gain, settings.flat_share)
 
 
 def _departure(
@@ -164,14 +163,17 @@ def _departure(
     share_bs = gain_share(nodes.family, ln_compute_b[:, None], nodes.ln_cmid_s, nodes.ln_b_s)
     total = float(pull_b.sum())
     # R is linear in s, so that the pulled mean of R is R at the pulled mean of s, times the total pull.
-    mean, variance = mixture.reward((pull_b @ share_bs) / total)
+    (mean,), (variance,) = mixture.reward((pull_b @ share_bs)[None] / total)
     noise = float((pull_b * pull_b / count_b).sum()) * mixture.long_run_variance()
-    return float(pull_b @ reward_b) - total * mean, float(np.sqrt(total * total * variance + noise))
+    departure = float(pull_b @ reward_b) - total * float(mean)
+    return departure, float(np.sqrt(total * total * variance + noise))
 
 
 def _binned(ln_compute: FloatArray, reward: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Means of ln C and reward over at most BINS runs of neighbouring points, and their counts."""
     n = ln_compute.size
-    starts = np.unique(np.linspace(0, n, min(n, BINS), endpoint=False).astype(np.intp))
+    if n <= BINS:
+        return ln_compute, reward, np.ones(n)
+    starts = np.linspace(0, n, BINS, endpoint=False).astype(np.intp)
     count = np.diff(np.append(starts, n)).astype(np.float64)
     return np.add.reduceat(ln_compute, starts) / count, np.add.reduceat(reward, starts) / count, count

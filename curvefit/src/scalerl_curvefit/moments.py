@@ -19,6 +19,7 @@ Legend of suffixes: n points, k knots, r values of ρ.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -81,8 +82,70 @@ def moments(
     max_knots: at most about so many knots; by default `knot_count` says.
     """
     knot = knots(ln_compute, max_knots or knot_count(ln_compute.size))
-    ln_compute_k = ln_compute[knot]
-    k_count = knot.size
+    onto = (
+        _onto_points(precision) if knot.size == precision.size else _onto_knots(ln_compute, precision, knot)
+    )
+    values_2n = np.stack([precision, precision * reward])
+    # Ω_ρ = (1 + ρ²)·1 − ρ²·(ends) − ρ·(neighbours): all forms with each of the three in the place of Ω,
+    # then one product for all ρ.
+    ends_2n, neighbours_2n = np.zeros_like(values_2n), np.zeros_like(values_2n)
+    ends_2n[:, [0, -1]] = values_2n[:, [0, -1]]
+    neighbours_2n[:, 1:] = values_2n[:, :-1]
+    neighbours_2n[:, :-1] += values_2n[:, 1:]
+    forms_3m = [
+        np.concatenate([*ss_k, *onto.sums(omega_values_2n), *_without_s(values_2n, omega_values_2n)])
+        for ss_k, omega_values_2n in (
+            (onto.own_k, values_2n),
+            (onto.ends_k, ends_2n),
+            (onto.neighbours_k, neighbours_2n),
+        )
+    ]
+    squares_r = rho * rho
+    forms_mr = np.stack(forms_3m, axis=1) @ np.stack([1.0 + squares_r, -squares_r, -rho])
+    k = knot.size
+    return Moments(
+        n=precision.size,
+        ln_compute_k=ln_compute[knot],
+        rho_r=rho,
+        ss_diagonal_kr=forms_mr[:k],
+        ss_neighbour_kr=forms_mr[k : 2 * k - 1],
+        s_one_kr=forms_mr[2 * k - 1 : 3 * k - 1],
+        s_y_kr=forms_mr[3 * k - 1 : 4 * k - 1],
+        one_one_r=forms_mr[-3],
+        one_y_r=forms_mr[-2],
+        y_y_r=forms_mr[-1],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Onto:
+    """H with the precisions P, by what the sums need of it.
+
+    sums: rows v (2, n) → HᵀPv (2, k). own_k, ends_k, neighbours_k: diagonal (k,) and off-diagonal (k − 1,)
+    of HᵀP(·)PH, with 1, the ends and the neighbours for the dot.
+    """
+
+    sums: Callable[[FloatArray], FloatArray]
+    own_k: tuple[FloatArray, FloatArray]
+    ends_k: tuple[FloatArray, FloatArray]
+    neighbours_k: tuple[FloatArray, FloatArray]
+
+
+def _onto_points(precision: FloatArray) -> _Onto:
+    """Every point is a knot: H is 1."""
+    squares = precision * precision
+    none = np.zeros(precision.size)
+    return _Onto(
+        sums=lambda values_2n: precision * values_2n,
+        own_k=(squares, none[1:]),
+        ends_k=(_ends_of(squares), none[1:]),
+        neighbours_k=(none, precision[1:] * precision[:-1]),
+    )
+
+
+def _onto_knots(ln_compute: FloatArray, precision: FloatArray, knot: NDArray[np.intp]) -> _Onto:
+    """Points between knots, each by its share of either side."""
+    ln_compute_k, k_count = ln_compute[knot], knot.size
     left = np.clip(np.searchsorted(ln_compute_k, ln_compute, side="right") - 1, 0, k_count - 2)
     fraction = (ln_compute - ln_compute_k[left]) / (ln_compute_k[left + 1] - ln_compute_k[left])
     u, v = precision * (1.0 - fraction), precision * fraction
@@ -92,53 +155,29 @@ def moments(
     u_next = np.where(same, u[1:], 0.0)
     v_next = np.where(same, v[1:], precision[1:])
 
-    def at_knots(values: FloatArray, where: NDArray[np.intp]) -> FloatArray:
+    def at(where: NDArray[np.intp], values: FloatArray) -> FloatArray:
         return np.bincount(where, weights=values, minlength=k_count).astype(np.float64, copy=False)
 
-    diagonal_0 = at_knots(u * u, left) + at_knots(v * v, left + 1)
-    neighbour_0 = at_knots(u * v, left)
-    diagonal_1 = 2.0 * (at_knots(u[:-1] * u_next, left[:-1]) + at_knots(v[:-1] * v_next, left[:-1] + 1))
-    neighbour_1 = at_knots(u[:-1] * v_next + v[:-1] * u_next, left[:-1])
-    ends = np.zeros(k_count)
-    ends[0], ends[-1] = precision[0] ** 2, precision[-1] ** 2
-
-    squares_r, one_r = rho * rho, np.ones(rho.size)
-
-    def combined(own: FloatArray, end: FloatArray, neighbours: FloatArray) -> FloatArray:
-        """(1 + ρ²)·own − ρ²·ends − ρ·neighbours, the three parts of Ω_ρ, for all ρ at once: (..., r)."""
-        return np.asarray(
-            np.multiply.outer(own, one_r + squares_r)
-            - np.multiply.outer(end, squares_r)
-            - np.multiply.outer(neighbours, rho)
-        )
-
-    def onto_knots(values: FloatArray) -> FloatArray:
-        return at_knots(u * values, left) + at_knots(v * values, left + 1)
-
-    def with_s(values: FloatArray) -> FloatArray:
-        """HᵀΩ·values, (k, r)."""
-        sides = np.zeros(values.size)
-        sides[1:] += values[:-1]
-        sides[:-1] += values[1:]
-        end = np.zeros(k_count)
-        end[0], end[-1] = precision[0] * values[0], precision[-1] * values[-1]
-        return combined(onto_knots(values), end, onto_knots(sides))
-
-    def form(a: FloatArray, b: FloatArray) -> FloatArray:
-        """aᵀΩb, (r,)."""
-        end = a[0] * b[0] + a[-1] * b[-1]
-        return combined(a @ b, end, a[1:] @ b[:-1] + a[:-1] @ b[1:])
-
-    y = precision * reward
-    return Moments(
-        n=ln_compute.size,
-        ln_compute_k=ln_compute_k,
-        rho_r=rho,
-        ss_diagonal_kr=combined(diagonal_0, ends, diagonal_1),
-        ss_neighbour_kr=combined(neighbour_0, np.zeros(k_count), neighbour_1)[:-1],
-        s_one_kr=with_s(precision),
-        s_y_kr=with_s(y),
-        one_one_r=form(precision, precision),
-        one_y_r=form(precision, y),
-        y_y_r=form(y, y),
+    right = left + 1
+    return _Onto(
+        sums=lambda values_2n: np.stack([at(left, u * row) + at(right, v * row) for row in values_2n]),
+        own_k=(at(left, u * u) + at(right, v * v), at(left, u * v)[:-1]),
+        ends_k=(_ends_of(precision[knot] ** 2), np.zeros(k_count - 1)),
+        neighbours_k=(
+            2.0 * (at(left[:-1], u[:-1] * u_next) + at(right[:-1], v[:-1] * v_next)),
+            at(left[:-1], u[:-1] * v_next + v[:-1] * u_next)[:-1],
+        ),
     )
+
+
+def _ends_of(values: FloatArray) -> FloatArray:
+    """The first and the last, the others 0."""
+    ends = np.zeros(values.size)
+    ends[0], ends[-1] = values[0], values[-1]
+    return ends
+
+
+def _without_s(values_2n: FloatArray, omega_values_2n: FloatArray) -> FloatArray:
+    """(1, 3) the forms 1·1, 1·y and y·y."""
+    (one_one, one_y), (_, y_y) = values_2n @ omega_values_2n.T
+    return np.array([[one_one, one_y, y_y]])

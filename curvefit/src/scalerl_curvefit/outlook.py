@@ -130,7 +130,7 @@ def _p_above(fitted: Fit, drawn: Draws, compute: float, level: FloatArray | floa
     curve = drawn.reward(np.array([compute]))[:, 0]
     doublings = max(float(np.log2(compute / fitted.now)), 0.0)
     sd = fitted.discrepancy_scale * np.array(fitted.settings.discrepancy) * doublings
-    above = ndtr((curve - level)[:, None] / np.maximum(sd, TINY)) @ fitted.discrepancy_weights
+    above = fitted.discrepancy_weights @ ndtr((curve - level) / np.maximum(sd, TINY)[:, None])
     return float(np.mean(np.where(np.less(level, 0.0), 1.0, np.where(np.less(level, 1.0), above, 0.0))))
 
 

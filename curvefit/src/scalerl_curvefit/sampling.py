@@ -40,15 +40,16 @@ class Draws:
     def share(self, compute: FloatArray) -> FloatArray:
         """(d, c) share of the gain reached at compute (c,), values ≥ 0."""
         with np.errstate(divide="ignore"):
-            ln_compute = np.log(np.asarray(compute, dtype=np.float64))[None, :]
-        ln_cmid, ln_b = np.log(self.Cmid)[:, None], np.log(self.B)[:, None]
+            ln_compute_c1 = np.log(np.asarray(compute, dtype=np.float64))[:, None]
+        ln_cmid, ln_b = np.log(self.Cmid), np.log(self.B)
+        # The long index last, and turned at the end: rows of a few columns take several times as long.
         if len(self.families) == 1:
-            return gain_share(self.families[0], ln_compute, ln_cmid, ln_b)
-        share = np.empty((len(self), ln_compute.size))
+            return gain_share(self.families[0], ln_compute_c1, ln_cmid, ln_b).T
+        share_cd = np.empty((ln_compute_c1.size, len(self)))
         for index, family in enumerate(self.families):
-            rows = self.family == index
-            share[rows] = gain_share(family, ln_compute, ln_cmid[rows], ln_b[rows])
-        return share
+            of = self.family == index
+            share_cd[:, of] = gain_share(family, ln_compute_c1, ln_cmid[of], ln_b[of])
+        return share_cd.T
 
     def reward(self, compute: FloatArray) -> FloatArray:
         """(d, c) rewards of the drawn curves at compute (c,), without discrepancy or evaluation noise."""
@@ -97,22 +98,22 @@ def departures(tau: FloatArray, weights: FloatArray, n: int, random: np.random.G
 
 def _systematic(weights: FloatArray, n: int, random: np.random.Generator) -> NDArray[np.intp]:
     """How often each index is drawn: n evenly spaced quantiles with one random offset."""
-    edges = np.cumsum(weights / weights.sum()) * n
-    edges[-1] = n
-    upto = np.ceil(edges - random.random()).astype(np.intp)
-    upto[-1] = n
+    edges = weights / weights.sum()
+    np.cumsum(edges, out=edges)
+    edges *= n
+    edges -= random.random()
     # Sums of weights never fall, so that these do not either; the rounding of the last may exceed n.
-    np.minimum(upto, n, out=upto)
-    upto[1:] -= upto[:-1].copy()
-    return upto
+    upto = np.minimum(np.ceil(edges, out=edges), n, out=edges).astype(np.intp)
+    upto[-1] = n
+    return np.diff(upto, prepend=0)
 
 
 def _sample_family(nodes: Nodes, n: int, random: np.random.Generator) -> tuple[FloatArray, ...]:
-    columns = nodes.weight_sj.shape[1]
-    cells = np.repeat(np.arange(nodes.weight_sj.size), _systematic(nodes.weight_sj.ravel(), n, random))
-    s, j = np.divmod(cells, columns)
-    a = nodes.a_sj[s, j] + nodes.a_step_s[s] * (random.random(n) - 0.5)
-    variance = nodes.spread_sj[s, j] / random.chisquare(nodes.dof, n)
+    weight_sj = nodes.weight_js.T
+    cells = np.repeat(np.arange(weight_sj.size), _systematic(weight_sj.ravel(), n, random))
+    s, j = np.divmod(cells, weight_sj.shape[1])
+    a = nodes.a_js[j, s] + nodes.a_step_s[s] * (random.random(n) - 0.5)
+    variance = nodes.spread_js[j, s] / random.chisquare(nodes.dof, n)
     mean = nodes.r0_at_zero_s[s] - nodes.r0_slope_s[s] * a
     sd = np.sqrt(variance / nodes.precision_s[s])
     below = np.maximum(random.random(n) * ndtr((a - mean) / sd), 1e-300)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import Final
 
 from .errors import SettingsError
 from .families import Family
@@ -115,3 +116,7 @@ class FitSettings:
             raise SettingsError(f"look_back is {self.look_back}; give factors of at least 1.5")
         if not self.families or len(set(self.families)) != len(self.families):
             raise SettingsError(f"families is {self.families}; give at least one, each once")
+
+
+DEFAULTS: Final = FitSettings()
+"""Checked once."""

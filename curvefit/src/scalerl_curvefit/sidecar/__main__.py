@@ -13,6 +13,7 @@ from pathlib import Path
 from aiohttp import web
 
 from .app import Sidecar, runner
+from .memory import keep_freed_memory
 
 DEFAULT_PORT = 8077
 SHUTDOWN_SECONDS = 5.0
@@ -63,6 +64,7 @@ def main() -> int:
             parser.error(f"--token-file {arguments.token_file}: {error.strerror}")
         if not token:
             parser.error(f"--token-file {arguments.token_file} is empty")
+    keep_freed_memory()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     metrics = None if arguments.metrics_port is None else (arguments.metrics_host, arguments.metrics_port)
     try:

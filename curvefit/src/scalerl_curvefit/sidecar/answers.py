@@ -11,7 +11,7 @@ from ..curve import Curve, Segment
 from ..errors import CurveError, RequestError
 from ..fitting import Estimate, Fit, fit
 from ..forecasting import forecast
-from ..guard import guard
+from ..guard import fit_and_guard
 from ..outlook import (
     best_block,
     compute_to,
@@ -40,8 +40,7 @@ def answer_forecast(request: wire.ForecastRequest) -> wire.ForecastAnswer:
     if not (math.isfinite(request.horizon) and request.horizon > 1.0):
         raise RequestError(f"horizon is {request.horizon:g}; it must be a multiple of now above 1")
     segment = _last_segment(request.points)
-    fitted = fit(segment.curve)
-    checked = guard(segment.curve, request.truncation)
+    fitted, checked = fit_and_guard(segment.curve, request.truncation)
     ahead: list[wire.ForecastPoint] = []
     outlook = None
     if not checked.broken:

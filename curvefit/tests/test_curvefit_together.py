@@ -1,0 +1,77 @@
+"""What is done together, or on a shorter way, says what the plain way says."""
+
+from __future__ import annotations
+
+import platform
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import scalerl_curvefit as cf
+from scalerl_curvefit.families import gain_share
+from scalerl_curvefit.fitting import past_posteriors
+from scalerl_curvefit.guard import fit_and_guard
+from scalerl_curvefit.moments import _onto_knots, _onto_points
+from scalerl_curvefit.sidecar.memory import keep_freed_memory
+from scalerl_curvefit.simulate import simulated
+
+
+@settings(max_examples=15, deadline=None)
+@given(n=st.integers(20, 120), seed=st.integers(0, 1000), reach=st.sampled_from([0.5, 2.0, 6.0]))
+def test_posteriors_made_together_are_those_made_alone(n: int, seed: int, reach: float) -> None:
+    curve, choices = simulated(n=n, seed=seed, reach=reach), cf.FitSettings()
+    counts = [n // 2, n - 3, 9]
+    together = past_posteriors(curve, choices, counts)
+    assert sorted(together) == sorted({*counts})
+    for count, nodes in together.items():
+        (alone,) = past_posteriors(curve, choices, [count]).values()
+        for name in ("ln_cmid_s", "ln_b_s", "rho_s", "a_js", "weight_js", "spread_js", "r0_at_zero_s"):
+            np.testing.assert_allclose(getattr(nodes, name), getattr(alone, name), rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=10, deadline=None)
+@given(n=st.integers(6, 60), seed=st.integers(0, 1000))
+def test_a_fit_with_its_guard_is_both(n: int, seed: int) -> None:
+    curve = simulated(n=n, seed=seed)
+    fitted, checked = fit_and_guard(curve, [0.02])
+    alone, guarded = cf.fit(curve), cf.guard(curve, [0.02])
+    assert (fitted.A, fitted.B, fitted.Cmid, fitted.seed) == (alone.A, alone.B, alone.Cmid, alone.seed)
+    np.testing.assert_allclose(fitted.discrepancy, alone.discrepancy, rtol=1e-9)
+    assert (checked.broken, checked.checked, checked.seen) == (guarded.broken, guarded.checked, guarded.seen)
+    np.testing.assert_allclose(checked.floor, guarded.floor, rtol=1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(n=st.integers(4, 50), seed=st.integers(0, 1000))
+def test_where_every_point_is_a_knot_nothing_is_interpolated(n: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    ln_compute, precision = np.sort(random.uniform(0, 4, n)), random.uniform(0.5, 2, n)
+    short, plain = _onto_points(precision), _onto_knots(ln_compute, precision, np.arange(n))
+    rows = random.normal(size=(2, n))
+    np.testing.assert_allclose(short.sums(rows), plain.sums(rows), rtol=1e-12)
+    for name in ("own_k", "ends_k", "neighbours_k"):
+        for got, want in zip(getattr(short, name), getattr(plain, name), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-12)
+
+
+def test_the_sigmoid_is_the_logistic_function_to_both_ends() -> None:
+    x = np.linspace(-40.0, 40.0, 801)
+    got = gain_share(cf.Family.SIGMOID, x, np.float64(0.0), np.log(2.0))
+    np.testing.assert_allclose(got, 0.5 + 0.5 * np.tanh(x), atol=5e-16)
+    far = gain_share(cf.Family.SIGMOID, np.array([-np.inf, -1e4, 1e4]), np.float64(0.0), np.log(2.0))
+    assert far.tolist() == [0.0, 0.0, 1.0]
+
+
+def test_the_first_points_are_those_points_whatever_the_scale() -> None:
+    curve = cf.Curve([1, 2, 3], [-0.3, 0.1, 0.7], samples=5, recipe="a", scale=cf.SIGNED_SCALE)
+    head = curve.head(2)
+    np.testing.assert_array_equal(head.reward, curve.reward[:2])
+    assert (len(head), head.recipe, head.scale) == (2, ("a", "a"), cf.SIGNED_SCALE)
+    with pytest.raises(cf.ShapeError, match="the first 0 of 3"):
+        curve.head(0)
+
+
+def test_freed_memory_is_kept_where_the_allocator_can() -> None:
+    assert keep_freed_memory() == (platform.libc_ver()[0] == "glibc")
