@@ -8,6 +8,7 @@ import signal
 import time
 import uuid
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from replicas import (
@@ -175,13 +176,24 @@ async def test_a_replica_that_has_not_seen_the_lease_does_not_say_who_leads(
         assert answer[1] == "does not lead, and who does is not known\n"
 
 
-async def test_a_coordinator_is_told_nothing_by_who_does_not_lead(control_plane: Cluster) -> None:
+async def test_a_coordinator_is_told_nothing_by_who_does_not_lead(
+    control_plane: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with stage(control_plane, f"fence-{uuid.uuid4().hex[:8]}") as there:
         await there.start(tiny())
         await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"suspend": True}})
-        there.leads = False
+        patch = there.api.patch
+
+        async def last(*of: Any, **more: Any) -> Any:
+            """What is decided is written down, and then the lead is lost."""
+            made = await patch(*of, **more)
+            there.leads = False
+            return made
+
+        monkeypatch.setattr(there.api, "patch", last)
         with pytest.raises(errors.Fenced, match="coordinator"):
             await there.look()
+        monkeypatch.undo()
         assert there.coordinator.told == []
         there.leads = True
         await there.look()
