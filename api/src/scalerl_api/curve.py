@@ -20,6 +20,7 @@ CURVE_COLUMNS: Final = (
     "mean_tokens",
     "truncated_fraction",
     "mixed_versions",
+    "eval_version",
 )
 """``compute`` is in completion tokens of trained steps; ``docs/local-run.md`` has the rest."""
 
@@ -42,6 +43,7 @@ def curve_csv(points: Iterable[EvaluationPoint]) -> str:
                 f"{p.mean_tokens:.3f}",
                 f"{p.truncated_fraction:.6f}",
                 str(p.mixed_versions).lower(),
+                p.set_digest,
             )
         )
     return text.getvalue()

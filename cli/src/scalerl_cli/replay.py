@@ -30,6 +30,9 @@ def replay(source: Path, policy: Path | None = None) -> int:
     except RecordProblem as problem:
         say(str(problem), error=True)
         return BAD_INPUT
+    if not content.strip():
+        say(f"{path}: empty; wait for the run's first decision", error=True)
+        return BAD_INPUT
     lines, differences = verify(content)
     for difference in differences[:_SHOWN]:
         say(f"{path}: {difference}", error=True)

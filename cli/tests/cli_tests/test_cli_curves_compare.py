@@ -84,3 +84,16 @@ def test_an_asymptote_at_its_bound_is_a_doubt(tmp_path: Path, capsys: pytest.Cap
     straight.write_text("compute,reward\n" + "".join(f"{c},{0.2 + 0.01 * c}\n" for c in range(1, 41)))
     shown = text(capsys, str(straight), "--compare", str(write_plain(tmp_path / "well.csv")))
     assert "straight.csv: A is at its high bound, 1" in shown
+
+
+def test_a_comparison_answers_at_a_compute_and_refuses_what_is_asked_of_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = str(write_plain(tmp_path / "one.csv")), str(write_plain(tmp_path / "two.csv", seed=3))
+    shown = text(capsys, one, "--compare", two, "--at", "3e4")
+    assert any(line.split()[:2] == ["at", "30,000"] for line in shown.splitlines())
+    refits = answer(capsys, one, "--compare", two)["comparison"]["refit_B"]
+    assert refits is None or refits["first"]["low"] < refits["first"]["median"]
+    for more in (["--target", "0.6"], ["--budget", "3e4"], ["--alternatives"], ["--log"]):
+        assert main(["fit", one, "--compare", two, *more]) == 2
+        assert f"{more[0]}: not with --compare" in capsys.readouterr().err

@@ -152,6 +152,17 @@ def test_any_valid_curve_has_ordered_intervals(
     assert "nan" not in capsys.readouterr().out
 
 
+def test_json_answers_all_that_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(write_plain(tmp_path / "c.csv"))
+    got = answer(capsys, path, "--at", "3e4", "--budget", "4e4", "--target", "0.6", "--alternatives")
+    assert [point["compute"] for point in got["forecasts"][1:]] == [3e4, 4e4]
+    assert got["target"]["reward"] == 0.6
+    assert 0 < got["target"]["low"] < got["target"]["median"]
+    assert 0 < got["target"]["probability"] <= 1
+    assert got["alternatives"]["power_law"]["A"] > 0.6
+    assert answer(capsys, path, "--target", "0.9")["target"]["median"] is None
+
+
 # --- text ----------------------------------------------------------------------------------------
 
 
@@ -294,6 +305,7 @@ def test_rewards(interval: tuple[float, float, float], shown: str) -> None:
         ((2542.0, 2301.0, 2900.0), "2,540 (2,300–2,900)"),
         ((1.52e6, 131_264.0, 1.032e7), "1.52M (130,000–10.32M)"),
         ((20.0, 10.0, float("inf")), "20 (10 to never)"),
+        ((0.5, 0.02, 42_000.0), "0.5 (0.02–42,000)"),
     ],
 )
 def test_intervals_of_amounts(interval: tuple[float, float, float], shown: str) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from scalerl_api.curve import curve_csv
+from scalerl_api.wire import EvaluationPoint
 from scalerl_cli.curves.source import read_curve
 from scalerl_cli.main import main
 
@@ -36,7 +38,16 @@ def refused(path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
         ("compute,reward\n", ["no point", "wait"]),
         ("1,0.2\n2,0.3\n", ["line 1", "no column compute", "the first line names the columns"]),
         ("compute,score\n1,0.2\n", ["line 1", "no column reward", "compute,score"]),
-        ("compute;reward\n1;0.2\n", ["separated by commas"]),
+        ("compute;reward\n1;0.2\n", ["separated by semicolons", "by commas"]),
+        ("compute\treward\n1\t0.2\n", ["separated by tabs"]),
+        ("compute,reward\n1,20.5\n2,31\n", ["line 2", "--scale=0,100"]),
+        ("compute,reward\n1,0.2\n1_000,0.3\n", ["line 3, column compute", "not a number"]),
+        ("compute,reward,samples\n1,0.2,3.5\n", ["line 2, column samples", "3.5 is no count"]),
+        (
+            "compute,reward,mixed_versions\n1,0.2,yes\n",
+            ["line 2, column mixed_versions", "neither true nor false"],
+        ),
+        ("compute,reward,mixed_versions\n1,0.2,true\n", ["the weights changed", "wait"]),
         ("compute,reward,reward\n1,2,3\n", ["reward stands twice"]),
         ("compute,reward\n1,0.2\n2,x\n", ["line 3, column reward", "'x' is not a number"]),
         ("compute,reward\n1,0.2\n\n,0.3\n", ["line 4, column compute", "empty"]),
@@ -189,6 +200,47 @@ def test_stated_scales_other_encodings_and_blank_lines_are_read(tmp_path: Path) 
     read = read_curve(path, (-1.0, 1.0))
     assert read.curve.compute.tolist() == [0, 2, 3]
     assert read.curve.reward.tolist() == [0, 0.5, 1]
+
+
+def test_evaluations_of_mixed_weights_are_left_out_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path / "curve.csv")
+    rows = path.read_text().splitlines()
+    rows[20] = "4950000.0,0.0,1000,0.01,19,9e3,1.8e4,5.0,0.0,true"
+    path.write_text("\n".join(rows))
+    read = read_curve(path)
+    assert (read.mixed, len(read.curve), read.truncation.size) == (1, 40, 40)  # type: ignore[union-attr]
+    assert 0.0 not in read.curve.reward
+    for command in (["fit", str(path)], ["plan", "--from", str(path)]):
+        assert main(command) == 0
+        assert "1 evaluation left out, for the weights changed" in capsys.readouterr().out
+
+
+def test_a_run_whose_evaluation_set_changed_is_fitted_from_there(tmp_path: Path) -> None:
+    """By the file that a run writes itself."""
+    points = [
+        EvaluationPoint(
+            version=i,
+            work_tokens=1000 * i,
+            reward=0.01 * i,
+            standard_error=0.01,
+            samples=100,
+            prompts=100,
+            set_digest="old" if i < 6 else "new",
+            mixed_versions=i == 8,
+            truncated_fraction=0.0,
+            mean_tokens=5.0,
+            wall_seconds=float(i),
+            device_seconds=float(i),
+        )
+        for i in range(1, 20)
+    ]
+    path = tmp_path / "curve.csv"
+    path.write_text(curve_csv(points))
+    read = read_curve(path)
+    assert (read.segments, read.first_line, read.mixed, read.unit) == (2, 7, 1, "completion tokens")
+    assert len(read.segment.curve) == 13
 
 
 def test_100_000_points_are_fitted_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,6 +84,12 @@ def test_growing_changes_the_time_and_not_the_reward(
     assert three["options"][1]["wall_hours"] == pytest.approx(twice["wall_hours"] / 2**0.8)
     assert three["options"][1]["device_hours"] == pytest.approx(twice["device_hours"] * 2**0.2)
     assert plan(capsys, curve)["options"] == got["options"]
+    paid = [curve, "--generators", "1,3", "--elasticity", "0.8", "--price", "3", "--value-per-point", "10"]
+    (one, three), stays = plan(capsys, *paid)["generators"], plan(capsys, *paid)["options"][1]
+    assert one["options"][1]["net"] == pytest.approx(stays["net"])
+    assert three["options"][1]["cost"] == pytest.approx(stays["cost"] * 2**0.2)
+    assert run_plan(arguments(*paid), WHEN) == 0
+    assert capsys.readouterr().out.count("value − cost") >= 3
 
 
 def test_an_elasticity_is_measured_where_the_devices_changed(
@@ -126,6 +132,13 @@ def test_a_young_run_is_planned_with_its_doubts(tmp_path: Path, capsys: pytest.C
     shown = capsys.readouterr().out
     assert "INSUFFICIENT" in shown
     assert "90 % interval of A" in shown
+
+
+def test_a_young_run_has_no_block_to_spend_by(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    curve = str(write_plain(tmp_path / "c.csv", reach=0.6))
+    more = ["--rate", "100", "--price", "0.01", "--value-per-point", "10"]
+    assert run_plan(arguments(curve, *more), WHEN) == 0
+    assert "INSUFFICIENT: do not spend by it" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -275,3 +275,10 @@ def test_bad_input_is_said_and_nothing_replayed(
     said = capsys.readouterr().err
     assert "Advisory or Auto" in said
     assert "spec.autoscaling.minGain" in said
+
+
+def test_an_empty_record_is_no_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / RunPaths(Path()).decisions.name
+    path.write_bytes(b"")
+    assert main(["replay", str(path)]) == 2
+    assert "empty; wait for the run's first decision" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from scalerl_cli.curves import words
 from scalerl_cli.curves.problem import CurveProblem
-from scalerl_cli.curves.study import State, Study
+from scalerl_cli.curves.study import State, Study, interval_json
 from scalerl_curvefit import Better, Comparison, CurveError, compare
 from scalerl_curvefit.compare import SAME_A, bounds_met
 
@@ -70,6 +70,9 @@ class Pair:
                 "probability": self.probability,
                 "same_asymptote": ruled.same_asymptote,
                 "shared_A": ruled.shared_a,
+                "refit_B": None
+                if ruled.shared_a is None
+                else {"first": interval_json(ruled.first.B), "second": interval_json(ruled.second.B)},
                 "doubts": self.doubts,
             },
         }
@@ -106,6 +109,7 @@ def comparison_report(both: Pair) -> Iterator[str]:
                 for made in (both.first, both.second)
             ),
         ],
+        *_asked(both),
         ["state", str(both.first.state), str(both.second.state)],
     ]
     refits = ruled.first, ruled.second
@@ -129,6 +133,14 @@ def comparison_report(both: Pair) -> Iterator[str]:
     if both.doubts:
         yield "do not rely on it yet"
         yield from (f"  {doubt}" for doubt in both.doubts)
+
+
+def _asked(both: Pair) -> Iterator[list[str]]:
+    """A row for each ``--at``."""
+    forecasts = both.first.forecasts[1:], both.second.forecasts[1:]
+    for i, point in enumerate(forecasts[0] or forecasts[1]):
+        cells = [words.rewards(made[i]) if made else "–" for made in forecasts]
+        yield [f"at {words.amount(point.compute)}", *cells]
 
 
 def verdict(both: Pair) -> str:

@@ -20,6 +20,7 @@ def run_fit(arguments: argparse.Namespace) -> int:
     """Fit, print, and draw if asked to; nothing is printed or written unless all of it can be."""
     try:
         check_target(arguments.plot)
+        _check_together(arguments)
         made = study(_read(arguments), arguments.at)
         text = _compared(arguments, made) if arguments.compare else _alone(arguments, made)
     except CurveProblem as problem:
@@ -27,6 +28,19 @@ def run_fit(arguments: argparse.Namespace) -> int:
         return BAD_INPUT
     say(text)
     return DONE
+
+
+def _check_together(arguments: argparse.Namespace) -> None:
+    """Raise CurveProblem for a question that a comparison does not answer."""
+    alone = {
+        "--target": arguments.target is not None,
+        "--budget": arguments.budget is not None,
+        "--alternatives": arguments.alternatives,
+        "--log": arguments.log,
+    }
+    asked = [option for option, given in alone.items() if given]
+    if arguments.compare and asked:
+        raise CurveProblem(f"{', '.join(asked)}: not with --compare; ask it of each file alone")
 
 
 def _read(arguments: argparse.Namespace, *, other: bool = False) -> CurveFile:
@@ -57,7 +71,8 @@ def _alone(arguments: argparse.Namespace, made: Study) -> str:
         return "\n".join(lines)
     if made.state is State.BROKEN:
         say(f"{made.file.path}: no forecast: {'; '.join(made.guarded.reasons)}", error=True)
-    return json.dumps(made.as_json(), allow_nan=False)
+    shown = made.as_json(arguments.target, arguments.budget, alternatives=arguments.alternatives)
+    return json.dumps(shown, allow_nan=False)
 
 
 def _compared(arguments: argparse.Namespace, made: Study) -> str:

@@ -23,6 +23,14 @@ class Money:
     price: float | None
     value: float | None
 
+    def worth(self, gained: Estimate | None, device_hours: float | None) -> tuple[float | None, float | None]:
+        """Cost of so many device-hours, and value of the median gain − cost; None where not known."""
+        if self.price is None or device_hours is None:
+            return None, None
+        cost = self.price * device_hours
+        points = 0.0 if gained is None else gained.median * POINTS
+        return cost, None if self.value is None else self.value * points - cost
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -48,13 +56,15 @@ class Option:
 class Growth:
     """So many generators: growing changes how fast compute is spent, not the curve.
 
-    speed: compute per hour against now. spent: (device_hours, wall_hours) of each option.
+    speed: compute per hour against now. spent: (device_hours, wall_hours) of each option. worth: its
+    (cost, value − cost), None where not known.
     """
 
     generators: int
     devices: float
     speed: float
     spent: tuple[tuple[float, float], ...]
+    worth: tuple[tuple[float | None, float | None], ...]
 
 
 def options(made: Study, pace: Pace, money: Money, budgets: Sequence[float]) -> list[Option]:
@@ -85,14 +95,13 @@ def _option(made: Study, pace: Pace, money: Money, name: str, more: float, point
     gained = gain(made.fitted, made.fitted.now + more) if moves else None
     device_hours = None if pace.rate is None else more / pace.rate
     wall_hours = None if device_hours is None or pace.devices is None else device_hours / pace.devices
-    cost = None if money.price is None or device_hours is None else money.price * device_hours
-    worth = 0.0 if gained is None else gained.median * POINTS
-    net = None if cost is None or money.value is None else money.value * worth - cost
+    cost, net = money.worth(gained, device_hours)
     return Option(name, point.compute, more, point, gained, device_hours, wall_hours, cost, net)
 
 
 def growths(
     pace: Pace,
+    money: Money,
     choices: Sequence[Option],
     generators: Sequence[int],
     devices_per_generator: float,
@@ -128,7 +137,11 @@ def growths(
             )
         speed = (devices / pace.devices) ** given
         wall = [option.more / (pace.rate * pace.devices * speed) for option in choices]
-        made.append(Growth(count, devices, speed, tuple((hours * devices, hours) for hours in wall)))
+        worth = [
+            money.worth(option.gain, hours * devices) for option, hours in zip(choices, wall, strict=True)
+        ]
+        spent = tuple((hours * devices, hours) for hours in wall)
+        made.append(Growth(count, devices, speed, spent, tuple(worth)))
     return made
 
 

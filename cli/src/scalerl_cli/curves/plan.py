@@ -14,6 +14,7 @@ from scalerl_cli.curves.canvas import check_target
 from scalerl_cli.curves.money import Growth, Money, Option, growths, options, paying_block
 from scalerl_cli.curves.pace import Pace, pace_of
 from scalerl_cli.curves.problem import CurveProblem
+from scalerl_cli.curves.report import left_out
 from scalerl_cli.curves.source import read_curve
 from scalerl_cli.curves.study import State, Study, study
 from scalerl_cli.exits import BAD_INPUT, DONE
@@ -62,7 +63,7 @@ def _outlook(arguments: argparse.Namespace, when: datetime) -> Outlook:
         raise CurveProblem("--value-per-point: give --price too, or there is nothing to weigh it against")
     choices = options(made, pace, money, arguments.budget)
     grown = growths(
-        pace, choices, arguments.generators, arguments.devices_per_generator, arguments.elasticity
+        pace, money, choices, arguments.generators, arguments.devices_per_generator, arguments.elasticity
     )
     elasticity = pace.elasticity if arguments.elasticity is None else arguments.elasticity
     return Outlook(
@@ -73,7 +74,9 @@ def _outlook(arguments: argparse.Namespace, when: datetime) -> Outlook:
 def plan_report(outlook: Outlook) -> Iterator[str]:
     """Lines of text."""
     made, pace = outlook.made, outlook.pace
-    yield f"{made.file.path}: now at {words.amount(made.now)} {made.file.unit}"
+    yield f"{made.file.path}: now at {words.compute(made.now, made.file.unit)}"
+    if made.file.mixed:
+        yield f"  {left_out(made)}"
     if made.file.segments > 1:
         yield f"  only the last recipe or evaluation version is fitted, from line {made.file.first_line} on"
     yield (
@@ -141,9 +144,10 @@ def _block(outlook: Outlook) -> str:
     block, rate = outlook.block, outlook.pace.rate
     if block is None or rate is None or block.compute == 0:
         return "best further block: none; its price is above the value of any expected gain: stop"
+    young = "; INSUFFICIENT: do not spend by it" if outlook.made.state is State.INSUFFICIENT else ""
     return (
         f"best further block: {words.amount(block.compute / rate)} device-hours for {words.reward(block.gain, 3)} of reward, "
-        f"value − cost {words.amount(block.net)}"
+        f"value − cost {words.amount(block.net)}{young}"
     )
 
 
@@ -156,14 +160,20 @@ def _grown(outlook: Outlook) -> Iterator[str]:
     head = [""]
     for grown in outlook.growths:
         head += [f"{grown.generators} gen., {grown.speed:.2f}× speed", "done by"]
+        head += [
+            name
+            for name, known in zip(("cost", "value − cost"), grown.worth[0], strict=True)
+            if known is not None
+        ]
     rows = [head]
     for i, option in enumerate(outlook.options):
         if option.more > 0:
-            cells = [
-                [f"{words.amount(used)} device-hours", words.date(outlook.when, wall)]
-                for used, wall in (grown.spent[i] for grown in outlook.growths)
-            ]
-            rows.append([option.name, *(cell for two in cells for cell in two)])
+            row = [option.name]
+            for grown in outlook.growths:
+                used, wall = grown.spent[i]
+                row += [f"{words.amount(used)} device-hours", words.date(outlook.when, wall)]
+                row += [words.amount(known) for known in grown.worth[i] if known is not None]
+            rows.append(row)
     yield from words.table(rows)
 
 
@@ -199,8 +209,8 @@ def as_json(outlook: Outlook) -> dict[str, Any]:
                 "devices": g.devices,
                 "speed": g.speed,
                 "options": [
-                    {"option": o.name, "device_hours": used, "wall_hours": wall}
-                    for o, (used, wall) in zip(outlook.options, g.spent, strict=True)
+                    {"option": o.name, "device_hours": used, "cost": cost, "net": net, "wall_hours": wall}
+                    for o, (used, wall), (cost, net) in zip(outlook.options, g.spent, g.worth, strict=True)
                 ],
             }
             for g in outlook.growths

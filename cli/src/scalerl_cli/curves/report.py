@@ -9,7 +9,7 @@ import numpy as np
 from scalerl_cli.curves import words
 from scalerl_cli.curves.pace import Pace
 from scalerl_cli.curves.study import State, Study
-from scalerl_curvefit import gain, marginal_gain, power_law
+from scalerl_curvefit import gain, marginal_gain
 
 MEANINGS = {
     "A": "asymptote",
@@ -46,7 +46,9 @@ def report(
 
 def _points(made: Study) -> Iterator[str]:
     file, fitted = made.file, made.fitted
-    yield f"{file.path}: {fitted.points_used + made.fallen} points up to {words.amount(made.now)} {file.unit}"
+    yield f"{file.path}: {words.count(fitted.points_used + made.fallen, 'point')} up to {words.compute(made.now, file.unit)}"
+    if file.mixed:
+        yield f"  {left_out(made)}"
     if made.fallen:
         yield (
             f"  fitted are the {fitted.points_used} before the fall, up to {words.amount(fitted.now + made.start)}: "
@@ -64,6 +66,12 @@ def _points(made: Study) -> Iterator[str]:
     low, high = file.curve.scale
     if (low, high) != (0.0, 1.0):
         yield f"  rewards of [{low:g}, {high:g}] are mapped onto [0, 1]; all below, --target too, are on that scale"
+
+
+def left_out(made: Study) -> str:
+    """Of rows that are not on the curve."""
+    count = words.count(made.file.mixed, "evaluation")
+    return f"{count} left out, for the weights changed meanwhile (mixed_versions)"
 
 
 def _headline(made: Study) -> Iterator[str]:
@@ -101,8 +109,8 @@ def _verdict(made: Study) -> Iterator[str]:
         yield from (f"  {doubt}" for doubt in made.doubts)
     else:
         yield (
-            f"state: OK: the asymptote is identifiable (its interval is {made.fitted.A.width:.2f} wide; "
-            f"now is {made.fitted.now / made.fitted.Cmid.median:.1f} × Cmid), if the equation holds"
+            f"state: OK: the asymptote is identifiable (its interval is {words.width(made.fitted.A)} wide; "
+            f"now is {words.amount(float(f'{made.fitted.now / made.fitted.Cmid.median:.2g}'))} × Cmid), if the equation holds"
         )
     if not made.guarded.checked:
         yield "  too few points for the collapse guard"
@@ -127,7 +135,7 @@ def _ahead(made: Study, pace: Pace, target: float | None, budget: float | None) 
     yield "still to be gained"
     yield from words.table(rows)
     if pace.rate is not None:
-        yield f"  a device-hour does {words.amount(pace.rate)} {made.file.unit} ({pace.how})"
+        yield f"  a device-hour does {words.compute(pace.rate, made.file.unit)} ({pace.how})"
     if reach is not None:
         yield ""
         yield (
@@ -151,7 +159,9 @@ class Scaled:
 
 
 def _beside(made: Study) -> Iterator[str]:
-    law = power_law(made.file.segment.curve)
+    if made.state is State.BROKEN:
+        return
+    law = made.power_law
     twice = float(law.reward(np.array(2.0 * made.fitted.now)))
     yield "beside it, for comparison only"
     last = float(made.file.segment.curve.reward[-1])
@@ -167,7 +177,7 @@ def _trust(made: Study) -> Iterator[str]:
     fitted = made.fitted
     yield "what this rests on"
     if fitted.burn_in_points:
-        yield f"  the first {fitted.burn_in_points} points count less (burn-in)"
+        yield f"  the first {words.count(fitted.burn_in_points, 'point')} count less (burn-in)"
     noise = fitted.sigma
     yield (
         f"  noise of one evaluation: sd {words.rewards(noise)}, correlation of neighbours {words.reward(fitted.rho)}"
@@ -183,6 +193,6 @@ def _trust(made: Study) -> Iterator[str]:
         yield "  hindcasts: none, too few points at half of the compute"
     for edge in fitted.edges:
         yield (
-            f"  prior bound met: {edge.parameter} {edge.side} ({words.amount(edge.bound)}) holds {edge.mass:.0%} of the "
+            f"  prior bound met: {edge.parameter} {edge.side} ({words.amount(edge.bound)}) holds {100 * edge.mass:.0f} % of the "
             "posterior; there the bound, not the points, sets the interval"
         )

@@ -19,6 +19,8 @@ RUN_UNIT: Final = "completion tokens"
 RUN_COLUMNS: Final = frozenset({"version", "wall_seconds", "device_seconds", "mean_tokens"})
 """Columns by which a run's own file is known."""
 SECONDS_PER_HOUR: Final = 3600.0
+SEPARATORS: Final = {";": "semicolons", "\t": "tabs"}
+"""Of files that call themselves CSV and are not."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +29,9 @@ class CurveFile:
 
     curve: all points. segment: the last stretch of one recipe and one evaluation version, which is
     what gets fitted. first_line: where it begins in the file. segments: how many there are.
-    unit: of compute. named_unit: whether anything says so.
+    mixed: rows left out, of evaluations during which the weights changed: they lie on no one point of
+    the curve, and the autoscaler leaves them out too.
+    unit: of compute; empty if nothing says so. named_unit: whether anything does.
     truncation: share of completions cut off at the length limit, by point. device_hours, wall_hours:
     used up to each point. All (n,), None where the file does not have them.
     """
@@ -37,6 +41,7 @@ class CurveFile:
     segment: Segment
     segments: int
     first_line: int
+    mixed: int
     unit: str
     named_unit: bool
     truncation: FloatArray | None
@@ -56,7 +61,7 @@ class _Table:
         """A column as (n,) numbers; NaN and infinity pass here, so that the curve refuses them."""
         cells = self.columns[name]
         try:
-            return np.array([float(cell) for cell in cells])
+            return np.array([_read(cell) for cell in cells])
         except ValueError:
             bad = next(i for i, cell in enumerate(cells) if not _is_number(cell))
             what = f"{cells[bad]!r} is not a number" if cells[bad] else "empty"
@@ -93,9 +98,9 @@ def read_curve(
     """
     if path.is_dir():
         path = path / "curve.csv"
-    table = _table(path)
+    table, mixed = _whole(_table(path))
     compute, reward = table.numbers("compute"), table.numbers("reward")
-    samples = table.numbers("samples") if "samples" in table.columns else None
+    samples = _counts(table, "samples")
     labels = {name: table.columns.get(name) for name in ("eval_version", "recipe")}
 
     def head(n: int) -> Curve:
@@ -118,7 +123,8 @@ def read_curve(
         segment=last,
         segments=len(segments),
         first_line=table.lines[len(curve) - len(last.curve)],
-        unit=unit or (RUN_UNIT if own else f"units of {path.name}"),
+        mixed=mixed,
+        unit=unit or (RUN_UNIT if own else ""),
         named_unit=bool(unit) or own,
         truncation=truncation,
         device_hours=device_hours,
@@ -132,6 +138,40 @@ def table_has(table: _Table, name: str) -> None:
         raise CurveProblem(
             f"{table.path}: no column {name!r}; the first line names {', '.join(table.columns)}"
         )
+
+
+def _whole(table: _Table) -> tuple[_Table, int]:
+    """The rows of evaluations of one weight version each, and how many others there were."""
+    cells = table.columns.get("mixed_versions")
+    if cells is None:
+        return table, 0
+    for cell, line in zip(cells, table.lines, strict=True):
+        if cell.lower() not in ("true", "false"):
+            raise CurveProblem(
+                f"{table.path}, line {line}, column mixed_versions: {cell!r} is neither true nor false; mend the cell"
+            )
+    kept = [i for i, cell in enumerate(cells) if cell.lower() == "false"]
+    if not kept:
+        raise CurveProblem(
+            f"{table.path}: during each of the {len(cells)} evaluations the weights changed (mixed_versions); "
+            "wait for one of a single version"
+        )
+    columns = {name: [column[i] for i in kept] for name, column in table.columns.items()}
+    return _Table(table.path, columns, [table.lines[i] for i in kept]), len(cells) - len(kept)
+
+
+def _counts(table: _Table, name: str) -> FloatArray | None:
+    if name not in table.columns:
+        return None
+    counts = table.numbers(name)
+    bad = np.isfinite(counts) & (counts != np.floor(counts))
+    if bad.any():
+        i = int(np.argmax(bad))
+        raise CurveProblem(
+            f"{table.path}, line {table.lines[i]}, column {name}: {counts[i]:g} is no count; "
+            "give whole numbers, or leave the column out"
+        )
+    return counts
 
 
 def _rates(table: _Table, name: str) -> FloatArray | None:
@@ -184,6 +224,12 @@ def _table(path: Path) -> _Table:
 
 def _check_header(path: Path, line: int, header: Sequence[str], shown: Sequence[str]) -> None:
     missing = [name for name in ("compute", "reward") if name not in header]
+    other = next((name for mark, name in SEPARATORS.items() if mark in "".join(shown)), None)
+    if missing and other is not None:
+        raise CurveProblem(
+            f"{path}, line {line}: cells are separated by {other} in {','.join(shown)[:80]!r}; separate them by commas "
+            "(compute,reward[,samples]), and write decimals with a point"
+        )
     if missing:
         raise CurveProblem(
             f"{path}, line {line}: no column {' and no column '.join(missing)} in {','.join(shown)[:80]!r}; "
@@ -222,17 +268,26 @@ def _checked(
         return head(bad)
     except RewardRangeError:
         low, high = scale
+        percent = scale == (0.0, 1.0) and reward.min() >= 0.0 and 2.0 < reward.max() <= 100.0
+        hint = "for percent: --scale=0,100" if percent else "for ±1: --scale=-1,1"
         raise CurveProblem(
             f"{where}, column reward: {reward[bad - 1]:g} is outside [{low:g}, {high:g}]; if rewards are counted "
-            "otherwise, give their range with --scale=LOW,HIGH (for ±1: --scale=-1,1)"
+            f"otherwise, give their range with --scale=LOW,HIGH ({hint})"
         ) from None
     except InputError as error:
         raise CurveProblem(f"{where}: {error}") from error
 
 
+def _read(cell: str) -> float:
+    """As ``float``, which would take 1_000 too."""
+    if "_" in cell:
+        raise ValueError(cell)
+    return float(cell)
+
+
 def _is_number(cell: str) -> bool:
     try:
-        float(cell)
+        _read(cell)
     except ValueError:
         return False
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -19,6 +20,7 @@ from scalerl_curvefit import (
     Fit,
     Forecast,
     GuardResult,
+    PowerLaw,
     Reach,
     RequestError,
     compute_to,
@@ -26,6 +28,7 @@ from scalerl_curvefit import (
     fit,
     forecast,
     guard,
+    power_law,
     standing_fall,
 )
 from scalerl_curvefit.curve import FloatArray
@@ -144,6 +147,11 @@ class Study:
         low, median, high = interval(drawn.A - drawn.reward(np.array([self.fitted.now]))[:, 0])
         return Estimate(float(median), float(low), float(high))
 
+    @property
+    def power_law(self) -> PowerLaw:
+        """By least squares, for comparison only."""
+        return power_law(self.fitted.curve)
+
     def reach(self, target: float) -> Reach:
         """Compute to a target, on the file's axis.
 
@@ -161,18 +169,40 @@ class Study:
             high=found.high + self.start,
         )
 
-    def as_json(self) -> dict[str, Any]:
-        """What ``--json`` prints; 90 % intervals."""
-        fitted = self.fitted
-        return {
-            "A": _interval(fitted.A),
-            "B": _interval(fitted.B),
-            "Cmid": _interval(fitted.Cmid),
-            "R0": _interval(fitted.R0),
+    def as_json(
+        self, target: float | None = None, budget: float | None = None, *, alternatives: bool = False
+    ) -> dict[str, Any]:
+        """What ``--json`` prints; 90 % intervals.
+
+        Raises:
+            CurveProblem: for a target or a budget that cannot be asked about.
+        """
+        fitted, going = self.fitted, self.state is not State.BROKEN
+        points = [
+            *self.forecasts,
+            *(self.ahead([budget], "--budget") if budget is not None and going else ()),
+        ]
+        shown: dict[str, Any] = {
+            "A": interval_json(fitted.A),
+            "B": interval_json(fitted.B),
+            "Cmid": interval_json(fitted.Cmid),
+            "R0": interval_json(fitted.R0),
             "identifiable": self.state is State.OK,
             "state": str(self.state),
-            "forecasts": [{"compute": point.compute, **_interval(point)} for point in self.forecasts],
+            "forecasts": [{"compute": point.compute, **interval_json(point)} for point in points],
         }
+        if target is not None and going:
+            reached = self.reach(target)
+            ends = {name: end if math.isfinite(end) else None for name, end in interval_json(reached).items()}
+            shown["target"] = {"reward": reached.target, **ends, "probability": reached.probability}
+        if alternatives and going:
+            law, last = self.power_law, float(fitted.curve.reward[-1])
+            at_2x = float(law.reward(np.array(2.0 * fitted.now)))
+            shown["alternatives"] = {
+                "power_law": {"A": law.A, "B": law.B, "at_2x": at_2x},
+                "last_value": last,
+            }
+        return shown
 
 
 def study(file: CurveFile, at: Sequence[float] = ()) -> Study:
@@ -229,5 +259,6 @@ def _truncated(file: CurveFile) -> tuple[str, ...]:
     )
 
 
-def _interval(estimate: Estimate | Forecast) -> dict[str, float]:
+def interval_json(estimate: Estimate | Forecast | Reach) -> dict[str, float]:
+    """Median and 90 % bounds."""
     return {"median": estimate.median, "low": estimate.low, "high": estimate.high}

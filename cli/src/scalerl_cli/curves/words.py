@@ -61,9 +61,26 @@ def amounts(interval: Interval) -> str:
     else:
         least = min([width, *(v for v in ends if v > width / 100.0)])
         low, median, high = (
-            _written(v, 1 - _size(least)) for v in (interval.low, interval.median, interval.high)
+            # A positive one is never printed as 0.
+            _written(v, max(1 - _size(least), -_size(v) if v else 0))
+            for v in (interval.low, interval.median, interval.high)
         )
     return f"{median} ({span(low, high)})"
+
+
+def compute(value: float, unit: str) -> str:
+    """``20,000 GPU-hours``; ``compute 20,000`` where nothing names the unit."""
+    return f"{amount(value)} {unit}" if unit else f"compute {amount(value)}"
+
+
+def count(n: int, what: str) -> str:
+    """``1 point``, ``20 points``."""
+    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
+
+
+def width(interval: Interval) -> str:
+    """Of an interval of rewards, with the digits it is printed with."""
+    return reward(interval.high - interval.low, digits(interval.low, interval.high))
 
 
 def _size(value: float) -> int:
