@@ -135,7 +135,7 @@ def _ahead(made: Study, pace: Pace, target: float | None, budget: float | None) 
     yield "still to be gained"
     yield from words.table(rows)
     if pace.rate is not None:
-        yield f"  a device-hour does {words.compute(pace.rate, made.file.unit)} ({pace.how})"
+        yield f"  a device-hour does {words.amount(pace.rate)} {made.file.unit or 'of compute'} ({pace.how})"
     if reach is not None:
         yield ""
         yield (
