@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from scalerl_api.autoscaling import AutoscalingSpec
+from scalerl_cli.curves import canvas
 from scalerl_cli.curves.source import read_curve
 from scalerl_cli.curves.study import HEALTHY_TRUNCATED, State, study
 from scalerl_cli.main import main
 from scalerl_curvefit.fall import LEAST
 from scalerl_operator.policy import alarm
 
-from .curve_files import write_run
+from .curve_files import has_colour, write_run
 
 
 def write_sagging(path: Path, back: float = 0.0) -> Path:
@@ -61,6 +62,7 @@ def test_the_fit_of_a_broken_run_is_the_one_before_the_fall(
     assert made.now == made.file.curve.now > made.fitted.now
     assert main(["fit", str(ill), "--plot", str(tmp_path / "out.png")]) == 0
     assert "fitted are the 37 before the fall" in capsys.readouterr().out
+    assert has_colour(tmp_path / "out.png", canvas.VERMILLION)
 
 
 def test_truncation_has_words_of_its_own_and_is_over_below_its_lower_bound(

@@ -72,6 +72,16 @@ def _draw(
         canvas.INK,
         f"{n:,} evaluations{canvas.samples_words(file.segment.curve)}",
     )
+    if made.fallen:
+        axes.plot(
+            file.segment.curve.compute[-made.fallen :] + made.start,
+            file.segment.curve.reward[-made.fallen :],
+            "x",
+            ms=6,
+            color=canvas.VERMILLION,
+            label=f"the last {made.fallen:,}, after the fall: not fitted",
+            zorder=3.5,
+        )
     _draw_forecasts(axes, made)
     shown = [
         *file.curve.reward,
