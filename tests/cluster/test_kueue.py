@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from installed import say
 from kueue import kueue, queue
 from replicas import running, settings
 from stage import ROOT, Stage, condition, own_control_plane, serve_runs, stage, tiny
@@ -28,7 +29,7 @@ from scalerl_operator.policy import lifecycle
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 Object = dict[str, Any]
-RUN = "tiny-addition"
+RUN, OTHER = "tiny-addition", "other-addition"
 QUEUE, PRIORITY = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class"
 GPU = "nvidia.com/gpu"
 HELD_SECONDS = 3.0
@@ -39,9 +40,7 @@ NODE = "somewhere"
 def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with own_control_plane() as cluster:
         serve_runs(cluster)
-        began = time.monotonic()
         with kueue(cluster, tmp_path_factory.mktemp("kueue")):
-            print(f"measured: Kueue is ready: {time.monotonic() - began:.1f} s")
             # Of a pod that is on a node the API server waits for the node's word when it is deleted.
             cluster.apply({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}})
             yield cluster
@@ -67,6 +66,7 @@ async def a_team(cluster: Cluster) -> AsyncIterator[Team]:
         chosen = settings(cluster, there.namespace)
         async with running(main.Operator(chosen, await connection.load(chosen.kubeconfig), main.reconciler)):
             yield Team(there, cluster)
+        await asyncio.sleep(0.3)  # TLS connections end in the background
 
 
 class Team:
@@ -129,6 +129,16 @@ class Team:
                 await self._bind(pod["metadata"]["name"], node)
         await self.there.begin(role, count)
 
+    async def replaces(self, role: str, uid: str) -> None:
+        """Another pod of a StatefulSet works in the place of one. The Workload goes with the pod that it was made for, and
+        Kueue stops a pod without: so the next may end as soon as it has begun, and the one after it stays.
+        """
+        begun = ""
+        while (now := (await self.let_in(role, 1, after=uid))[0]["metadata"]["uid"]) != begun:
+            begun = now
+            await self.there.begin(role)
+            await asyncio.sleep(6)
+
     async def _bind(self, pod: str, node: str) -> None:
         binding = {
             "apiVersion": "v1",
@@ -173,6 +183,10 @@ class Team:
             holds = said.get("QuotaReserved") == "True" and said.get("Finished") != "True"
             found[f"{owner['kind']} {owner['name']}"] = holds
         return found
+
+    async def holding(self) -> set[str]:
+        """What holds quota now."""
+        return {name for name, holds in (await self.workloads()).items() if holds}
 
     async def names(self, *kinds: str) -> set[str]:
         found = [o for kind in kinds for o in await self.there.all(kind)]
@@ -240,7 +254,9 @@ async def test_a_run_holds_nothing_while_it_waits_and_begins_with_its_trainer(te
         "no device is held for a trainer that waits"
     )
     await team.quota(2)
+    began = time.monotonic()
     await team.begins("trainer", 2)
+    say("there is quota: the trainer is let in", time.monotonic() - began, 40)
     await team.begins("coordinator")
     said = "GeneratorsReady"
     run = await team.reaches("the generator waits", lambda r: condition(r, said) == "WaitingForQuota")
@@ -250,10 +266,9 @@ async def test_a_run_holds_nothing_while_it_waits_and_begins_with_its_trainer(te
     await team.quota(3)
     await team.begins("generator")
     await team.reaches("works", lambda r: condition(r, said) == "Ready" and admitted(r))
-    holding = await team.workloads()
-    assert holding[f"Job {trainer}"]
-    assert not holding[f"Job {RUN}-prepare"], "what has ended gives its quota back"
-    assert sum(holding.values()) == 3, "trainer, coordinator, generator"
+    holding = await team.holding()
+    assert len(holding) == 3, "coordinator, generator and trainer; what has ended gives its quota back"
+    assert {f"Job {trainer}", f"Pod {RUN}-coordinator-0"} < holding
     assert any(name.startswith(f"Pod {generator}") for name in holding)
 
 
@@ -271,7 +286,7 @@ async def test_nobody_fights_over_what_kueue_adds(team: Team) -> None:
     (coordinator,) = await team.there.pods("coordinator")
     # An apply of each: the coordinator's spec is another one, and the generators are more.
     await team.edit(budget={"maxSteps": 200, "maxSeconds": 3600}, generator={"replicas": 2})
-    await team.begins("coordinator", after=coordinator["metadata"]["uid"])
+    await team.replaces("coordinator", coordinator["metadata"]["uid"])
     await team.begins("generator", 2)
     await team.reaches("is larger", lambda r: r["status"]["generators"]["ready"] == 2 and admitted(r))
     after = await generations()
@@ -290,7 +305,9 @@ async def test_nobody_fights_over_what_kueue_adds(team: Team) -> None:
 async def test_a_trainer_that_others_displace_saves_and_goes_on_when_it_is_let_in_again(team: Team) -> None:
     await team.starts(3)
     await team.there.create(urgent(2))
+    began = time.monotonic()
     run = await team.reaches("is put back", lambda r: condition(r, "TrainerReady") == "WaitingForQuota")
+    say("a trainer is displaced: its run says so", time.monotonic() - began, 40)
     assert (phase(run), condition(run, "Admitted")) == ("Running", "WaitingForQuota")
     await asyncio.sleep(HELD_SECONDS + 2)
     assert f"{RUN}-coordinator" in await team.names("StatefulSet"), "the trainer still saves what it trained"
@@ -300,12 +317,51 @@ async def test_a_trainer_that_others_displace_saves_and_goes_on_when_it_is_let_i
     while await team.names("StatefulSet", "Deployment") or await team.pods_left():
         assert time.monotonic() < deadline, await team.tell()
         await asyncio.sleep(0.2)
-    held = await team.workloads()
-    assert {name for name, holds in held.items() if holds} == {"Job urgent"}
+    assert await team.holding() == {"Job urgent"}
     await team.there.delete("Job", "urgent")
+    began = time.monotonic()
     await team.works()
+    say("there is quota again: all of the run is let in", time.monotonic() - began, 160)
     trainer = (await team.run())["status"]["trainer"]
     assert (trainer["attempt"], trainer["restarts"], trainer["failedStarts"]) == (1, 0, 0)
+
+
+async def test_a_generator_that_others_displace_is_missed_and_comes_back(team: Team) -> None:
+    await team.starts(3)
+    await team.there.create(urgent(1))
+    run = await team.reaches("lacks it", lambda r: condition(r, "GeneratorsReady") == "WaitingForQuota")
+    assert (phase(run), condition(run, "Admitted")) == ("Running", "WaitingForQuota")
+    assert condition(run, "TrainerReady") == "Ready"
+    # Quota that comes back while Kueue still counts the pod that is gone wakes nobody.
+    deadline = time.monotonic() + 40
+    while True:
+        counted = await team.workloads()
+        generators = [name for name in counted if name.startswith(f"Pod {RUN}-generator")]
+        if counted.get("Job urgent") and len(generators) == 1 and not counted[generators[0]]:
+            break
+        assert time.monotonic() < deadline, f"{counted}: {await team.tell()}"
+        await asyncio.sleep(0.3)
+    await team.there.delete("Job", "urgent")
+    await team.begins("generator")
+    await team.reaches("is whole", lambda r: condition(r, "GeneratorsReady") == "Ready" and admitted(r))
+
+
+async def test_a_run_gives_way_to_a_more_urgent_one_as_a_whole(team: Team) -> None:
+    """Else each would hold the half that the other lacks: Kueue knows neither that they are halves, nor of what."""
+    await team.starts(3)
+    other = queued()
+    other["metadata"]["name"] = OTHER
+    other["metadata"]["labels"][PRIORITY] = "urgent"
+    await team.there.create(other)
+    await team.let_in("prepare", 1)
+    await team.there.end("prepare")
+    await team.reaches("is put back", lambda r: condition(r, "TrainerReady") == "WaitingForQuota")
+    await team.saves("trainer")
+    await team.reaches("waits", waits)
+    deadline = time.monotonic() + 60
+    while len(holding := await team.holding()) < 3 or not all(OTHER in name for name in holding):
+        assert time.monotonic() < deadline, f"{holding}: {await team.tell()}"
+        await asyncio.sleep(0.3)
 
 
 async def test_suspended_it_holds_no_quota_and_deleted_no_workload(team: Team) -> None:
