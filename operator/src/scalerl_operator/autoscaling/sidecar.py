@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Final
 
 from scalerl_api.forecast import ForecastAnswer, ForecastRequest
-from scalerl_operator.autoscaling.client import SidecarClient, SidecarRefused, SidecarUnavailable
 
 BOUND_SECONDS: Final = 60.0
 """For all attempts of one question together."""
@@ -46,6 +45,9 @@ class Sidecar:
 
     async def forecast(self, request: ForecastRequest) -> tuple[ForecastAnswer | None, str]:
         """The answer and no words, or none and why: down, slow, refused, or not to be believed."""
+        # Only now: a command line that starts processes first has no need of aiohttp. The operator has it from the start.
+        from scalerl_operator.autoscaling.client import SidecarClient, SidecarRefused, SidecarUnavailable
+
         client = SidecarClient(
             self._url(),
             token=self._token,
