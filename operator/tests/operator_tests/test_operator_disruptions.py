@@ -16,7 +16,8 @@ from scalerl_operator.cluster.conditions import Looked, Steered, remembered, rep
 from scalerl_operator.cluster.names import COMPONENT, RUN_UID
 from scalerl_operator.cluster.observed import JOB_NAME, Observed, observe, pod_view, rfc3339
 from scalerl_operator.policy.course import Course, Ended, Job, JobState, Memory
-from scalerl_operator.policy.lifecycle import decide
+from scalerl_operator.policy.failure import Record
+from scalerl_operator.policy.lifecycle import NEWS_SECONDS, decide
 from scalerl_operator.workloads import Role
 
 NOW = 1_000_000.0
@@ -120,6 +121,41 @@ def test_what_a_node_refused_is_no_news_once_another_is_in_its_place() -> None:
     assert seen(corpse, newer).problem(Role.GENERATOR) is None
     older = a_pod("b", "Running", role=Role.GENERATOR, age=61)
     assert seen(corpse, older).problem(Role.GENERATOR) is not None
+
+
+LATE = {"reason": "UnexpectedAdmissionError", "message": ALLOCATE}
+
+
+@pytest.mark.parametrize(
+    ("news", "reason"),
+    [
+        (a_pod("a", "Failed", **LATE), None),
+        (a_pod("a", "Failed", code=2), Reason.BAD_INPUT),
+        (a_pod("a", "Running"), Reason.STARTS_FAILED),  # it never comes
+    ],
+)
+@pytest.mark.parametrize("role", [Role.TRAINER, Role.PREPARE])
+def test_a_job_is_not_judged_before_its_pods_have_said_why(
+    role: Role, news: dict[str, Any], reason: Reason | None
+) -> None:
+    """They are watched apart from it, and each judgement is for good."""
+
+    def looked(pod: dict[str, Any], seconds: float, memory: Memory) -> Course:
+        job = getattr(seen(pod, role=role), role.value)
+        trainer = replace(job, attempt=1) if role is Role.TRAINER else Job()
+        prepare = job if role is Role.PREPARE else RUNNING.prepare
+        facts = replace(RUNNING, unix_seconds=NOW + seconds, trainer=trainer, prepare=prepare)
+        last = Memory(attempt=1, record=Record(in_a_row=5, failed_starts=5))
+        return decide(spec(trainer={"maxRestarts": 5}), facts, last if memory == Memory() else memory)
+
+    course = looked(a_pod("a", "Running"), 0.5, Memory())
+    assert (course.memory.outcome, course.memory.judged) == (None, 0)
+    assert course.again_seconds is not None
+    assert course.prepare, "its pods are kept"
+    outcome = looked(news, NEWS_SECONDS, course.memory).memory.outcome
+    if role is Role.PREPARE and reason is Reason.STARTS_FAILED:
+        reason = Reason.PREPARE_FAILED
+    assert (outcome and outcome.reason) == reason
 
 
 # --- what follows ----------------------------------------------------------------------------------

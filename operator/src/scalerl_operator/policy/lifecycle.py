@@ -37,6 +37,7 @@ from scalerl_operator.policy.course import (
     Ended,
     Facts,
     Heard,
+    Job,
     JobState,
     Memory,
     Outcome,
@@ -55,6 +56,8 @@ away, a device plug-in) gets an hour to pass before twenty restarts are spent.""
 HELD_SECONDS: Final = 30.0
 """A queue may hold the trainer for so long before what works beside it goes too: it looks at every attempt anew, and lets
 most in within a second."""
+NEWS_SECONDS: Final = 30.0
+"""How a Job's pods ended is heard apart from that the Job has failed, and may come later. No longer than this."""
 _IN_QUEUE: Final = "the queue to let it in"
 
 
@@ -149,6 +152,9 @@ def _update(seen: Facts, memory: Memory) -> Course:
 def _prepare(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
     if seen.prepare.state is JobState.FAILED and seen.prepare.disrupted:
         return _prepare_again(spec, seen, memory)
+    if _is_news_to_come(seen.prepare, seen.unix_seconds):
+        note = "word of how the preparation ended"
+        return Course(Phase.PREPARING, memory, prepare=True, again_seconds=ASK_AGAIN_SECONDS, note=note)
     if seen.prepare.state is JobState.FAILED:
         worst = _worst(seen.prepare.ends)
         reason = Reason.BAD_INPUT if worst.exit_code == BAD_INPUT_EXIT_CODE else Reason.PREPARE_FAILED
@@ -277,6 +283,8 @@ def _judge(spec: RunSpec, seen: Facts, memory: Memory) -> Memory:
         return memory
     if trainer.state is JobState.COMPLETE and seen.heard is None:
         return memory  # whether the run is over, only the coordinator can say
+    if _is_news_to_come(trainer, seen.unix_seconds):
+        return memory
     worst = _worst(trainer.ends)
     worked = None if memory.ready_since is None else max(0.0, seen.unix_seconds - memory.ready_since)
     policy = _policy(spec)
@@ -331,6 +339,12 @@ def _policy(spec: RunSpec) -> failure.RestartPolicy:
     return failure.RestartPolicy(
         max_restarts=spec.trainer.max_restarts, max_start_delay_seconds=START_DELAY_SECONDS
     )
+
+
+def _is_news_to_come(job: Job, now: float) -> bool:
+    """Whether a Job has failed of which a pod still seems to run, and none has said why: to judge is for good."""
+    silent = job.state is JobState.FAILED and not job.disrupted and not job.ends
+    return silent and _is_to_come(job.failed_at + NEWS_SECONDS - now)
 
 
 def _is_to_come(wait: float) -> bool:
