@@ -88,6 +88,25 @@ def test_whose_fault_it_was_that_a_gang_failed(pods: list[Any], why: str, disrup
     assert (trainer.state, trainer.disrupted, trainer.failed_at) == (JobState.FAILED, disrupted, NOW)
 
 
+DRAINED = a_pod("a", "Failed", role=Role.PREPARE, code=137, conditions=[TAKEN])
+
+
+@pytest.mark.parametrize(
+    ("last", "disrupted"),
+    [
+        (a_pod("b", "Failed", role=Role.PREPARE, code=1), False),
+        (a_pod("b", "Failed", role=Role.PREPARE, reason="Evicted", message="exceeds its disk"), False),
+        (a_pod("b", "Failed", role=Role.PREPARE, reason="OutOfcpu", message="0 free"), True),
+    ],
+)
+def test_a_preparation_that_fails_by_itself_is_not_excused_by_an_earlier_try(
+    last: dict[str, Any], disrupted: bool
+) -> None:
+    """Its Job tries again by itself, and the pods of all tries stay in the list."""
+    assert seen(DRAINED, role=Role.PREPARE).prepare.disrupted
+    assert seen(DRAINED, last, role=Role.PREPARE).prepare.disrupted == disrupted
+
+
 @pytest.mark.parametrize(
     ("status", "reason"),
     [

@@ -324,9 +324,7 @@ def _job(job: Object, pods: Iterable[PodView], spec_hash: str) -> Job:
     own = [p for p in pods if p.job == metadata["name"]]
     wanted = int(job["spec"].get("parallelism", 1))
     ends = tuple(end for pod in own for end in pod.ends)
-    evicted = tuple(
-        Ended(137, p.problem.message) for p in own if p.problem and p.problem.reason is Reason.EVICTED
-    )
+    evicted = tuple(Ended(137, p.problem.message) for p in own if p.problem is not None and _was_evicted(p))
     failed = _condition(job, "Failed") or _condition(job, "FailureTarget")
     return Job(
         state=state,
@@ -337,16 +335,24 @@ def _job(job: Object, pods: Iterable[PodView], spec_hash: str) -> Job:
         held=state is JobState.ACTIVE and bool(job["spec"].get("suspend")),
         held_since=_held_since(job),
         ending=any(p.leaving and not p.over for p in own),
-        disrupted=state is JobState.FAILED and _no_fault(failed, own, ends or evicted),
+        disrupted=state is JobState.FAILED
+        and _no_fault(failed, own, ends or evicted, gang=label(job, COMPONENT) == Role.TRAINER),
         failed_at=seconds(failed.get("lastTransitionTime")),
     )
 
 
-def _no_fault(failed: Object, pods: Sequence[PodView], ends: Sequence[Ended]) -> bool:
+def _was_evicted(pod: PodView) -> bool:
+    return pod.problem is not None and pod.problem.reason is Reason.EVICTED
+
+
+def _no_fault(failed: Object, pods: Sequence[PodView], ends: Sequence[Ended], *, gang: bool) -> bool:
     """Whether a Job failed by what happened to its pods: one lost its place, or all are gone and none has said anything.
-    What a rank says of its input or its updates counts all the same. (The other ranks of a gang that loses one fail too.)
+    What a rank says of its input or its updates counts all the same. The other ranks of a gang that loses one fail too; of
+    a Job that tries again by itself, the pods of all its tries are there, and one that failed by itself counts.
     """
     if any(end.exit_code in (BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE) for end in ends):
+        return False
+    if not gang and any((pod.ends or _was_evicted(pod)) and not pod.disrupted for pod in pods):
         return False
     by_rule = failed.get("reason") == "PodFailurePolicy" and _DISRUPTION in failed.get("message", "")
     silent = not ends and all(pod.over or pod.leaving for pod in pods)
