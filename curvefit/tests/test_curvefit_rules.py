@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import scalerl_curvefit as cf
+from scalerl_curvefit.guard import guards
+from scalerl_curvefit.settings import FitSettings
 from scalerl_curvefit.simulate import SCALERL, Truth, simulated
 
 
@@ -91,11 +93,36 @@ def test_a_healthy_run_has_no_fall_and_a_long_one_is_looked_at_now_and_then() ->
     assert cf.standing_fall(simulated(n=40, seed=1)) is None
     assert cf.standing_fall(simulated(n=10, seed=1)) is None
     long = simulated(n=1500, reach=4, seed=1, sigma=0.004)
-    fallen = cf.Curve(long.compute, long.reward - 0.1 * (np.arange(1500) >= 1000))
     assert cf.standing_fall(long) is None
-    fall = cf.standing_fall(fallen)
+    for at in (1000, 1013):
+        fall = cf.standing_fall(cf.Curve(long.compute, long.reward - 0.1 * (np.arange(1500) >= at)))
+        assert fall is not None
+        assert at - 1 <= fall.points <= at
+        assert fall.over == 1500 - fall.points
+
+
+def test_a_stall_stands_although_each_of_its_evaluations_is_the_best_so_far() -> None:
+    """A steep run that creeps on from half-way: every evaluation is a new best, under a promise the fits forget."""
+    i = np.arange(24)
+    steep = 0.15 + 0.02 * np.minimum(i, 11) + np.random.default_rng(0).normal(0.0, 0.003, 24)
+    reward = np.where(i < 12, steep, steep[:12].max() + 0.0004 * (i - 11))
+    curve = cf.Curve(1.0 + i, reward)
+    assert (np.argmax(reward), cf.guard(curve).broken) == (23, False)
+    fall = cf.standing_fall(curve)
     assert fall is not None
-    assert 980 <= fall.points <= 1040
+    assert fall.points == 12
+    assert reward[-1] < fall.floor
+    assert cf.standing_fall(cf.Curve(1.0 + i, [*reward[:-1], fall.floor + 0.001])) is None
+
+
+@pytest.mark.parametrize("seed", [1, 4, 7])
+def test_every_look_back_says_what_the_guard_said_then(seed: int) -> None:
+    curve = _sagging() if seed == 4 else simulated(n=30, seed=seed)
+    counts = [4, 11, 12, 20, len(curve)]
+    then = [cf.guard(curve.head(n)) for n in counts]
+    for now, past in zip(guards(curve, counts, FitSettings()), then, strict=True):
+        assert (now.broken, now.checked, now.seen) == (past.broken, past.checked, past.seen)
+        np.testing.assert_allclose(now.floor, past.floor, atol=1e-9)
 
 
 def test_recipes_with_different_asymptotes_are_told_by_a() -> None:

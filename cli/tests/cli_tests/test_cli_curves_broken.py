@@ -88,6 +88,20 @@ def test_truncation_has_words_of_its_own_and_is_over_below_its_lower_bound(
     assert "collapsed policy" not in shown
 
 
+@pytest.mark.parametrize(
+    ("before", "newest", "state"), [("0.01", "0.2", State.BROKEN), ("0.2", "0.01", State.OK)]
+)
+def test_truncation_counts_in_an_evaluation_of_mixed_weights_too(
+    tmp_path: Path, before: str, newest: str, state: State
+) -> None:
+    """The autoscaler looks at the newest evaluation's, mixed or not."""
+    path = write_run(tmp_path / "c.csv")
+    rows = [line.split(",") for line in path.read_text().splitlines()]
+    rows[-2][8], rows[-1][8], rows[-1][9] = before, newest, "true"
+    path.write_text("\n".join(",".join(row) for row in rows) + "\n")
+    assert study(read_curve(path)).state is state
+
+
 def test_the_bounds_are_those_of_the_autoscaler() -> None:
     assert pytest.approx(alarm.LEAST_FALL * float(AutoscalingSpec().min_gain)) == LEAST
     assert alarm.HEALTHY_TRUNCATED == HEALTHY_TRUNCATED

@@ -210,7 +210,7 @@ def test_evaluations_of_mixed_weights_are_left_out_and_said(
     rows[20] = "4950000.0,0.0,1000,0.01,19,9e3,1.8e4,5.0,0.0,true"
     path.write_text("\n".join(rows))
     read = read_curve(path)
-    assert (read.mixed, len(read.curve), read.truncation.size) == (1, 40, 40)  # type: ignore[union-attr]
+    assert (read.mixed, len(read.curve), read.truncation.size) == (1, 40, 41)  # type: ignore[union-attr]
     assert 0.0 not in read.curve.reward
     for command in (["fit", str(path)], ["plan", "--from", str(path)]):
         assert main(command) == 0

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from .curve import Curve
-from .guard import CONSECUTIVE, MIN_HISTORY, GuardResult, guard
-from .settings import FitSettings
+from .guard import CONSECUTIVE, MIN_HISTORY, GuardResult, guards
+from .settings import DEFAULTS, FitSettings
 
 LEAST: Final = 0.01
 """How far under its promise the newest evaluation must lie for an alarm that outlives the evaluations it came
-from: half of what autoscaling asks for by default as `minGain`, as its policy has it."""
-DENSE: Final = 200
-"""Up to so many evaluations the guard looks again after every one, as it did while the run went on."""
-SPARSE: Final = 24
-"""Looks at more of them, evenly spaced: a fit of so many points follows a fall but slowly."""
+from. Autoscaling asks for half of its `minGain`, which this is where a run leaves that at its default."""
+LOOKS: Final = 200
+"""Up to so many evaluations the guard looks again after each, as it did while the run went on; of more, at
+so many evenly spaced ones, and at each between the last quiet look and the first alarm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +39,39 @@ class Fall:
 def standing_fall(curve: Curve, settings: FitSettings | None = None) -> Fall | None:
     """The first alarm of the guard that still stands at the last point, as the autoscaler would hold it.
 
-    An alarm is over once the newest evaluation lies above its floor again and raises no new one; at the
-    latest with the best evaluation of all, before which nothing is looked at.
+    An alarm is over once the newest evaluation lies above its floor again and raises no new one. Being the
+    best so far does not end it: a run that stalls under its promise creeps from one best to the next.
     Looks at the last segment only. At the last point itself any alarm of `guard` counts, however small.
     """
-    last = curve.segments()[-1].curve
+    last, settings = curve.segments()[-1].curve, settings or DEFAULTS
+    counts = _counts(last)
     fallen: Fall | None = None
-    for n in _looks(last):
-        seen = guard(last.head(n), settings=settings)
-        if seen.broken:
-            if fallen is None and (n == len(last) or seen.floor[-1] - seen.seen[-1] >= LEAST):
-                fallen = _fall(last, n, seen)
-        elif fallen is not None and seen.seen[-1] >= fallen.floor:
+    quiet = counts[0] - 1
+    for n, seen in zip(counts, guards(last, counts, settings), strict=True):
+        if fallen is None and _alarms(last, n, seen):
+            fallen = _first_fall(last, range(quiet + 1, n), settings) or _fall(last, n, seen)
+        elif fallen is not None and not seen.broken and seen.seen[-1] >= fallen.floor:
             fallen = None
+        quiet = n
     return fallen
 
 
-def _looks(last: Curve) -> list[int]:
-    best = len(last) - 1 - int(np.argmax(last.reward[::-1]))
-    first = max(last.first_trained + MIN_HISTORY + CONSECUTIVE, best + 2)
-    if len(last) - first <= DENSE:
-        return list(range(min(first, len(last)), len(last) + 1))
-    return [int(n) for n in np.unique(np.linspace(first, len(last), SPARSE).round())]
+def _counts(last: Curve) -> list[int]:
+    """After how many evaluations to look."""
+    first = min(last.first_trained + MIN_HISTORY + CONSECUTIVE, len(last))
+    looks = min(len(last) - first + 1, LOOKS)
+    return [int(n) for n in np.linspace(first, len(last), looks).round()]
+
+
+def _alarms(last: Curve, n: int, seen: GuardResult) -> bool:
+    return seen.broken and (n == len(last) or seen.floor[-1] - seen.seen[-1] >= LEAST)
+
+
+def _first_fall(last: Curve, counts: Sequence[int], settings: FitSettings) -> Fall | None:
+    for n, seen in zip(counts, guards(last, counts, settings), strict=True):
+        if _alarms(last, n, seen):
+            return _fall(last, n, seen)
+    return None
 
 
 def _fall(last: Curve, n: int, seen: GuardResult) -> Fall:

@@ -68,6 +68,14 @@ def fit_and_guard(
     return fit_after(curve, settings, pasts), _judged(curve, truncation, pasts)
 
 
+def guards(curve: Curve, counts: Sequence[int], settings: FitSettings) -> list[GuardResult]:
+    """What `guard` said of one segment when it had each of so many points, made together; no truncation."""
+    curve.require_one_segment()
+    heads = [curve.head(count) for count in counts]
+    pasts = past_posteriors(curve, settings, [n for head in heads for n in _promised(head)])
+    return [_judged(head, None, pasts) for head in heads]
+
+
 def _promised(last: Curve) -> list[int]:
     """Of how many points at compute > 0 the promise is, if of any."""
     count = len(last) - last.first_trained - CONSECUTIVE

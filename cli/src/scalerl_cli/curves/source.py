@@ -32,8 +32,9 @@ class CurveFile:
     mixed: rows left out, of evaluations during which the weights changed: they lie on no one point of
     the curve, and the autoscaler leaves them out too.
     unit: of compute; empty if nothing says so. named_unit: whether anything does.
-    truncation: share of completions cut off at the length limit, by point. device_hours, wall_hours:
-    used up to each point. All (n,), None where the file does not have them.
+    device_hours, wall_hours: used up to each point, (n,). truncation: share of completions cut off at the
+    length limit, (n + mixed,): of every row, as the autoscaler looks at the newest whatever it is of.
+    None where the file does not have them.
     """
 
     path: Path
@@ -98,7 +99,8 @@ def read_curve(
     """
     if path.is_dir():
         path = path / "curve.csv"
-    table, mixed = _whole(_table(path))
+    every = _table(path)
+    table, mixed = _whole(every)
     compute, reward = table.numbers("compute"), table.numbers("reward")
     samples = _counts(table, "samples")
     labels = {name: table.columns.get(name) for name in ("eval_version", "recipe")}
@@ -110,7 +112,7 @@ def read_curve(
     curve = _checked(table, head, len(table.lines), reward, scale)
     segments = curve.segments()
     last = segments[-1]
-    truncation = _rates(table, "truncated_fraction")
+    truncation = _rates(every, "truncated_fraction")
     if device_hours_column is not None:
         table_has(table, device_hours_column)
         device_hours = table.so_far(device_hours_column)
