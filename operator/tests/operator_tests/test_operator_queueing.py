@@ -89,8 +89,8 @@ def test_one_that_is_deleted_while_it_is_put_back_saves_first(ending: bool, rele
 # --- what is seen, and what is said of it -------------------------------------------------------------
 
 
-def seen(*, suspend: bool, over: bool = False) -> Observed:
-    """A trainer's Job that has been put back, or let in again, and one pod of it that is told to end."""
+def seen(*, suspend: bool, over: bool = False, leaving: bool = True) -> Observed:
+    """A trainer's Job that has been put back, or let in again, and one pod of it that is told to end, or not yet."""
     labels = {RUN_UID: UID, COMPONENT: Role.TRAINER, ATTEMPT: "1"}
     put_back = {"type": "Suspended", "status": str(suspend), "lastTransitionTime": "1970-01-01T00:01:40Z"}
     job: dict[str, Any] = {
@@ -98,11 +98,9 @@ def seen(*, suspend: bool, over: bool = False) -> Observed:
         "spec": {"parallelism": 1, "suspend": suspend},
         "status": {"conditions": [put_back]},
     }
-    metadata = {
-        "name": "pod",
-        "labels": labels | {JOB_NAME: "job"},
-        "deletionTimestamp": "1970-01-01T00:06:40Z",
-    }
+    metadata = {"name": "pod", "labels": labels | {JOB_NAME: "job"}}
+    if leaving:
+        metadata["deletionTimestamp"] = "1970-01-01T00:06:40Z"
     pod = {"metadata": metadata, "status": {"phase": "Succeeded" if over else "Running"}}
     return observe({("Job", "job"): job, ("Pod", "pod"): pod}, UID, {Role.PREPARE: "", Role.TRAINER: ""})
 
@@ -111,6 +109,8 @@ def test_a_job_that_is_put_back_and_its_pods_that_end_are_seen() -> None:
     trainer = seen(suspend=True).trainer
     assert (trainer.held, trainer.held_since, trainer.ending) == (True, 100.0, True)
     assert not seen(suspend=True, over=True).trainer.ending
+    assert seen(suspend=True, leaving=False).trainer.ending, "the Job's controller is yet to tell them"
+    assert not seen(suspend=False, leaving=False).trainer.ending
     again = seen(suspend=False).trainer
     assert (again.held, again.held_since) == (False, None)
 

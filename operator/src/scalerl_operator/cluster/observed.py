@@ -325,6 +325,8 @@ def _job(job: Object, pods: Iterable[PodView], spec_hash: str) -> Job:
     wanted = int(job["spec"].get("parallelism", 1))
     ends = tuple(end for pod in own for end in pod.ends)
     evicted = tuple(Ended(137, p.problem.message) for p in own if p.problem is not None and _was_evicted(p))
+    # Its pods are told to end shortly after it is put back, and it may be looked at in between.
+    held = state is JobState.ACTIVE and bool(job["spec"].get("suspend"))
     failed = _condition(job, "Failed") or _condition(job, "FailureTarget")
     return Job(
         state=state,
@@ -332,9 +334,9 @@ def _job(job: Object, pods: Iterable[PodView], spec_hash: str) -> Job:
         ends=ends or evicted,
         ready=sum(p.ready for p in own) >= wanted,
         stale=(metadata.get("annotations") or {}).get(SPEC_HASH, spec_hash) != spec_hash,
-        held=state is JobState.ACTIVE and bool(job["spec"].get("suspend")),
+        held=held,
         held_since=_held_since(job),
-        ending=any(p.leaving and not p.over for p in own),
+        ending=any(p.leaving or held for p in own if not p.over),
         disrupted=state is JobState.FAILED
         and _no_fault(failed, own, ends or evicted, gang=label(job, COMPONENT) == Role.TRAINER),
         failed_at=seconds(failed.get("lastTransitionTime")),

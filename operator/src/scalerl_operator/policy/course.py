@@ -31,7 +31,7 @@ class Ended:
 class Job:
     """ends: of containers that ended with something else than 0. ready: all its pods are. stale: of an earlier spec.
     held: a queue has not let it begin, or has put it back; held_since: when, once that has been done. ending: it has pods
-    that have been told to end, and have not yet. disrupted: it failed because its pods' places were taken away, or a node
+    that are told to end, and have not yet. disrupted: it failed because its pods' places were taken away, or a node
     did not let them begin. failed_at: when, in unix seconds; 0 if that is not known.
     """
 
