@@ -83,7 +83,8 @@ class TrainerStatus(StatusModel):
     diverged: bool = False
     """An update was refused since then: the next refusal ends the run."""
     worked: bool = False
-    """All ranks have been up once: what keeps them from it now is given time to pass."""
+    """All ranks have been up once on this spec, since the run was last resumed: what keeps them from it now is given time
+    to pass."""
     ready_time: Time | None = None
     """Since when all ranks of this attempt have been up."""
     next_attempt_time: Time | None = None

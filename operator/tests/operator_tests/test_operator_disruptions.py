@@ -15,7 +15,7 @@ from scalerl_api.status import RunStatus
 from scalerl_operator.cluster.conditions import Looked, Steered, remembered, report
 from scalerl_operator.cluster.names import COMPONENT, RUN_UID
 from scalerl_operator.cluster.observed import JOB_NAME, Observed, observe, pod_view, rfc3339
-from scalerl_operator.policy.course import Course, Ended, Job, JobState, Memory
+from scalerl_operator.policy.course import Course, Ended, Facts, Job, JobState, Memory
 from scalerl_operator.policy.failure import Record
 from scalerl_operator.policy.lifecycle import NEWS_SECONDS, decide
 from scalerl_operator.workloads import Role
@@ -241,14 +241,27 @@ def test_the_longest_wait_is_waited_although_it_is_remembered_in_whole_seconds()
     assert decide(SPEC, replace(failed, unix_seconds=1000.3), memory).trainer == 3, "it stays until then"
 
 
-def test_who_resumes_a_run_has_it_tried_at_once_and_counted_anew() -> None:
+@pytest.mark.parametrize(
+    "between",
+    [
+        replace(RUNNING, trainer=replace(CRASH, attempt=1), suspend=True),
+        replace(
+            RUNNING, trainer=replace(CRASH, attempt=1, stale=True), prepare=Job(JobState.COMPLETE, stale=True)
+        ),
+    ],
+    ids=["resumed", "another spec"],
+)
+def test_a_run_that_is_asked_for_anew_is_tried_at_once_and_has_to_show_that_it_starts(between: Facts) -> None:
+    """Its image may be another one, and a wrong one."""
     memory = replace(FIRST, judged=1, next_at=250.0)
     memory = replace(memory, record=replace(memory.record, in_a_row=20, failed_starts=7, worked=True))
-    failed = replace(RUNNING, trainer=replace(CRASH, attempt=1))
-    memory = decide(SPEC, replace(failed, suspend=True), memory).memory
+    memory = decide(SPEC, between, memory).memory
     memory = decide(SPEC, replace(RUNNING, trainer=Job()), memory).memory
     course = decide(SPEC, replace(RUNNING, trainer=Job()), memory)
-    assert (course.trainer, course.memory.record.in_a_row, course.memory.record.worked) == (2, 0, True)
+    assert (course.trainer, course.memory.record) == (2, Record())
+    memory, made = tries(course.memory, CRASH, 3600)
+    assert memory.outcome is not None
+    assert (memory.outcome.reason, made) == (Reason.STARTS_FAILED, 5)
 
 
 def test_a_preparation_that_no_node_let_end_is_made_anew_with_longer_and_longer_waits() -> None:

@@ -1,7 +1,7 @@
 """Failure: restart what ended, as a kubelet would, and know when to give up.
 
-What has never been ready was probably asked for wrongly: it is given up soon. What has been ready once can work: as long
-as it does not start, something around it is in its way, and it gets its whole budget of restarts, with waits that grow
+What has never been ready was probably asked for wrongly: it is given up soon. What has been ready once, as it is asked for
+now, can work: as long as it does not start, something around it is in its way, and it gets its whole budget of restarts, with waits that grow
 long enough for that to pass. What its machine has ended, or would not begin, is no failure of its own: it is tried again
 for as long as it takes, less and less often.
 """
@@ -74,7 +74,7 @@ class Record:
 
     diverged: an update was refused since the count last started anew. A crash in between changes nothing
         about that: the trainer goes through the same batches from the same checkpoint again.
-    worked: it has been ready once, ever.
+    worked: it has been ready once, as it is asked for now.
     disruptions: in a row; they count against nothing, and only make the next wait longer.
     """
 
@@ -85,8 +85,8 @@ class Record:
     disruptions: int = 0
 
     def anew(self) -> Record:
-        """With all counts at zero, and what was learned about the unit kept."""
-        return Record(diverged=self.diverged, worked=self.worked)
+        """Of a unit that is asked for anew, and maybe otherwise: its checkpoint is the same, what it could do tells nothing."""
+        return Record(diverged=self.diverged)
 
 
 @dataclass(frozen=True)

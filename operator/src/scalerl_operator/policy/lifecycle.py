@@ -108,10 +108,14 @@ def _at_rest(seen: Facts, memory: Memory) -> Course:
         return Course(Phase.SUSPENDED, replace(memory, rest=Rest.YES, drain_since=None))
     if memory.rest is Rest.ASKED:
         return Course(Phase.SUSPENDED, memory, ask_suspend=True)
-    # Whoever resumes it has seen to what was wrong: it is tried at once, and all that failed before counts no more.
-    record = memory.record.anew()
-    memory = replace(memory, rest=Rest.NO, resumed=True, drain_since=None, next_at=0.0, record=record)
+    # Whoever resumes it has seen to what was wrong.
+    memory = replace(_anew(memory), rest=Rest.NO, resumed=True, drain_since=None)
     return Course(Phase.PENDING, memory, prepare=True, again_seconds=0.0)
+
+
+def _anew(memory: Memory) -> Memory:
+    """It is tried at once, all that failed before counts no more, and it has yet to show that it can start."""
+    return replace(memory, next_at=0.0, record=memory.record.anew())
 
 
 def _drain(seen: Facts, memory: Memory, phase: Phase) -> Course | None:
@@ -146,7 +150,7 @@ def _drain(seen: Facts, memory: Memory, phase: Phase) -> Course | None:
 def _update(seen: Facts, memory: Memory) -> Course:
     """The spec that the roles read has changed: what works is drained on the old one, then all begins on the new."""
     draining = _drain(seen, memory, Phase.PREPARING)
-    return draining or Course(Phase.PREPARING, memory, note="what was made for the earlier spec to go")
+    return draining or Course(Phase.PREPARING, _anew(memory), note="what was made for the earlier spec to go")
 
 
 def _prepare(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
