@@ -276,6 +276,8 @@ def test_a_preparation_that_no_node_let_end_is_made_anew_with_longer_and_longer_
             state, made = Job(JobState.FAILED, disrupted=True, failed_at=now), made + 1
         now += course.again_seconds or 1.0
     assert 15 < made < 25
+    course = decide(SPEC, replace(RUNNING, unix_seconds=now, trainer=Job()), memory)
+    assert (course.trainer, course.memory.record) == (1, Record()), "the trainer has lost nothing yet"
     crashed = Job(JobState.FAILED, ends=(Ended(1, "boom"),))
     over = decide(SPEC, replace(RUNNING, prepare=crashed, trainer=Job()), memory).memory.outcome
     assert over is not None

@@ -145,3 +145,6 @@ def test_what_its_machine_ends_is_tried_again_for_ever_and_counts_against_nothin
     worked = disrupted(policy, record, 5.0)
     assert (worked.delay_seconds, worked.record.worked) == (30.0, True)
     assert disrupted(policy, record, 600.0).record == Record(worked=True, disruptions=1)
+    failed = decide(policy, record, EARLY)
+    assert isinstance(failed, Restart)
+    assert disrupted(policy, failed.record, None).delay_seconds == 1.0, "no more in a row"

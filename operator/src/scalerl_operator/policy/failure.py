@@ -120,6 +120,7 @@ def decide(policy: RestartPolicy, record: Record, end: End) -> Restart | GiveUp:
         record,
         in_a_row=record.in_a_row + 1,
         failed_starts=0 if end.ready_seconds is not None else record.failed_starts + 1,
+        disruptions=0,
         diverged=record.diverged or end.exit_code == DIVERGED_EXIT_CODE,
     )
     if record.failed_starts > policy.max_failed_starts and not record.worked:

@@ -73,6 +73,8 @@ def decide(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
     memory = replace(memory, drain_since=None)
     if seen.prepare.state is not JobState.COMPLETE:
         return _prepare(spec, seen, memory)
+    if memory.attempt == 0:  # how often the preparation lost its place is nothing to the trainer
+        memory = replace(memory, record=replace(memory.record, disruptions=0))
     broken = _broken(spec, seen)
     if broken is not None:
         return _end(seen, memory, broken)
