@@ -146,6 +146,15 @@ def test_admitted_says_what_the_queue_has_done(
     assert said(observed, phase, status, ConditionType.ADMITTED) == expected
 
 
+def test_a_preparation_that_is_made_anew_waits_for_its_quota_although_there_was_one_before() -> None:
+    old = {"type": "Prepared", "status": "True", "reason": "Prepared", "message": ""}
+    before = RunStatus.read({"conditions": [old | {"lastTransitionTime": "2026-01-01T00:00:00Z"}]})
+    waiting = replace(nothing(), prepare=Job(JobState.ACTIVE, held=True))
+    now = said(waiting, Phase.PENDING, before, ConditionType.PREPARED)
+    assert now == ("False", Reason.WAITING_FOR_QUOTA)
+    assert said(nothing(), Phase.SUSPENDED, before, ConditionType.PREPARED) == ("True", Reason.PREPARED)
+
+
 def test_a_trainer_that_has_just_been_put_back_waits_for_its_quota() -> None:
     now = said(seen(suspend=True), Phase.RUNNING, RunStatus(), ConditionType.TRAINER_READY)
     assert now == ("False", Reason.WAITING_FOR_QUOTA)

@@ -289,6 +289,8 @@ def _prepared(before: RunStatus, seen: Looked) -> Said:
         return type_, False, Problem(Reason.PREPARE_FAILED, outcome.message)
     if job is not None and job.state is JobState.COMPLETE:
         return type_, True, Problem(Reason.PREPARED, "")
+    if job is not None and job.held:
+        return type_, False, Problem(Reason.WAITING_FOR_QUOTA, "")
     if seen.course.phase in AT_REST:
         was = _was(before, type_)
         return type_, was, Problem(Reason.PREPARED if was else Reason.NOT_STARTED, "")
