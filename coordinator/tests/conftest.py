@@ -28,6 +28,7 @@ from scalerl_api.paths import RunPaths
 from scalerl_coordinator.core import Core
 from scalerl_coordinator.curriculum import SeededEpochs
 from scalerl_coordinator.files import RunFiles
+from scalerl_coordinator.http import runner
 from scalerl_coordinator.journal import Journal
 from scalerl_coordinator.server import Server
 from scalerl_coordinator.settings import Settings
@@ -167,14 +168,14 @@ async def serve(root: Path, nonce: str = "local", **options: object) -> AsyncIte
     train = Prompts("train", 397)
     server = Server(core, journal, RunFiles(paths), TOKEN, train, Prompts("held-out", 3))
     await server.start()
-    runner = web.AppRunner(server.app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    served = runner(server.app, shutdown_seconds=1.0)
+    await served.setup()
+    await web.TCPSite(served, "127.0.0.1", 0).start()
     try:
-        yield Local(runner.addresses[0][1], server, journal, paths, train)
+        yield Local(served.addresses[0][1], server, journal, paths, train)
     finally:
         server.stop_polls()
-        await runner.cleanup()
+        await served.cleanup()
         await server.close()
         if server.failure.done():
             server.failure.exception()  # retrieved: the test has looked at it, or another problem matters more

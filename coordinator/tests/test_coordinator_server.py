@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import io
 import time
 
 import aiohttp
 import msgspec
 import pytest
+from aiohttp import web
 from coordinator_client import Answer, Client, make_group
 
 from scalerl_api import endpoints, wire
+from scalerl_coordinator.http import runner
 
 
 @pytest.fixture
@@ -115,6 +119,33 @@ async def test_bodies_have_a_limit_and_a_length(local, visitor):
         visitor.url + endpoints.LEASE, data=chunks(), headers=visitor.headers
     ) as response:
         assert response.status == 413
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br"])
+async def test_a_compressed_body_is_refused(local, visitor, encoding):
+    """A body of a kilobyte, which is one of a megabyte to whoever unpacks it."""
+    visitor.headers["Content-Encoding"] = encoding
+    with pytest.raises(Answer, match=f"without the encoding '{encoding}'") as caught:
+        await visitor.post(endpoints.LEASE, gzip.compress(bytes(2**20)), wire.Leases)
+    assert (caught.value.status, caught.value.error) == (415, "encoded")
+
+
+async def test_no_body_is_unpacked_before_a_handler_could_refuse_it(visitor):
+    async def sent(request: web.Request) -> web.Response:
+        return web.Response(body=await request.read())
+
+    app = web.Application()
+    app.router.add_post("/", sent)
+    served = runner(app, shutdown_seconds=1.0)
+    await served.setup()
+    await web.TCPSite(served, "127.0.0.1", 0).start()
+    packed, headers = gzip.compress(bytes(2**20)), {"Content-Encoding": "gzip"}
+    try:
+        url = f"http://127.0.0.1:{served.addresses[0][1]}/"
+        async with visitor.session.post(url, data=io.BytesIO(packed), headers=headers) as answer:
+            assert await answer.read() == packed
+    finally:
+        await served.cleanup()
 
 
 async def test_a_member_nobody_knows_has_to_register(serving):

@@ -445,6 +445,8 @@ async def test_control_refuses_strangers(scene: Scene) -> None:
     scene.trainer.headers["x-scalerl-wire"] = "1"
     wrong = await scene.trainer.post(endpoints.WEIGHTS_JOIN, PushReply(results=[], reasons=[]), Ack)
     assert wrong.error == "malformed"
+    scene.trainer.headers["Content-Encoding"] = "gzip"
+    assert (await scene.trainer.join(1)).error == "encoded"
     assert (await scene.get(endpoints.HEALTH))[0] == 200
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import doctest
+import gzip
+import io
 import json
 import time
 from pathlib import Path
@@ -12,12 +14,14 @@ import aiohttp
 import numpy as np
 import pytest
 from actor_stand_ins import CHARACTERS, END, TOKEN, CoordinatorStandIn, until, write_tokenizer
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
 from scalerl_api.spec import PromptSpec
 from scalerl_api.wire import Group, Split
 from scalerl_generator import leasing, state
+from scalerl_generator.control import control_runner
 from scalerl_generator.coordinator_client import CoordinatorClient
 from scalerl_generator.delivery import Delivery
 from scalerl_generator.join import Membership
@@ -247,3 +251,22 @@ def empty_group(lease_id: str) -> Group:
         completions=[],
         generation_seconds=0.0,
     )
+
+
+async def test_no_body_is_unpacked_before_a_handler_could_refuse_it() -> None:
+    async def sent(request: web.Request) -> web.Response:
+        return web.Response(body=await request.read())
+
+    app = web.Application()
+    app.router.add_post("/", sent)
+    runner = control_runner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    packed, headers = gzip.compress(bytes(2**20)), {"Content-Encoding": "gzip"}
+    try:
+        async with aiohttp.ClientSession() as session:
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
+            async with session.post(url, data=io.BytesIO(packed), headers=headers) as answer:
+                assert await answer.read() == packed
+    finally:
+        await runner.cleanup()

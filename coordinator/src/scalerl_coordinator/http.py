@@ -2,6 +2,7 @@
 
 401 unauthorized    426 wire-version    404 unknown-member    413 too-large    408 slow
 400 bad-request     409 superseded and every other refusal    503 busy         507 no-space
+415 encoded: a body is taken as it is sent
 500 failed: the coordinator cannot go on, and ends
 """
 
@@ -29,6 +30,20 @@ _SLOWEST_BYTES_PER_SECOND = 2**19
 
 Handler = Callable[[Any], Awaitable[wire.Struct | bytes]]
 WebHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def runner(app: web.Application, shutdown_seconds: float) -> web.AppRunner:
+    """What serves ``app``. No body is unpacked: its length is that of what was sent, and a few compressed KB
+    could be gigabytes, which aiohttp would unpack before anybody has looked at the token or the limits.
+    """
+    # A client that is gone takes its long poll with it.
+    return web.AppRunner(
+        app,
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=shutdown_seconds,
+        auto_decompress=False,
+    )
 
 
 class Answer(Exception):
@@ -102,6 +117,9 @@ class Gate:
                 f"you speak wire version {version or 'none'}, the coordinator {wire.WIRE_VERSION}; "
                 f"update the older one",
             )
+        encoding = request.headers.get("Content-Encoding", "identity")
+        if encoding.lower() != "identity":
+            raise Answer(415, "encoded", f"send the body as it is, without the encoding {encoding!r}")
 
     async def _body(self, request: web.Request, limit: int) -> bytes:
         """The request's body, counted as in flight; the caller takes it off the count."""

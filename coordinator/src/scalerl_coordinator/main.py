@@ -21,6 +21,7 @@ from scalerl_coordinator.core import Core, Refusal
 from scalerl_coordinator.curriculum import SeededEpochs
 from scalerl_coordinator.files import RunFiles
 from scalerl_coordinator.frames import CorruptJournal
+from scalerl_coordinator.http import runner
 from scalerl_coordinator.journal import Journal, JournalLocked
 from scalerl_coordinator.server import Server
 from scalerl_coordinator.settings import Settings
@@ -84,14 +85,11 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
 
 
 async def _listen(server: Server, host: str, port: int, stop: asyncio.Event) -> None:
-    # A client that is gone takes its long poll with it.
-    runner = web.AppRunner(
-        server.app, access_log=None, handler_cancellation=True, shutdown_timeout=_GOODBYE_SECONDS
-    )
-    await runner.setup()
+    served = runner(server.app, _GOODBYE_SECONDS)
+    await served.setup()
     signalled = asyncio.ensure_future(stop.wait())
     try:
-        await web.TCPSite(runner, host, port, backlog=1024).start()
+        await web.TCPSite(served, host, port, backlog=1024).start()
         log.info("listening on %s:%d", host, port)
         await asyncio.wait((signalled, server.failure), return_when=asyncio.FIRST_COMPLETED)
         if server.failure.done():
@@ -100,7 +98,7 @@ async def _listen(server: Server, host: str, port: int, stop: asyncio.Event) -> 
     finally:
         signalled.cancel()
         server.stop_polls()
-        await runner.cleanup()
+        await served.cleanup()
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ from scalerl_api.load import SpecError, load_run
 from scalerl_api.process import EnvironmentProblem, ProcessEnvironment
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import Split
-from scalerl_generator.control import WeightControl, control_app
+from scalerl_generator.control import WeightControl, control_app, control_runner
 from scalerl_generator.coordinator_client import CoordinatorClient, Refused
 from scalerl_generator.delivery import Delivery
 from scalerl_generator.join import Membership, ServerNeverUp, ServerWatch
@@ -180,7 +180,7 @@ async def _open(environment: ProcessEnvironment, spec: RunSpec) -> tuple[Task, P
 
 
 async def _serve(stack: contextlib.AsyncExitStack, app: web.Application, arguments: Arguments) -> None:
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    runner = control_runner(app)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
     await web.TCPSite(runner, arguments.listen_host, arguments.listen_port).start()

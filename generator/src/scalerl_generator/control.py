@@ -206,6 +206,13 @@ def control_app(
     return app
 
 
+def control_runner(app: web.Application) -> web.AppRunner:
+    """What serves ``app``. No body is unpacked: a few compressed KB could be gigabytes, which aiohttp would unpack for
+    any stranger.
+    """
+    return web.AppRunner(app, access_log=None, shutdown_timeout=1.0, auto_decompress=False)
+
+
 def _handler(kind: type[Message], answer: Callable[[Message], Awaitable[Struct]]) -> Handler:
     decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(kind)
 
@@ -234,6 +241,11 @@ def _guard(token: str) -> Any:
             if version != str(WIRE_VERSION):
                 raise ControlProblem(
                     426, "wire-version", f"wire version {version} given, {WIRE_VERSION} spoken here"
+                )
+            encoding = request.headers.get("Content-Encoding", "identity")
+            if encoding.lower() != "identity":
+                raise ControlProblem(
+                    415, "encoded", f"send the body as it is, without the encoding {encoding!r}"
                 )
             return await handler(request)
         except ControlProblem as problem:
