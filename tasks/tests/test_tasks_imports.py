@@ -46,6 +46,19 @@ def test_without_matplotlib_only_pictures_are_missing():
     assert not {name for name in loaded if name.startswith(("matplotlib", "mpl_toolkits"))}
 
 
+def test_whoever_asks_for_matplotlib_meanwhile_breaks_nothing():
+    """A category that runs the package's own __init__ while it is imported, or looks whether there is matplotlib."""
+    code = (
+        "import importlib.util, sys; sys.modules['matplotlib'] = None\n"
+        "from scalerl_tasks.gym_loader import _matplotlib_or_a_stand_in as stand_in\n"
+        "with stand_in():\n"
+        "    assert importlib.util.find_spec('matplotlib').loader is None\n"
+        "    with stand_in(): import matplotlib.pyplot\n"
+        "    import matplotlib.animation"
+    )
+    assert not {name for name in modules_after(code) if name.startswith("matplotlib")}
+
+
 @pytest.mark.slow
 def test_the_full_library_is_still_there_for_whoever_asks():
     code = (

@@ -71,6 +71,10 @@ _PICTURES = ("matplotlib.pyplot", "matplotlib.animation", "matplotlib.collection
 class _NoPictures(types.ModuleType):
     """Stands in for a module of matplotlib: there are no pictures, and whoever draws one is told."""
 
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__spec__ = importlib.machinery.ModuleSpec(name, None)  # without one, find_spec of it raises
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -84,7 +88,10 @@ class _NoPictures(types.ModuleType):
 
 @contextlib.contextmanager
 def _matplotlib_or_a_stand_in() -> Iterator[None]:
-    """For the import of cellpylib, which keeps what it finds; an import of matplotlib afterwards fails as it should."""
+    """For the import of cellpylib, which keeps what it finds; an import of matplotlib afterwards fails as it should.
+
+    Within itself (a category's import can run the package's ``__init__``) it finds the stand-in, and leaves it.
+    """
     if importlib.util.find_spec("matplotlib") is not None:
         yield
         return
