@@ -87,6 +87,8 @@ class TrainerStatus(StatusModel):
     to pass."""
     ready_time: Time | None = None
     """Since when all ranks of this attempt have been up."""
+    held_time: Time | None = None
+    """Since when a queue has held this attempt."""
     next_attempt_time: Time | None = None
     """When the next attempt starts, while one is waited for."""
 

@@ -361,7 +361,7 @@ def test_two_attempts_are_never_wanted_at_once_and_every_run_ends(day: list[str]
                         Word.FINISHED,
                     )
             case "hold" if queued and works(trainer):
-                trainer = replace(trainer, held=True, held_since=now)
+                trainer = replace(trainer, held=True)
             case "let in":
                 trainer, prepare = replace(trainer, held=False), replace(prepare, held=False)
             case "fail" if works(trainer):

@@ -20,7 +20,7 @@ from scalerl_operator.policy.course import Course, Facts, Job, JobState, Memory
 from scalerl_operator.policy.lifecycle import HELD_SECONDS, decide
 from scalerl_operator.workloads import Role
 
-HELD = Job(JobState.ACTIVE, 1, held=True, held_since=100.0)
+HELD = Job(JobState.ACTIVE, 1, held=True)
 QUEUED = replace(RUNNING, queued=True, serving=True)
 
 
@@ -32,7 +32,7 @@ def test_a_run_begins_with_what_the_queue_has_let_in() -> None:
     course = decide(SPEC, replace(waiting, prepare=DONE), Memory())
     assert (course.phase, exists(course)) == ("Pending", (True, False, 0, 1))
     assert course.again_seconds is not None, "the Job is yet to be seen"
-    held = replace(waiting, prepare=DONE, trainer=replace(HELD, held_since=None))
+    held = replace(waiting, prepare=DONE, trainer=HELD)
     course = decide(SPEC, held, course.memory)
     assert (course.phase, exists(course)) == ("Pending", (True, False, 0, 1))
     assert course.again_seconds is None, "the queue's word wakes us"
@@ -49,8 +49,10 @@ def test_a_trainer_that_is_put_back_is_no_failure_and_lets_all_go_after_a_while(
     saving = replace(QUEUED, trainer=replace(HELD, ending=True), unix_seconds=100.0 + 2 * HELD_SECONDS)
     course = decide(SPEC, saving, FIRST)
     assert (course.phase, exists(course), course.memory) == ("Running", (True, True, 1, 1), FIRST)
-    short = replace(QUEUED, trainer=HELD, unix_seconds=100.0 + HELD_SECONDS / 2)
-    course = decide(SPEC, short, FIRST)
+    short = replace(QUEUED, trainer=HELD, unix_seconds=100.0)
+    memory = decide(SPEC, short, FIRST).memory
+    short = replace(short, unix_seconds=99.0 + HELD_SECONDS)
+    course = decide(SPEC, short, memory)
     assert (course.phase, exists(course)) == ("Running", (True, True, 1, 1))
     assert (course.memory.restarts, course.memory.record, course.memory.ready_since) == (
         0,
@@ -63,6 +65,22 @@ def test_a_trainer_that_is_put_back_is_no_failure_and_lets_all_go_after_a_while(
     back = replace(long, heard=None, serving=False, trainer=Job(JobState.ACTIVE, 1))
     course = decide(SPEC, back, course.memory)
     assert (course.phase, exists(course), course.memory.attempt) == ("Running", (True, True, 1, 1), 1)
+    assert course.memory.held_since is None
+
+
+def test_how_long_a_trainer_is_held_is_told_by_one_clock() -> None:
+    """The API server's may go otherwise, and what it said of an earlier hold is past."""
+    observed = seen(suspend=True, over=True).trainer
+    memory = FIRST
+    for now, there in (
+        (5000.0, True),
+        (4000.0, True),
+        (3999.0 + HELD_SECONDS, True),
+        (4000.0 + HELD_SECONDS, False),
+    ):
+        course = decide(SPEC, replace(QUEUED, trainer=observed, unix_seconds=now), memory)
+        memory = course.memory
+        assert (now, course.coordinator) == (now, there)
 
 
 def test_the_next_attempt_is_looked_at_by_the_queue_anew_while_all_else_stays() -> None:
@@ -107,12 +125,11 @@ def seen(*, suspend: bool, over: bool = False, leaving: bool = True) -> Observed
 
 def test_a_job_that_is_put_back_and_its_pods_that_end_are_seen() -> None:
     trainer = seen(suspend=True).trainer
-    assert (trainer.held, trainer.held_since, trainer.ending) == (True, 100.0, True)
+    assert (trainer.held, trainer.ending) == (True, True)
     assert not seen(suspend=True, over=True).trainer.ending
     assert seen(suspend=True, leaving=False).trainer.ending, "the Job's controller is yet to tell them"
     assert not seen(suspend=False, leaving=False).trainer.ending
-    again = seen(suspend=False).trainer
-    assert (again.held, again.held_since) == (False, None)
+    assert not seen(suspend=False).trainer.held
 
 
 def nothing() -> Observed:

@@ -117,6 +117,7 @@ def remembered(status: RunStatus) -> Memory:
         restarts=trainer.restarts,
         ready_since=seconds(trainer.ready_time) if trainer.ready_time else None,
         next_at=seconds(trainer.next_attempt_time),
+        held_since=seconds(trainer.held_time) if trainer.held_time else None,
         drain_since=seconds(status.drain_start_time) if status.drain_start_time else None,
         rest=Rest(status.rest),
         resumed=status.resumed,
@@ -179,6 +180,7 @@ def _trainer(memory: Memory) -> TrainerStatus:
         diverged=memory.record.diverged,
         worked=memory.record.worked,
         ready_time=_time(memory.ready_since),
+        held_time=_time(memory.held_since),
         next_attempt_time=rfc3339(memory.next_at + 0.999)
         if memory.judged == memory.attempt and memory.next_at
         else None,

@@ -335,7 +335,6 @@ def _job(job: Object, pods: Iterable[PodView], spec_hash: str) -> Job:
         ready=sum(p.ready for p in own) >= wanted,
         stale=(metadata.get("annotations") or {}).get(SPEC_HASH, spec_hash) != spec_hash,
         held=held,
-        held_since=_held_since(job),
         ending=any(p.leaving or held for p in own if not p.over),
         disrupted=state is JobState.FAILED
         and _no_fault(failed, own, ends or evicted, gang=label(job, COMPONENT) == Role.TRAINER),
@@ -367,11 +366,6 @@ def _condition(obj: Object, type_: str) -> Object:
         if condition["type"] == type_ and condition["status"] == "True":
             return dict(condition)
     return {}
-
-
-def _held_since(job: Object) -> float | None:
-    held = _condition(job, "Suspended")
-    return seconds(held.get("lastTransitionTime")) if held else None
 
 
 def _replica_failures(objects: Iterable[Object]) -> dict[str, str]:

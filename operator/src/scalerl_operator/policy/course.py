@@ -30,8 +30,8 @@ class Ended:
 @dataclass(frozen=True)
 class Job:
     """ends: of containers that ended with something else than 0. ready: all its pods are. stale: of an earlier spec.
-    held: a queue has not let it begin, or has put it back; held_since: when, once that has been done. ending: it has pods
-    that are told to end, and have not yet. disrupted: it failed because its pods' places were taken away, or a node
+    held: a queue has not let it begin, or has put it back. ending: it has pods that are told to end, and have not yet.
+    disrupted: it failed because its pods' places were taken away, or a node
     did not let them begin. failed_at: when, in unix seconds; 0 if that is not known.
     """
 
@@ -41,7 +41,6 @@ class Job:
     ready: bool = False
     stale: bool = False
     held: bool = False
-    held_since: float | None = None
     ending: bool = False
     disrupted: bool = False
     failed_at: float = 0.0
@@ -115,7 +114,8 @@ class Memory:
 
     attempt: the trainer's, counted from 1; 0 before the first. judged: the attempt whose end is in ``record`` already.
     ready_since: since when all ranks of this attempt have been up; None before. next_at: not before this time is the
-    next attempt made. drain_since: when the drain began that is under way.
+    next attempt made. held_since: since when a queue has been seen to hold this attempt, with no pod left of it.
+    drain_since: when the drain began that is under way.
     rest: drained, and nothing is to exist until ``suspend`` is taken back. resumed: taken back, and the coordinator may
     still hold the reason it had stopped for.
     """
@@ -126,6 +126,7 @@ class Memory:
     restarts: int = 0
     ready_since: float | None = None
     next_at: float = 0.0
+    held_since: float | None = None
     drain_since: float | None = None
     rest: Rest = Rest.NO
     resumed: bool = False

@@ -123,8 +123,7 @@ def _anew(memory: Memory) -> Memory:
 def _drain(seen: Facts, memory: Memory, phase: Phase) -> Course | None:
     """The course while the trainer saves what it trained; None when it has, or had nothing, or takes too long."""
     now, trainer = seen.unix_seconds, seen.trainer
-    # A clock that was set back begins the drain anew.
-    since = now if memory.drain_since is None else min(memory.drain_since, now)
+    since = _since(memory.drain_since, now)
     # One whose ranks have never all been up has trained nothing: it waits for a queue, a node or an image.
     begun = trainer.ready or memory.ready_since is not None
     works = trainer.state is JobState.LEAVING or (
@@ -221,6 +220,7 @@ def _run(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
                 Phase.SUSPENDED, replace(memory, rest=Rest.ASKED, drain_since=None), ask_suspend=True
             )
         return _end(seen, memory, Outcome(End.COMPLETED, _reason(heard.stop_reason), heard.stop_reason))
+    memory = replace(memory, held_since=_since(memory.held_since, seen.unix_seconds) if put_back else None)
     if put_back:
         memory = replace(memory, ready_since=None)
     elif seen.trainer.ready and seen.trainer.attempt == memory.attempt:
@@ -230,7 +230,7 @@ def _run(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
     if memory.outcome is not None:
         return _end(seen, memory, memory.outcome)
     memory, trainer, wait = _attempt(seen, memory, finished=finished)
-    if _waits_in_queue(seen):
+    if _waits_in_queue(seen, memory):
         again = None if seen.trainer.held else wait
         return Course(
             Phase.PENDING, memory, prepare=True, trainer=trainer, again_seconds=again, note=_IN_QUEUE
@@ -249,13 +249,11 @@ def _run(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
     )
 
 
-def _waits_in_queue(seen: Facts) -> bool:
+def _waits_in_queue(seen: Facts, memory: Memory) -> bool:
     """Whether nothing is to be there but the trainer's Job, which a queue holds."""
-    trainer = seen.trainer
-    if trainer.held and not trainer.ending:
-        since = seen.unix_seconds if trainer.held_since is None else trainer.held_since
-        return not seen.serving or seen.unix_seconds - since >= HELD_SECONDS
-    return seen.queued and trainer.state is JobState.ABSENT and not seen.serving
+    if memory.held_since is not None:
+        return not seen.serving or seen.unix_seconds - memory.held_since >= HELD_SECONDS
+    return seen.queued and seen.trainer.state is JobState.ABSENT and not seen.serving
 
 
 def _wanted(spec: RunSpec, seen: Facts, *, resumed: bool) -> str:
@@ -351,6 +349,11 @@ def _is_news_to_come(job: Job, now: float) -> bool:
     """Whether a Job has failed of which a pod still seems to run, and none has said why: to judge is for good."""
     silent = job.state is JobState.FAILED and not job.disrupted and not job.ends
     return silent and _is_to_come(job.failed_at + NEWS_SECONDS - now)
+
+
+def _since(before: float | None, now: float) -> float:
+    """When it began what is seen now. By the operator's own clock; one that was set back begins anew."""
+    return now if before is None else min(before, now)
 
 
 def _is_to_come(wait: float) -> bool:
