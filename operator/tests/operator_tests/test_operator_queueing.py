@@ -46,9 +46,13 @@ def test_without_a_queue_all_begins_at_once() -> None:
 
 def test_a_trainer_that_is_put_back_is_no_failure_and_lets_all_go_after_a_while() -> None:
     """Generators would idle on their devices, and the coordinator's clock use the budget up."""
-    saving = replace(QUEUED, trainer=replace(HELD, ending=True), unix_seconds=100.0 + 2 * HELD_SECONDS)
-    course = decide(SPEC, saving, FIRST)
-    assert (course.phase, exists(course), course.memory) == ("Running", (True, True, 1, 1), FIRST)
+    saving = replace(QUEUED, trainer=replace(HELD, ending=True))
+    for now in (100.0, 100.0 + 2 * HELD_SECONDS):
+        course = decide(SPEC, replace(saving, unix_seconds=now), replace(FIRST, held_since=100.0))
+        assert (course.phase, exists(course)) == ("Running", (True, True, 1, 1))
+        assert course.memory == replace(FIRST, held_since=100.0)
+    saved = replace(saving, unix_seconds=100.0 + 2 * HELD_SECONDS, trainer=HELD)
+    assert decide(SPEC, saved, course.memory).phase == "Pending", "it has been held for long"
     short = replace(QUEUED, trainer=HELD, unix_seconds=100.0)
     memory = decide(SPEC, short, FIRST).memory
     short = replace(short, unix_seconds=99.0 + HELD_SECONDS)

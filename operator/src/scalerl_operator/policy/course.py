@@ -114,7 +114,7 @@ class Memory:
 
     attempt: the trainer's, counted from 1; 0 before the first. judged: the attempt whose end is in ``record`` already.
     ready_since: since when all ranks of this attempt have been up; None before. next_at: not before this time is the
-    next attempt made. held_since: since when a queue has been seen to hold this attempt, with no pod left of it.
+    next attempt made. held_since: since when a queue has been seen to hold this attempt.
     drain_since: when the drain began that is under way.
     rest: drained, and nothing is to exist until ``suspend`` is taken back. resumed: taken back, and the coordinator may
     still hold the reason it had stopped for.

@@ -220,7 +220,8 @@ def _run(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
                 Phase.SUSPENDED, replace(memory, rest=Rest.ASKED, drain_since=None), ask_suspend=True
             )
         return _end(seen, memory, Outcome(End.COMPLETED, _reason(heard.stop_reason), heard.stop_reason))
-    memory = replace(memory, held_since=_since(memory.held_since, seen.unix_seconds) if put_back else None)
+    held = seen.trainer.held
+    memory = replace(memory, held_since=_since(memory.held_since, seen.unix_seconds) if held else None)
     if put_back:
         memory = replace(memory, ready_since=None)
     elif seen.trainer.ready and seen.trainer.attempt == memory.attempt:
@@ -251,9 +252,11 @@ def _run(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
 
 def _waits_in_queue(seen: Facts, memory: Memory) -> bool:
     """Whether nothing is to be there but the trainer's Job, which a queue holds."""
-    if memory.held_since is not None:
-        return not seen.serving or seen.unix_seconds - memory.held_since >= HELD_SECONDS
-    return seen.queued and seen.trainer.state is JobState.ABSENT and not seen.serving
+    trainer = seen.trainer
+    if trainer.held and not trainer.ending:
+        since = _since(memory.held_since, seen.unix_seconds)
+        return not seen.serving or seen.unix_seconds - since >= HELD_SECONDS
+    return seen.queued and trainer.state is JobState.ABSENT and not seen.serving
 
 
 def _wanted(spec: RunSpec, seen: Facts, *, resumed: bool) -> str:
