@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -23,6 +25,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 SLOW = re.compile(r"Executing <(.*?)> took ([\d.]+) seconds")
 """asyncio's words, in debug mode, of a callback that took more than 100 ms by the wall."""
+IN_DEBUG_MODE = " is serving"
+"""asyncio's words of a server that listens, which it has in debug mode only."""
 TIMES = 3
 """What holds the loop does so each time; a callback that waited for one of two busy cores does not."""
 
@@ -49,6 +53,8 @@ async def curve_fit() -> AsyncIterator[str]:
                         if answer.status == 200:
                             break
                 await asyncio.sleep(0.1)
+            else:
+                raise AssertionError("the sidecar does not answer")
         yield url
     finally:
         process.terminate()
@@ -74,6 +80,7 @@ async def held(served: Cluster, namespace: str, log: Path) -> dict[str, float]:
 
         async with replica(served, namespace, "only", log=log, **debug) as only:
             await leader([only])
+            assert IN_DEBUG_MODE in words(log), "asyncio was not in debug mode, or its words do not get here"
             began = len(words(log))  # what was said while it started is no look's
             there.coordinator.points = evaluations(40)
             await there.create(tiny(autoscaling={"mode": "Advisory"}))
@@ -92,9 +99,31 @@ async def held(served: Cluster, namespace: str, log: Path) -> dict[str, float]:
                 if await there.get("ScaleRLRun", "tiny-addition") is None:
                     break
                 await asyncio.sleep(0.1)
+            else:
+                raise AssertionError("the run is not gone 30 s after it was deleted")
             only.process.terminate()
             assert await asyncio.wait_for(only.process.wait(), 30) == 0
     return {what: float(seconds) for what, seconds in SLOW.findall(words(log)[began:])}
+
+
+def test_what_holds_the_loop_is_found_in_the_words_of_asyncio() -> None:
+    """The control: a callback of 150 ms, as asyncio says it to the log of a process like the operator's."""
+    code = (
+        "import asyncio, logging, time\n"
+        "logging.basicConfig(level=logging.INFO, format='%(levelname)s %(name)s %(message)s')\n"
+        "async def hold(): time.sleep(0.15)\n"
+        "asyncio.run(hold())"
+    )
+
+    def found(mode: str) -> list[str]:
+        environ = os.environ | {"PYTHONASYNCIODEBUG": mode}
+        ended = subprocess.run(
+            [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60, check=True
+        )
+        return [what for what, seconds in SLOW.findall(ended.stderr) if float(seconds) >= 0.15]
+
+    assert "hold()" in "".join(found("1"))
+    assert found("") == []
 
 
 async def test_no_look_holds_the_loop(control_plane: Cluster, tmp_path: Path) -> None:
