@@ -73,15 +73,17 @@ class TrainerStatus(StatusModel):
     judged: Count = 0
     """The newest attempt whose end is in the counts below."""
     restarts: Count = 0
-    """Attempts that ended before the run did, over the whole run."""
+    """Attempts that ended before the run did, over the whole run, whatever ended them."""
     in_a_row: Count = 0
-    """Of those, how many since the last ten minutes of quiet."""
+    """Of those, how many failed by themselves since the last ten minutes of quiet; past trainer.maxRestarts the run is
+    given up."""
     failed_starts: Count = 0
     """Of those in a row, how many ended before they were ready."""
     disruptions: Count = 0
-    """Attempts that lost their places, or that no node let begin, since then; they count as no failure."""
+    """In a row, attempts (and before the first, preparations) that lost their places, or that no node let begin; they count
+    as no failure."""
     diverged: bool = False
-    """An update was refused since then: the next refusal ends the run."""
+    """An update was refused since the last ten minutes of quiet: the next refusal ends the run."""
     worked: bool = False
     """All ranks have been up once on this spec, since the run was last resumed: what keeps them from it now is given time
     to pass."""
