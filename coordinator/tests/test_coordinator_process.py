@@ -124,7 +124,7 @@ class Generator:
         self.client, self.name, self.digest = client, name, digest
         self.chance = random.Random(seed)
         self.member = ""
-        self.held: dict[str, wire.Lease] = {}
+        self.held: dict[str, tuple[wire.Lease, wire.Group]] = {}
         self.acknowledged: dict[str, wire.Group] = {}
         self.version = -1
 
@@ -146,9 +146,12 @@ class Generator:
         held = [m.weight_version for m in status.members if m.member_id == self.member]
         self.version = max([self.version, *held])
         answer = await self.client.lease(self.member, self.version, 3, wait=0.2)
-        self.held |= {lease.lease_id: lease for lease in answer.leases}
-        for lease in self.chance.sample(list(self.held.values()), min(4, len(self.held))):
-            group = make_group(lease, tokens=self.chance.randint(1, 16))
+        # Generated once, and sent again as it is: what was journaled may have been killed before it was acknowledged.
+        self.held |= {
+            lease.lease_id: (lease, make_group(lease, tokens=self.chance.randint(1, 16)))
+            for lease in answer.leases
+        }
+        for lease, group in self.chance.sample(list(self.held.values()), min(4, len(self.held))):
             reply = await self.client.push(self.member, [group])
             del self.held[lease.lease_id]
             assert reply.results[0] in ("accepted", "duplicate", "late"), reply
