@@ -373,7 +373,6 @@ async def test_suspended_it_holds_no_quota_and_deleted_no_workload(team: Team) -
     await team.reaches("rests", lambda r: phase(r) == "Suspended")
     assert condition(await team.run(), "Admitted") == "NotStarted"
     await team.saves("trainer")
-    await team.reaches("leaves", lambda r: True)
     deadline = time.monotonic() + 30
     while await team.workloads():
         assert time.monotonic() < deadline, await team.tell()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ from scalerl_cli.main import main
 from scalerl_curvefit.fall import LEAST
 from scalerl_operator.policy import alarm
 
-from .curve_files import has_colour, write_run
+from .curve_files import answer, has_colour, write_run
 
 
 def write_sagging(path: Path, back: float = 0.0) -> Path:
@@ -29,11 +27,6 @@ def write_sagging(path: Path, back: float = 0.0) -> Path:
         row[1] = str(float(row[1]) - 0.025 * min(max(after, 0), 2) + back * (after > 8))
     path.write_text("\n".join([lines[0], *(",".join(row) for row in rows)]) + "\n")
     return path
-
-
-def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    assert main(["fit", *arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
 
 
 def test_an_alarm_stands_until_the_run_has_come_back(

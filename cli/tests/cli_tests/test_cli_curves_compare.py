@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from scalerl_cli.main import main
 
-from .curve_files import EXAMPLES, ink, write_plain, write_run
-
-
-def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    assert main(["fit", *arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def text(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["fit", *arguments]) == 0
-    said = capsys.readouterr()
-    assert said.err == ""
-    return said.out
+from .curve_files import EXAMPLES, answer, ink, text, write_plain, write_run
 
 
 def test_recipes_told_by_a(capsys: pytest.CaptureFixture[str]) -> None:

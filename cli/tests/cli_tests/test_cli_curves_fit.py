@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,21 +15,9 @@ from scalerl_cli.curves import canvas, words
 from scalerl_cli.main import main
 from scalerl_curvefit import Estimate
 
-from .curve_files import EXAMPLES, RATE, has_colour, ink, write_plain, write_run
+from .curve_files import EXAMPLES, RATE, answer, has_colour, ink, text, write_plain, write_run
 
 KEYS = ["A", "B", "Cmid", "R0", "identifiable", "state", "forecasts"]
-
-
-def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    assert main(["fit", *arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def text(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["fit", *arguments]) == 0
-    said = capsys.readouterr()
-    assert said.err == ""
-    return said.out
 
 
 # --- JSON ----------------------------------------------------------------------------------------
