@@ -18,9 +18,11 @@ TAG ?= dev
 BASE_IMAGE ?=
 # Where setup had to bring libnuma (requirements/libnuma.sh), tests that load vLLM themselves find it.
 PYTEST = $(if $(wildcard $(VENV)/lib/scalerl/libnuma.so.1),LD_LIBRARY_PATH=$(abspath $(VENV)/lib/scalerl)$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}) $(BIN)/python -m pytest
-# Ten minutes until one curve flattens: not in `make test`, where tests/cluster/test_reconcile.py suspends a run that was stopped so.
+# Tests marked `full` run where FULL is set: `make test-full` sets it.
+FULL ?=
+AND_NOT_FULL = $(if $(FULL),,and not full)
+DURATIONS := --durations=20
 AUTOSTOP := tests/cluster/test_runs.py::test_a_run_is_stopped_by_its_forecast
-# Kueue itself takes a while to build: tested apart, where its queues hold runs.
 KUEUE := tests/cluster/test_kueue.py
 RUN_DIR ?=
 QUICK ?=
@@ -52,20 +54,25 @@ run-autostop: setup ## a run that its own forecast stops
 
 test: lint test-unit test-local test-cluster ## everything CI runs
 
+test-full: export FULL := 1
+test-full: test ## those and the ones marked `full`, then the short form of every benchmark: before a release
+	$(MAKE) --no-print-directory bench bench-trl QUICK=1
+
 test-unit: setup ## members' tests, a few with a real vLLM server
 	@# Not by path, as tests are: the folder `operator` would become a module before the standard library's.
 	$(PYTEST) --import-mode=prepend --doctest-modules $(MEMBERS:%=%/src)
 	@# Two at a time, by file, so that what a file's tests share (a vLLM server, a process group) is made once.
-	$(PYTEST) -n 2 --dist loadfile -m 'not cluster' $(MEMBERS:%=%/tests) tests/house tests/chart
+	$(PYTEST) $(DURATIONS) -n 2 --dist loadfile -m 'not cluster $(AND_NOT_FULL)' $(MEMBERS:%=%/tests) tests/house tests/chart
 
 test-local: setup ## whole runs on this machine, with faults
-	$(PYTEST) tests/local
+	$(PYTEST) $(DURATIONS) -m 'local $(AND_NOT_FULL)' tests/local
 
 test-cluster: setup ## the operator and the chart on a real Kubernetes, made here unless KUBECONFIG names one
 	$(if $(KUBECONFIG),,$(BIN)/python tests/cluster/cluster.py prepare)
-	$(PYTEST) -m cluster tests/chart tests/cluster --ignore=tests/cluster/test_runs.py --ignore=$(KUEUE)
+	$(if $(FULL),$(BIN)/python tests/cluster/cluster.py tool kueue)
+	$(PYTEST) $(DURATIONS) -m 'cluster $(AND_NOT_FULL)' tests/chart tests/cluster --ignore=tests/cluster/test_runs.py
 	@# On a cluster of its own: helm brings the CRD, which others have put there by hand.
-	$(PYTEST) tests/cluster/test_runs.py --deselect=$(AUTOSTOP)
+	$(PYTEST) $(DURATIONS) -m 'cluster $(AND_NOT_FULL)' tests/cluster/test_runs.py
 
 test-autostop: setup ## a run on that Kubernetes that its own forecast stops: ten minutes
 	$(if $(KUBECONFIG),,$(BIN)/python tests/cluster/cluster.py prepare)
@@ -103,7 +110,8 @@ format: setup ## rewrite the code the way lint wants it
 	$(BIN)/ruff check --fix .
 
 bench: setup ## every benchmark but bench-trl; QUICK=1 for a minute each
-	for b in $(BENCHMARKS); do $(BIN)/python benchmarks/$$b.py $(if $(QUICK),--quick); done
+	failed=; for b in $(BENCHMARKS); do $(BIN)/python benchmarks/$$b.py $(if $(QUICK),--quick) || failed="$$failed $$b"; done; \
+	  [ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 
 bench-trl: setup ## the comparison with TRL, which it installs beside
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --require-hashes -r requirements/bench.txt
@@ -125,4 +133,4 @@ lock: $(BIN)/uv ## write requirements/*.txt again from the members' pyproject fi
 clean: ## remove the environment and all runs
 	rm -rf $(VENV) runs
 
-.PHONY: help setup run run-autostop test test-unit test-local test-cluster test-autostop test-kueue test-runs cluster cluster-down images lint format bench bench-trl crds dashboards docs lock clean
+.PHONY: help setup run run-autostop test test-full test-unit test-local test-cluster test-autostop test-kueue test-runs cluster cluster-down images lint format bench bench-trl crds dashboards docs lock clean

@@ -302,6 +302,7 @@ def in_volume(cluster: Cluster, claim: str, command: str) -> str:
         cluster.kubectl("delete", "pod", "look", "-n", NAMESPACE, "--wait=false")
 
 
+@pytest.mark.full
 def test_a_run_is_stopped_by_its_forecast(installed: Cluster) -> None:
     """Auto, on the curve that it really has; suspended as its spec says, and every decision can be made again."""
     run = start(installed, "tiny-autostop")
