@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from scalerl_api import wire
 from scalerl_api.wire import NextAction, PushResult, Split
+from scalerl_coordinator import slots
 from scalerl_coordinator.curriculum import SeededEpochs
 from scalerl_coordinator.membership import UnknownMember
 from scalerl_coordinator.settings import Settings
@@ -32,6 +33,9 @@ class Coordinator(RuleBasedStateMachine):
 
     @initialize(k=st.integers(0, 3), max_steps=st.none() | st.integers(2, 6), spare=st.booleans())
     def begin(self, k: int, max_steps: int | None, spare: bool) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(slots, "FRESH_EVERY", 1)  # walks are short: a slot of every k-th step waits
+        self.patch.setattr(slots, "_LEAST_FRESH", 1)
         self.world = self._make_world(
             make_settings(max_staleness_steps=k, max_steps=max_steps, zero_variance_filter=spare)
         )
@@ -97,7 +101,8 @@ class Coordinator(RuleBasedStateMachine):
         self.work += [(name, lease) for lease in leases]
         for lease in leases:
             if lease.split is Split.TRAIN:
-                assert lease.slot // 3 - self.members[name][1] <= self.k
+                age = lease.slot // 3 - self.members[name][1]
+                assert age <= (0 if slots.is_fresh(lease.slot, 3, self.k) else self.k)
                 assert self.max_steps is None or lease.slot < 3 * self.max_steps
                 assert lease.prompt_index == SeededEpochs(TRAIN_PROMPTS, 11).choose(lease.slot)
 
@@ -277,6 +282,7 @@ class Coordinator(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "world"):
+            self.patch.undo()
             self.world.write()
             assert self.world.replay().encode() == self.world.state.encode()
 

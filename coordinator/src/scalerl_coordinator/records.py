@@ -41,6 +41,8 @@ class LeasesIssued(Record, frozen=True, array_like=True, tag="issued"):
     holder: str
     """Name of the member, not its incarnation: a member that only re-registers keeps its work."""
     issues: list[Issue]
+    held_back: list[tuple[int, int]] = []
+    """Slots passed over, which wait for younger weights, each with its prompt: they are issued later."""
 
 
 class Why(enum.StrEnum):

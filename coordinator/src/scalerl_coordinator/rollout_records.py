@@ -34,11 +34,14 @@ class OpenLease(msgspec.Struct, frozen=True, array_like=True):
 
 def issued(state: State, record: r.LeasesIssued) -> None:
     state.leased = True
+    for slot, prompt_index in record.held_back:
+        state.prompts[slot] = prompt_index
+        bisect.insort(state.reissue, slot)
     for issue in record.issues:
         if issue.split is Split.HELD_OUT:
             _remove(state.evaluations[issue.policy_version].todo, issue.slot)
-        elif issue.slot == state.next_slot:
-            state.next_slot += 1
+        elif issue.slot >= state.next_slot:
+            state.next_slot = issue.slot + 1
             state.prompts[issue.slot] = issue.prompt_index
         else:
             _remove(state.reissue, issue.slot)

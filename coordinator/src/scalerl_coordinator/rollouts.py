@@ -14,7 +14,7 @@ from scalerl_coordinator.checks import BadGroup, Measured, measure
 from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal
 from scalerl_coordinator.leases import HOPELESS_ATTEMPTS, NOTABLE_ATTEMPTS, Place
 from scalerl_coordinator.membership import Member, UnknownMember
-from scalerl_coordinator.slots import lease_limit, staleness, step_of
+from scalerl_coordinator.slots import is_fresh, lease_limit, staleness, step_of
 
 log = logging.getLogger(__name__)
 
@@ -118,15 +118,17 @@ class Rollouts:
             return None
         wanted = min(max_groups, _MOST_LEASES)
         issues = self._evaluation_issues(member, wanted, now)
+        held_back: list[tuple[int, int]] = []
         if not core.ending:
-            issues += self._training_issues(member, wanted - len(issues), now)
+            training, held_back = self._training_issues(member, wanted - len(issues), now)
+            issues += training
         if not issues:
             return None
         numbered = [
             r.Issue(core.state.next_lease + n, split, slot, prompt, version)
             for n, (split, slot, prompt, version) in enumerate(issues)
         ]
-        core.commit(r.LeasesIssued(member.name, numbered))
+        core.commit(r.LeasesIssued(member.name, numbered, held_back))
         return wire.Leases(leases=[self._lease(issue, member.name, now) for issue in numbered])
 
     def _evaluation_issues(
@@ -140,20 +142,35 @@ class Rollouts:
                 issues += [(Split.HELD_OUT, position, position, version) for position in positions]
         return issues
 
-    def _training_issues(self, member: Member, wanted: int, now: float) -> list[tuple[Split, int, int, int]]:
+    def _training_issues(
+        self, member: Member, wanted: int, now: float
+    ) -> tuple[list[tuple[Split, int, int, int]], list[tuple[int, int]]]:
+        """What ``member`` may be given, and the new slots (with their prompts) that are passed over for its weights."""
         core, identity = self._core, self._core.settings.identity
-        state = core.state
-        limit = lease_limit(
-            member.version, identity.prompts_per_step, identity.max_staleness_steps, core.settings.max_steps
-        )
+        state, version = core.state, member.version
+        size, k = identity.prompts_per_step, identity.max_staleness_steps
+        limit = lease_limit(version, size, k, core.settings.max_steps)
+
+        def too_old(slot: int) -> bool:
+            return is_fresh(slot, size, k) and version < step_of(slot, size)
+
         issues: list[tuple[Split, int, int, int]] = []
         for slot in state.reissue:
             if len(issues) >= wanted or slot >= limit:
                 break
-            if not core.book.waits((Split.TRAIN, slot), now):
-                issues.append((Split.TRAIN, slot, state.prompts[slot], member.version))
-        fresh = range(state.next_slot, min(limit, state.next_slot + wanted - len(issues)))
-        return issues + [(Split.TRAIN, slot, core.curriculum.choose(slot), member.version) for slot in fresh]
+            if not (too_old(slot) or core.book.waits((Split.TRAIN, slot), now)):
+                issues.append((Split.TRAIN, slot, state.prompts[slot], version))
+        held_back: list[tuple[int, int]] = []
+        for slot in range(state.next_slot, limit):
+            if len(issues) >= wanted:
+                break
+            prompt = core.curriculum.choose(slot)
+            if too_old(slot):
+                held_back.append((slot, prompt))
+            else:
+                issues.append((Split.TRAIN, slot, prompt, version))
+        newest = max((slot for _, slot, _, _ in issues), default=-1)
+        return issues, [(slot, prompt) for slot, prompt in held_back if slot < newest]
 
     def _lease(self, issue: r.Issue, holder: str, now: float) -> wire.Lease:
         core, identity = self._core, self._core.settings.identity

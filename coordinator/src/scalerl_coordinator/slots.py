@@ -4,9 +4,22 @@ Step ``t`` consumes slots ``[t·B, (t+1)·B)`` and is trained by the weights of 
 holds version ``v`` may be given slot ``q`` only while ``q < (v + k + 1)·B``; then ``q // B − v ≤ k``, and
 since a member's version only grows while it generates, no token of the slot is older than ``k`` updates at
 its step. This is PipelineRL-k (arXiv 2510.13786 §3 [P]); ``k = 0`` is fully synchronous.
+
+Where generators keep ahead of the trainer, every token is older than its step, and no sampled token compares the two
+sides at equal weights. So every :data:`FRESH_EVERY` · k steps a small share of the step's slots waits for the weights
+that will train them. Cost: such a step cannot begin before its fresh groups are done, one generation of a group after
+its weights went out. With k sized as it should be (a generation takes at most k steps), that is k steps in
+``FRESH_EVERY`` · k: at most 4 % of the trainer's time, and of the generators' only what the bound k makes them wait.
 """
 
 from __future__ import annotations
+
+FRESH_EVERY = 25
+"""Steps between measurements, for each step of allowed staleness: the wait grows with k, its share of time does not."""
+
+_FRESH_SHARE = 0.05
+_LEAST_FRESH = 4
+"""Groups that all score alike are filtered and measure nothing: with four some are likely to be trained on."""
 
 
 def step_of(slot: int, prompts_per_step: int) -> int:
@@ -29,6 +42,18 @@ def lease_limit(version: int, prompts_per_step: int, max_staleness_steps: int, m
         return 0
     steps = version + max_staleness_steps + 1
     return (steps if max_steps is None else min(steps, max_steps)) * prompts_per_step
+
+
+def is_fresh(slot: int, prompts_per_step: int, max_staleness_steps: int) -> bool:
+    """Whether ``slot`` waits for the weights that will train it. It is the same for a slot whenever it is asked.
+
+    >>> [slot for slot in range(3000) if is_fresh(slot, 100, 1)]
+    [0, 1, 2, 3, 4, 2500, 2501, 2502, 2503, 2504]
+    """
+    step, place = divmod(slot, prompts_per_step)
+    if max_staleness_steps == 0 or step % (FRESH_EVERY * max_staleness_steps):
+        return False
+    return place < max(_LEAST_FRESH, round(_FRESH_SHARE * prompts_per_step))
 
 
 def staleness(step: int, version: int) -> int:

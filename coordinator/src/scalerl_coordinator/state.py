@@ -40,9 +40,9 @@ class State(msgspec.Struct):
     """A lease was ever given: the run's time counts."""
 
     next_slot: int = 0
-    """Slots below were issued at least once."""
+    """Slots below were issued at least once, or held back."""
     reissue: list[int] = []
-    """Slots to be issued again, ascending; served before fresh ones."""
+    """Slots to be issued again, or held back for the weights that will train them, ascending; served before new ones."""
     lapsed: dict[int, str] = {}
     """Of slots in ``reissue``: the lease that expired. Its group is still welcome while nobody else has the slot."""
     prompts: dict[int, int] = {}
