@@ -25,6 +25,7 @@ from scalerl_trainer.algo.losses import Loss, TokenBatch
 from scalerl_trainer.algo.mismatch import RatioStatistics, ratio_vector
 from scalerl_trainer.engine.deepspeed_engine import DeepSpeedEngine
 from scalerl_trainer.engine.distributed import gather_vectors
+from scalerl_trainer.engine.precision import buffer_dtypes, cast_parameters, check_buffers
 from scalerl_trainer.engine.settings import EngineSettings
 from scalerl_trainer.engine.share import pack_share
 from scalerl_trainer.engine.stats import FlatLogprobs, ParameterBucket, StepStats, TrainBatch
@@ -56,13 +57,12 @@ class Engine:
         if settings.activation_checkpointing:
             causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.config = causal_lm.config
-        policy = Policy(
-            causal_lm.to(getattr(torch, settings.dtype)),
-            fp32_head=settings.fp32_head,
-            chunk_bytes=settings.logit_chunk_bytes,
-        )
+        buffers = buffer_dtypes(causal_lm)
+        cast_parameters(causal_lm, getattr(torch, settings.dtype))
+        policy = Policy(causal_lm, fp32_head=settings.fp32_head, chunk_bytes=settings.logit_chunk_bytes)
         self._policy = policy
         self._deepspeed = DeepSpeedEngine(policy, settings, device)
+        check_buffers(causal_lm, buffers)
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
 
     # --- reading ------------------------------------------------------------------------------------------

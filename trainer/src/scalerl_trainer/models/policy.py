@@ -35,8 +35,21 @@ class Policy(nn.Module):
             raise ModelError(
                 f"{config.model_type}: the output embedding must be a linear layer without a bias, not {output!r}"
             )
+        _zero_dropout(causal_lm)
         self.causal_lm = causal_lm
         self.head = LogprobHead(output, fp32=fp32_head, chunk_bytes=chunk_bytes)
+
+    def train(self, mode: bool = True) -> Policy:
+        """Without dropout, jitter or skipped layers in either mode: the generator samples without them, and noise on
+        one side alone would look like a policy that has moved.
+
+        Layers that recompute their activations are in training mode all the same: transformers asks them for it.
+        """
+        super().train(False)
+        for module in self.causal_lm.modules():
+            if getattr(module, "gradient_checkpointing", False):
+                module.training = mode
+        return self
 
     @property
     def variable_length(self) -> bool:
@@ -62,3 +75,13 @@ class Policy(nn.Module):
         hidden_md = hidden_btd.flatten(0, 1).index_select(0, predict_at_m)
         result: tuple[torch.Tensor, torch.Tensor] = self.head(hidden_md, target_m, temperature, entropy)
         return result
+
+
+def _zero_dropout(model: nn.Module) -> None:
+    """Every probability of dropout that a module of ``model`` holds; its configuration stays."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)

@@ -1,0 +1,110 @@
+"""What the engine computes is what plain transformers computes: in bfloat16, at every position, without noise."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scalerl_trainer.engine.precision import buffer_dtypes, cast_parameters, check_buffers
+from scalerl_trainer.errors import EngineError, ModelError
+
+WORKER = Path(__file__).with_name("precision_worker.py")
+POSITIONS = ((0, 64), (64, 256), (256, 1024), (1024, 4095))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("precision")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, str(WORKER), str(out)],
+        env=environment,
+        timeout=300,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    found: dict[str, Any] = torch.load(out / "results.pt", weights_only=False)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+class TestBesidePlainTransformers:
+    @pytest.mark.parametrize("model", ["qwen2 1", "qwen2 3", "llama3 1", "gemma3 1"])
+    def test_bfloat16_logprobs_agree_at_every_position(self, model: str, results: dict[str, Any]) -> None:
+        """Rotary tables in bfloat16 would give 0.06 to 0.3 in the first bucket and more than 1 in the last."""
+        difference = results[model]
+        means = [float(difference[begin:end].mean()) for begin, end in POSITIONS]
+        assert max(means) < 2e-3, means
+
+    @pytest.mark.parametrize("model", ["gpt2", "llama", "opt"])
+    @pytest.mark.parametrize("checkpointing", [False, True])
+    def test_a_step_sees_the_logprobs_that_scoring_sees(
+        self, model: str, checkpointing: bool, results: dict[str, Any]
+    ) -> None:
+        """The configurations ask for dropout of one half, and for skipped layers."""
+        difference, computed = results[f"noise {model} {checkpointing}"]
+        assert difference < 1e-5
+        assert computed == (2 if checkpointing else 1), "activations are recomputed where that was asked for"
+
+
+class Rotary(torch.nn.Linear):
+    _keep_in_fp32_modules_strict: frozenset[str] = frozenset()
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("inv_freq", torch.ones(2), persistent=False)
+        self.register_buffer("count", torch.ones(2, dtype=torch.long))
+
+
+def test_parameters_are_cast_and_buffers_are_not() -> None:
+    model = Rotary()
+    before = buffer_dtypes(model)
+    cast_parameters(model, torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert buffer_dtypes(model) == {"inv_freq": torch.float32}
+    check_buffers(model, before)
+
+
+def test_a_buffer_of_another_dtype_ends_the_start() -> None:
+    model = Rotary()
+    before = buffer_dtypes(model)
+    model.to(torch.bfloat16)
+    with pytest.raises(EngineError) as caught:
+        check_buffers(model, before)
+    assert str(caught.value) == (
+        "the buffer inv_freq was torch.float32 when the model was loaded and is torch.bfloat16 in the engine: "
+        "log-probabilities would differ from the generator's"
+    )
+
+
+def test_a_model_with_float32_parameters_is_refused_in_bfloat16() -> None:
+    class Router(Rotary):
+        _keep_in_fp32_modules_strict = frozenset({"wei*"})
+
+    with pytest.raises(ModelError) as caught:
+        cast_parameters(Router(), torch.bfloat16)
+    assert str(caught.value) == (
+        "Router keeps 1 of its parameters in float32 (weight), which cannot be trained beside bfloat16: "
+        "set model.dtype: float32"
+    )
+    cast_parameters(Router(), torch.float32)
