@@ -16,7 +16,7 @@ import yaml
 from support.measured_run import measured_run
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples/tiny/run.yaml"
-KEYS = ("first_reward", "last_reward", "wall_seconds", "mismatch_kl", "max_staleness_steps")
+KEYS = ("first_reward", "last_reward", "wall_seconds", "sampled_kl", "max_staleness_steps")
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def main() -> None:
                 f"first_reward_{seed}": first,
                 f"last_reward_{seed}": last,
                 f"gain_{seed}": last - first,
-                f"mismatch_kl_{seed}": mismatch,
+                f"sampled_kl_{seed}": mismatch,
                 f"max_staleness_steps_{seed}": staleness,
             }
     figures["least_gain"] = min(figures[f"gain_{seed}"] for seed in seeds)

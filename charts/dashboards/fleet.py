@@ -112,8 +112,9 @@ COMPARED = Section(
         ),
         lines(
             "Mismatch",
-            "KL estimate between trainer and generators at one version; above 0.01 they disagree.",
-            (each(f"scalerl_coordinator_mismatch_kl{{{HERE}}}"), NAME),
+            "KL estimate of trainer against generators on tokens sampled and trained at one version; above 0.01 they "
+            "disagree.",
+            (each(f'scalerl_coordinator_mismatch_kl{{{HERE}, source="sampled", positions="all"}}'), NAME),
             minimum=None,
         ),
     ),

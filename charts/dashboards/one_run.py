@@ -18,9 +18,15 @@ def rate(counter: str, by: str = "", more: str = "") -> str:
     return f"sum{f' by ({by})' if by else ''} (rate({counter}{{{matchers}}}[$__rate_interval]))"
 
 
-def newest(metric: str) -> str:
+def newest(metric: str, more: str = "") -> str:
     """A value that one process of the run has."""
-    return f"max({metric}{{{RUN}}})"
+    return f"max({metric}{{{f'{RUN}, {more}' if more else RUN}}})"
+
+
+def by_position(title: str, description: str, source: str) -> Panel:
+    """One measurement of the mismatch, over all tokens and by their position."""
+    metric = f'max by (positions) (scalerl_coordinator_mismatch_kl{{{RUN}, source="{source}"}})'
+    return lines(title, description, (metric, "{{positions}}"))
 
 
 CURVE = Section(
@@ -45,8 +51,9 @@ CURVE = Section(
         ),
         number(
             "Mismatch",
-            "KL estimate between trainer and generators at one version; above 0.01 they disagree.",
-            newest("scalerl_coordinator_mismatch_kl"),
+            "KL estimate of trainer against generators on tokens sampled and trained at one version; above 0.01 they "
+            "disagree.",
+            newest("scalerl_coordinator_mismatch_kl", 'source="sampled", positions="all"'),
         ),
         lines(
             "Reward",
@@ -87,13 +94,21 @@ POLICY = Section(
             (stat_of("staleness_max"), "oldest"),
             (newest("scalerl_coordinator_staleness_bound_steps"), "allowed"),
         ),
-        lines(
-            "Distance",
-            "KL estimates: trainer against generators at one version (mismatch), policy that trains against the one "
-            "that sampled (ratio).",
-            (stat_of("mismatch_kl"), "mismatch"),
-            (stat_of("ratio_kl"), "ratio"),
-            minimum=None,
+        by_position(
+            "Mismatch: sampled",
+            "KL estimate of trainer against generators by a token's position, on tokens that the weights sampled which "
+            "train on them. It must not grow with the position.",
+            "sampled",
+        ),
+        by_position(
+            "Mismatch: probe",
+            "The same on sequences that one generator scores again after a publish.",
+            "probe",
+        ),
+        by_position(
+            "Ratio",
+            "The same on all trained tokens: numerical differences and staleness together.",
+            "ratio",
         ),
         lines(
             "Largest ratio", "Of the newest step; an explosion is refused.", (stat_of("ratio_max"), "ratio")

@@ -217,7 +217,7 @@ class Coordinator(RuleBasedStateMachine):
             for name, (member_id, _) in self.members.items():
                 if member_id in updated:
                     self.members[name] = (member_id, world.state.version)
-            world.commit_publish(self.incarnation, updated, failed, mismatch_kl=0.001)
+            world.commit_publish(self.incarnation, updated, failed, probe_kl=0.001, probe_tokens=8.0)
             self.unpublished = False
         world.acknowledge()
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from coordinator_client import make_group
 from coordinator_world import World, train
 
 from scalerl_api.wire import NextAction, PushResult, Split
+from scalerl_coordinator.status import view
 
 
 def measured_at_2(world: World) -> None:
@@ -83,13 +85,27 @@ def test_a_member_that_fails_a_publish_does_not_hold_up_the_trainer(world):
     assert sorted(m.name for m in world.begin_publish("t").members) == ["bad", "g"]
 
 
-def test_mismatch_is_the_mean_over_publishes(world):
+def test_three_measurements_of_the_mismatch_stay_apart(world):
+    """The probe of a publish once took the place of what the step's own tokens said."""
     train(world, publish=False)
-    world.publish("t", mismatch_kl=0.25, publish_seconds=1.5)
-    train(world, publish=False)
-    world.publish("t", mismatch_kl=0.75)
-    assert world.state.mismatch_kl == 0.5
-    assert world.state.rows[1]["mismatch_kl"] == 0.25
+    world.publish("t", probe_kl=0.25, probe_tokens=8.0, publish_seconds=1.5)
+    world.serve(world.member, 1)
+    world.report(
+        "t", 1, sampled_kl=0.01, sampled_tokens=100.0, sampled_kl_1k_4k=0.02, sampled_tokens_1k_4k=50.0
+    )
+    world.publish("t", probe_kl=0.75, probe_tokens=24.0)
+    world.serve(world.member, 2)
+    world.report("t", 2, sampled_kl=0.07, sampled_tokens=300.0, ratio_kl=0.5, ratio_tokens=900.0)
+    status = view(world.core)
+    assert status.mismatch_kl("probe") == pytest.approx((0.25 * 8 + 0.75 * 24) / 32)
+    assert status.mismatch_kl("sampled") == pytest.approx((0.01 * 100 + 0.07 * 300) / 400)
+    assert status.mismatch_kl("sampled", "1k_4k") == 0.02
+    assert status.mismatch_kl("sampled", "4k_16k") is None
+    assert status.mismatch_kl("ratio") == 0.5
+    (sampled,) = (m for m in status.mismatch if (m.source, m.positions) == ("sampled", "all"))
+    assert sampled.recent_kl == pytest.approx((0.01 * 50 + 0.07 * 300) / 350)
+    row = world.state.rows[2]
+    assert (row["probe_kl"], row["sampled_kl"], row["ratio_kl"]) == (0.75, 0.07, 0.5)
     assert world.state.rows[1]["publish_seconds"] == 1.5
 
 
@@ -98,20 +114,16 @@ def test_the_same_commit_again_counts_once(world):
     train(world, publish=False)
     members = [m.member_id for m in world.begin_publish("t").members]
     for value in (0.25, 0.25):
-        world.commit_publish("t", members, mismatch_kl=value)
+        world.commit_publish("t", members, probe_kl=value, probe_tokens=8.0)
     world.acknowledge()
     world.crash(0)
-    world.commit_publish("t", members, mismatch_kl=0.25)
-    assert world.state.publish_mismatches == 1
-    world.commit_publish("t", members, mismatch_kl=0.75)
-    assert world.state.mismatch_kl == 0.5
+    world.commit_publish("t", members, probe_kl=0.25, probe_tokens=8.0)
+    assert world.state.mismatches["probe_kl"].tokens == 8
+    world.commit_publish("t", members, probe_kl=0.75, probe_tokens=8.0)
+    assert view(world.core).mismatch_kl("probe") == 0.5
 
 
-def test_before_a_publish_measures_the_steps_say_how_far_the_sides_are_apart(world):
+def test_a_step_without_a_token_of_its_own_version_says_nothing_of_the_mismatch(world):
     world.serve(world.member, 0, 3)
-    assert world.report("t", 0) is not None  # no token of its own version: it says nothing
-    assert world.state.mismatch_kl is None
-    world.publish("t")
-    world.serve(world.member, 1)
-    world.report("t", 1, mismatch_kl=0.5)
-    assert world.state.mismatch_kl == 0.5
+    assert world.report("t", 0) is not None
+    assert view(world.core).mismatch == []

@@ -75,7 +75,7 @@ def _registries() -> Iterator[CollectorRegistry]:
         trainer_busy_fraction=0.0,
         max_staleness_steps=0,
         mean_staleness_steps=0.0,
-        mismatch_kl=0.0,
+        mismatch=[wire.Mismatch(source="sampled", positions="all", kl=0.0, recent_kl=0.0, tokens=1)],
     )  # fmt: skip
     coordinator = CoordinatorMetrics(
         lambda: status, JournalFigures(), refusing=lambda: False, staleness_bound=1

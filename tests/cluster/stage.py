@@ -105,7 +105,6 @@ class Coordinator:
             trainer_busy_fraction=0.5,
             max_staleness_steps=0,
             mean_staleness_steps=0.0,
-            mismatch_kl=None,
         )
 
     @asynccontextmanager

@@ -22,7 +22,10 @@ SUMMARY_KEYS = {
     "generator_busy_fraction",
     "trainer_busy_fraction",
     "max_staleness_steps",
-    "mismatch_kl",
+    "sampled_kl",
+    "probe_kl",
+    "ratio_kl",
+    "mismatch_by_position",
     "stop_reason",
 }
 RUN = small_spec(recipe__maxStalenessSteps=3)
@@ -79,8 +82,9 @@ def test_it_runs_to_its_budget_without_a_compiler(finished: LocalRun) -> None:
 def test_staleness_is_bounded_and_the_two_sides_agree(finished: LocalRun) -> None:
     summary = finished.summary()
     assert 0 <= summary["max_staleness_steps"] <= 3
-    assert summary["mismatch_kl"] < 0.01
-    assert summary["mismatch_kl"] >= 0
+    for source in ("sampled", "probe"):
+        assert 0 <= summary[f"{source}_kl"] < 0.01
+        assert summary["mismatch_by_position"][source].keys() == {"0_256"}
 
 
 def test_it_leaves_what_a_person_can_look_at(finished: LocalRun) -> None:

@@ -14,8 +14,11 @@ from scalerl_trainer.algo.losses import LOSSES, Cispo, Grpo, Loss, Supervised, T
 from scalerl_trainer.algo.mismatch import (
     RatioGuard,
     RatioStatistics,
+    by_position,
     check_generator_logprobs,
+    position_buckets,
     ratio_statistics,
+    ratio_table,
 )
 from scalerl_trainer.errors import BadBatchError, ExplodingRatioError, NonFiniteLogprobError
 
@@ -258,6 +261,21 @@ class TestMismatch:
         got = ratio_statistics(trainer.log()[drawn], sampler.log()[drawn])
         assert got.kl_k1 == pytest.approx(true, abs=1e-3)
         assert got.kl_k3 == pytest.approx(true, abs=2e-4)
+
+    def test_a_table_is_the_statistics_of_each_bucket(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        a, b = -torch.rand(60, generator=generator), -5 * torch.rand(60, generator=generator)
+        position_n = torch.tensor([3, 300, 2000, 5000, 20_000, 255] * 10)
+        bucket_n = position_buckets(position_n)
+        table = ratio_table(a, b, bucket_n, 5)
+        for bucket in range(5):
+            part = ratio_statistics(a[bucket_n == bucket], b[bucket_n == bucket])
+            assert RatioStatistics(*table[bucket].tolist()) == part
+        found = by_position("sampled", [RatioStatistics(*row) for row in table.tolist()])
+        assert found["sampled_kl"] == pytest.approx(ratio_statistics(a, b).kl_k3)
+        assert (found["sampled_tokens"], found["sampled_tokens_0_256"]) == (60, 20)
+        assert found["sampled_kl_16k_up"] == ratio_statistics(a[4::6], b[4::6]).kl_k3
+        assert set(by_position("probe", [RatioStatistics()] * 5)) == set()
 
     def test_no_tokens_mean_no_mismatch(self) -> None:
         got = ratio_statistics(torch.zeros(0), torch.zeros(0))

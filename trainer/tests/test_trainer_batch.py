@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -79,9 +80,22 @@ def test_tokens_logprobs_and_freshness_line_up() -> None:
     flat = np.concatenate([np.frombuffer(s.logprobs, "<f4") for s in sequences])
     assert batch.generator_logprobs_n is not None
     assert batch.generator_logprobs_n.tolist() == flat.tolist()
-    fresh = [place >= s.versions[1].start for s in sequences for place in range(len(s.token_ids) // 4)]
+    # What older weights began is not the present weights' alone: its key-value cache has their states.
+    fresh = [s.versions[1].start == 0 for s in sequences for _ in range(len(s.token_ids) // 4)]
     assert batch.fresh_n is not None
     assert batch.fresh_n.tolist() == fresh
+
+
+def test_a_token_is_fresh_until_other_weights_take_over() -> None:
+    metas = [wire.GroupMeta(slot=0, scores=[0.0, 1.0], completion_tokens=[4, 4], filtered=False)]
+    spans = [[wire.VersionSpan(STEP, 0), wire.VersionSpan(STEP + 1, 3)], [wire.VersionSpan(STEP - 1, 0)]]
+    sequences = [
+        msgspec.structs.replace(sequence(np.random.default_rng(1), 0, at, 4), versions=spans[at])
+        for at in range(2)
+    ]
+    batch = rank_batch(wire.Shard(step=STEP, groups=metas, sequences=sequences), RecipeSpec()).batch
+    assert batch.fresh_n is not None
+    assert batch.fresh_n.tolist() == [True, True, True, False, False, False, False, False]
 
 
 def test_golden_advantages_and_weights() -> None:

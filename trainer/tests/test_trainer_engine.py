@@ -167,7 +167,7 @@ def test_all_ranks_report_the_same_whole_batch(ranks: list[dict[str, Any]]) -> N
     assert (first.loss, first.entropy, first.ratios) == (second.loss, second.entropy, second.ratios)
     assert first.sequences == 7
     assert first.ratios.tokens == 35
-    assert first.fresh_ratios.tokens == 9 + 1 + 6 + 8
+    assert sum(p.tokens for p in first.fresh_ratios_by_position) == 9 + 1 + 6 + 8
     assert first.loss_means["truncated"] == pytest.approx(round(first.loss_means["truncated"] * 35) / 35)
     assert set(first.seconds) == {"pack", "compute", "update", "total"}
     assert [rank["train 3"]["stats"][0].learning_rate for rank in ranks] == [5e-3, 5e-3]

@@ -341,9 +341,9 @@ def test_probe_measures_the_distance(actors: FakeActors) -> None:
     stats = probe(control, member, 3, sequences, score)
     control.close()
     ratio = torch.tensor(0.1).exp().item()
-    assert stats["mismatch_kl"] == pytest.approx(ratio - 1 - 0.1, rel=1e-3)  # k3 of a difference of .1
-    assert stats["mismatch_max_difference"] == pytest.approx(0.1, rel=1e-3)
-    assert stats["probe_tokens"] == 8
+    assert stats["probe_kl"] == pytest.approx(ratio - 1 - 0.1, rel=1e-3)  # k3 of a difference of .1
+    assert stats["probe_max_difference"] == pytest.approx(0.1, rel=1e-3)
+    assert stats["probe_tokens"] == stats["probe_tokens_0_256"] == 8
 
 
 def test_probe_that_fails_says_so(actors: FakeActors) -> None:

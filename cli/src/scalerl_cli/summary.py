@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from scalerl_api.mismatch import ALL, SOURCES
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.wire import INTERRUPTED
 from scalerl_cli.view import words
@@ -49,7 +50,11 @@ def summarize(run: ScaleRLRun, outcome: Outcome) -> dict[str, Any]:
         "trainer_busy_fraction": status.trainer_busy_fraction,
         "max_staleness_steps": status.max_staleness_steps,
         "mean_staleness_steps": status.mean_staleness_steps,
-        "mismatch_kl": status.mismatch_kl,
+        **{f"{source}_kl": status.mismatch_kl(source) for source in SOURCES},
+        "mismatch_by_position": {
+            source: {m.positions: m.kl for m in status.mismatch if m.source == source and m.positions != ALL}
+            for source in SOURCES
+        },
         "checkpoint_failures": status.checkpoint_failures,
         "grading_errors": status.grading_errors,
         "counts": msgspec.structs.asdict(status.counts),
@@ -88,7 +93,10 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             "staleness, steps",
             f"{summary['mean_staleness_steps']:.2f} mean, {summary['max_staleness_steps']} max",
         ),
-        ("mismatch (KL)", words.divergence(summary["mismatch_kl"])),
+        (
+            "mismatch (KL)",
+            f"{words.divergence(summary['sampled_kl'])} sampled, {words.divergence(summary['probe_kl'])} probe",
+        ),
         (
             "rollouts",
             f"{counts['acknowledged']:,} = {counts['trained']:,} trained + {counts['filtered']:,} filtered "

@@ -102,7 +102,7 @@ def coordinator(root: Path) -> None:
 
     import msgspec
 
-    from scalerl_api.wire import Ack, Counts, EvaluationPoint, Phase, Status, Stop
+    from scalerl_api.wire import Ack, Counts, EvaluationPoint, Mismatch, Phase, Status, Stop
 
     found = re.search(r"maxSteps: (\d+)", (root / "run.yaml").read_text())
     limit = int(found[1]) if found else 10**9
@@ -178,7 +178,7 @@ def coordinator(root: Path) -> None:
             trainer_busy_fraction=0.6,
             max_staleness_steps=3,
             mean_staleness_steps=1.5,
-            mismatch_kl=0.001,
+            mismatch=[Mismatch(source="sampled", positions="all", kl=0.001, recent_kl=0.001, tokens=9)],
             checkpoint_failures=step() // 20 if behaviour("trainer") == "full-disk" else 0,
             grading_errors=step() if behaviour("trainer") == "full-disk" else 0,
         )

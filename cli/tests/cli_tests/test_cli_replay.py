@@ -72,7 +72,6 @@ def status(points: list[EvaluationPoint]) -> Status:
         trainer_busy_fraction=0.5,
         max_staleness_steps=1,
         mean_staleness_steps=0.5,
-        mismatch_kl=None,
     )
 
 

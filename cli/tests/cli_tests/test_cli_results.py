@@ -13,7 +13,7 @@ from rich.console import Console
 
 from scalerl_api.load import parse_run
 from scalerl_api.paths import RunPaths
-from scalerl_api.wire import Counts, EvaluationPoint, Phase, Status
+from scalerl_api.wire import Counts, EvaluationPoint, Mismatch, Phase, Status
 from scalerl_cli.main import main
 from scalerl_cli.picture import PictureProblem, Points, budget_compute, draw, read_points
 from scalerl_cli.summary import rows, summarize, write
@@ -57,6 +57,10 @@ def point(version: int, reward: float, mixed: bool = False) -> EvaluationPoint:
     )
 
 
+def measured(source: str, positions: str, kl: float) -> Mismatch:
+    return Mismatch(source=source, positions=positions, kl=kl, recent_kl=9.0, tokens=1000)
+
+
 def status(**changes: Any) -> Status:
     counts = dict.fromkeys(Counts.__struct_fields__, 0)
     base: dict[str, Any] = {
@@ -77,7 +81,12 @@ def status(**changes: Any) -> Status:
         "trainer_busy_fraction": 0.5,
         "max_staleness_steps": 3,
         "mean_staleness_steps": 1.25,
-        "mismatch_kl": 0.0021,
+        "mismatch": [
+            measured("sampled", "all", 0.0021),
+            measured("sampled", "0_256", 0.002),
+            measured("sampled", "256_1k", 0.0022),
+            measured("probe", "all", 0.004),
+        ],
     }
     return Status(**base | changes)
 
@@ -119,7 +128,10 @@ def test_summary_has_what_a_run_promises(tmp_path: Path) -> None:
         "generator_busy_fraction": 0.75,
         "trainer_busy_fraction": 0.5,
         "max_staleness_steps": 3,
-        "mismatch_kl": 0.0021,
+        "sampled_kl": 0.0021,
+        "probe_kl": 0.004,
+        "ratio_kl": None,
+        "mismatch_by_position": {"sampled": {"0_256": 0.002, "256_1k": 0.0022}, "probe": {}, "ratio": {}},
         "stop_reason": "maxSteps",
         "peak_memory_bytes": 3 << 30,
     }
@@ -129,6 +141,7 @@ def test_summary_has_what_a_run_promises(tmp_path: Path) -> None:
     table = dict(rows(summary))
     assert table["reward, last"] == "0.500 ± 0.020"
     assert table["start to first lease"] == "12 s (the model and tokenizer to be prepared 3 s, vLLM 10 s)"
+    assert table["mismatch (KL)"] == "0.0021 sampled, 0.004 probe"
     assert table["rollouts"] == "40 = 30 trained + 8 filtered + 2 queued"
 
 
@@ -148,7 +161,7 @@ def test_why_it_ended(changes: dict[str, Any], reason: str) -> None:
 
 
 def test_a_run_without_points_has_no_rewards() -> None:
-    summary = summarize(RUN, outcome(status=status(points=[], mismatch_kl=None)))
+    summary = summarize(RUN, outcome(status=status(points=[], mismatch=[])))
     assert summary["first_reward"] is None
     assert dict(rows(summary))["reward, first"] == "–"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from scalerl_api.mismatch import ALL, POSITIONS, SOURCES, key
 from scalerl_coordinator.slots import staleness
 
 Row = dict[str, int | float]
@@ -63,9 +64,6 @@ class Line(msgspec.Struct, array_like=True, frozen=True):
     """Completion tokens of trained (unfiltered) groups, and the sum of their staleness in steps:"""
     staleness_sum: int = 0
     staleness_max: int = 0
-    mismatch_sum: float = 0.0
-    """Of the trainer's own per-step estimate; used while no publish has measured one."""
-    mismatch_steps: int = 0
 
     @property
     def mean_staleness(self) -> float:
@@ -110,7 +108,7 @@ def sum_step(step: int, groups: list[Accepted]) -> StepSums:
     return sums
 
 
-def extend(line: Line, sums: StepSums, trained_tokens: int, mismatch: float | None) -> Line:
+def extend(line: Line, sums: StepSums, trained_tokens: int) -> Line:
     """The line after one more step."""
     return Line(
         work_tokens=line.work_tokens + sums.work_tokens,
@@ -118,9 +116,34 @@ def extend(line: Line, sums: StepSums, trained_tokens: int, mismatch: float | No
         staleness_tokens=line.staleness_tokens + sums.staleness_tokens,
         staleness_sum=line.staleness_sum + max(0, sums.staleness_sum),
         staleness_max=max(line.staleness_max, sums.staleness_max),
-        mismatch_sum=line.mismatch_sum + (mismatch or 0.0),
-        mismatch_steps=line.mismatch_steps + (mismatch is not None),
     )
+
+
+class MismatchSums(msgspec.Struct, array_like=True):
+    """One measurement between trainer and generators, over tokens: since the run began, and of late."""
+
+    kl: float = 0.0
+    tokens: float = 0.0
+    recent_kl: float = 0.0
+    recent_tokens: float = 0.0
+    """Halved before each new measurement: few tokens alone cannot move what an alert reads, a few measurements can."""
+
+    def add(self, kl: float, tokens: float) -> None:
+        """``kl``: mean over ``tokens`` tokens, of which there is at least one."""
+        self.kl += kl * tokens
+        self.tokens += tokens
+        self.recent_kl = self.recent_kl / 2 + kl * tokens
+        self.recent_tokens = self.recent_tokens / 2 + tokens
+
+
+def add_mismatches(sums: dict[str, MismatchSums], stats: dict[str, float]) -> None:
+    """Take in what ``stats`` of a step or of a publish hold; keys are those of the KL estimates."""
+    for source in SOURCES:
+        for positions in (ALL, *POSITIONS):
+            name = key(source, "kl", positions)
+            tokens = stats.get(key(source, "tokens", positions), 0.0)
+            if name in stats and tokens > 0:
+                sums.setdefault(name, MismatchSums()).add(stats[name], tokens)
 
 
 class Usage(msgspec.Struct, array_like=True):

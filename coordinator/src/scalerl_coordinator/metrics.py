@@ -105,10 +105,17 @@ class _RunCollector(Collector):
                 status.points[-1].reward if status.points else None,
                 "Newest point of the curve.",
             ),
-            ("mismatch_kl", status.mismatch_kl, "Trainer against generators at one version, mean."),
         ):
             if value is not None:
                 yield GaugeMetricFamily(_PREFIX + name, text, value=float(value))
+        mismatch = GaugeMetricFamily(
+            _PREFIX + "mismatch_kl",
+            "KL estimate (k3) of trainer against generators, of late, by what was measured and token position.",
+            labels=("source", "positions"),
+        )
+        for measured in status.mismatch:
+            mismatch.add_metric((measured.source, measured.positions), measured.recent_kl)
+        yield mismatch
         for name, total, text in (
             ("expired_leases", counts.expired_leases, "Training leases given away."),
             ("grading_errors", status.grading_errors, "Accepted rollouts whose verifier failed."),

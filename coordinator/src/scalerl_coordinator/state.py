@@ -23,7 +23,7 @@ import msgspec
 from scalerl_api.wire import EvaluationPoint
 from scalerl_coordinator import records as r
 from scalerl_coordinator import rollout_records, trainer_records
-from scalerl_coordinator.accounting import Accepted, Fates, Line, Row, Usage
+from scalerl_coordinator.accounting import Accepted, Fates, Line, MismatchSums, Row, Usage
 from scalerl_coordinator.evaluation import Evaluation
 from scalerl_coordinator.rollout_records import OpenLease
 from scalerl_coordinator.settings import Identity
@@ -69,8 +69,8 @@ class State(msgspec.Struct):
     """Lines of metrics.jsonl by step, as long as they may have to be written again."""
     last_row: Row = {}
     publish_stats: dict[str, float] = {}
-    publish_mismatch_sum: float = 0.0
-    publish_mismatches: int = 0
+    mismatches: dict[str, MismatchSums] = {}
+    """Of every step and publish, also of lines that were lost: a measurement stays one."""
     last_publish: str = ""
     """Digest of the last commit of a publish."""
     checkpoint: int = -1
@@ -101,13 +101,6 @@ class State(msgspec.Struct):
     def finished(self) -> bool:
         """The trainer was told to leave and its last version is safe."""
         return bool(self.finish_reason) and self.checkpoint == self.version
-
-    @property
-    def mismatch_kl(self) -> float | None:
-        """Mean of what the publishes measured; before any did, of what the steps reported."""
-        if self.publish_mismatches:
-            return self.publish_mismatch_sum / self.publish_mismatches
-        return self.line.mismatch_sum / self.line.mismatch_steps if self.line.mismatch_steps else None
 
     def closed(self, step: int) -> bool:
         return self.filled.get(step, 0) == self.settled.prompts_per_step

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from scalerl_api import wire
+from scalerl_api.mismatch import ALL, POSITIONS, SOURCES, key
 from scalerl_api.wire import Phase
 from scalerl_coordinator.core import Core
 from scalerl_coordinator.leases import NOTABLE_ATTEMPTS
+from scalerl_coordinator.state import State
 
 
 def view(core: Core) -> wire.Status:
@@ -48,11 +50,26 @@ def view(core: Core) -> wire.Status:
         trainer_busy_fraction=usage.trainer_busy_fraction,
         max_staleness_steps=state.line.staleness_max,
         mean_staleness_steps=state.line.mean_staleness,
-        mismatch_kl=state.mismatch_kl,
+        mismatch=_mismatch(state),
         grading_errors=fates.grading_errors,
         checkpoint_failures=state.checkpoint_failures,
         checkpoint_version=state.checkpoint,
     )
+
+
+def _mismatch(state: State) -> list[wire.Mismatch]:
+    return [
+        wire.Mismatch(
+            source=source,
+            positions=positions,
+            kl=sums.kl / sums.tokens,
+            recent_kl=sums.recent_kl / sums.recent_tokens,
+            tokens=int(sums.tokens),
+        )
+        for source in SOURCES
+        for positions in (ALL, *POSITIONS)
+        if (sums := state.mismatches.get(key(source, "kl", positions))) is not None
+    ]
 
 
 def _leased_rollouts(core: Core) -> int:

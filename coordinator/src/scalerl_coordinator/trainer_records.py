@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from scalerl_api.wire import Split
 from scalerl_coordinator import records as r
-from scalerl_coordinator.accounting import Row, extend, sum_step
+from scalerl_coordinator.accounting import Row, add_mismatches, extend, sum_step
 from scalerl_coordinator.slots import slots_of
 
 if TYPE_CHECKING:
@@ -56,7 +56,8 @@ def _advance(state: State, step: int, stats: dict[str, float], trained_tokens: i
     slots = slots_of(step, state.settled.prompts_per_step)
     sums = sum_step(step, state.step_groups(step))
     state.marks[step] = state.line
-    state.line = extend(state.line, sums, trained_tokens, stats.get("mismatch_kl"))
+    state.line = extend(state.line, sums, trained_tokens)
+    add_mismatches(state.mismatches, stats)
     state.version = step + 1
     state.newest = max(state.newest, state.version)
     state.fates.trained += sums.trained_rollouts
@@ -100,10 +101,7 @@ def published(state: State, record: r.Published) -> None:
     state.last_publish = record.digest
     state.newest = max(state.newest, record.version)
     state.publish_stats = {**state.publish_stats, **record.stats}
-    mismatch = record.stats.get("mismatch_kl")
-    if mismatch is not None:
-        state.publish_mismatch_sum += mismatch
-        state.publish_mismatches += 1
+    add_mismatches(state.mismatches, record.stats)
 
 
 def checkpoint_committed(state: State, record: r.CheckpointCommitted) -> None:

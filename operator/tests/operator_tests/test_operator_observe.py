@@ -46,7 +46,6 @@ def status(**changes: Any) -> Status:
         "trainer_busy_fraction": 0.0,
         "max_staleness_steps": 0,
         "mean_staleness_steps": 0.0,
-        "mismatch_kl": None,
     }
     return Status(**(base | changes))
 

@@ -42,7 +42,6 @@ QUIET = wire.Status(
     trainer_busy_fraction=0.0,
     max_staleness_steps=0,
     mean_staleness_steps=0.0,
-    mismatch_kl=None,
     checkpoint_version=0,
 )
 RUN = cluster_run()

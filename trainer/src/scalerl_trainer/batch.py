@@ -80,7 +80,8 @@ def rank_batch(shard: wire.Shard, recipe: RecipeSpec) -> RankBatch:
         prompt = np.frombuffer(sequence.prompt_token_ids, dtype=Int32)
         sequences.append(Sequence(prompt.tolist(), tokens.tolist()))
         logprobs.append(scores)
-        fresh.append(age == 0)
+        # What older weights began has their states in its key-value cache: not the present weights alone.
+        fresh.append(np.logical_and.accumulate(age == 0))
         places.append(first[sequence.group] + sequence.sample)
     index_s = torch.tensor(places, dtype=torch.long)
     batch = TrainBatch(

@@ -18,6 +18,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from scalerl_api import wire
+from scalerl_api.mismatch import RATIO, SAMPLED
+from scalerl_trainer.algo.mismatch import by_position
 from scalerl_trainer.batch import Staleness
 from scalerl_trainer.checkpoint import CheckpointError
 from scalerl_trainer.coordinator_client import CoordinatorUnreachable, Unresumable
@@ -183,10 +185,10 @@ class Leader:
         w.metrics.seconds.labels("publish").inc(stats["publish_seconds"])
         w.metrics.publish_seconds.observe(stats["publish_seconds"])
         log.info(
-            "published version %d to %d of %d in %.3f s (pause %.3f transfer %.3f load %.3f resume %.3f) mismatch %s",
+            "published version %d to %d of %d in %.3f s (pause %.3f transfer %.3f load %.3f resume %.3f) probe %s",
             *(w.version, len(outcome.updated), len(members), stats["publish_seconds"]),
             *(stats[f"publish_{phase}_seconds"] for phase in ("pause", "transfer", "load", "resume")),
-            f"{stats['mismatch_kl']:.2e}" if "mismatch_kl" in stats else "not measured",
+            f"{stats['probe_kl']:.2e}" if "probe_kl" in stats else "not measured",
         )
 
     def _permit(self) -> list[wire.Member] | None:
@@ -320,9 +322,10 @@ def _stats(done: StepStats, staleness: Staleness) -> dict[str, float]:
         stats |= {
             "ratio_mean": done.ratios.ratio_mean,
             "ratio_max": done.ratios.ratio_max,
-            "ratio_kl": done.ratios.kl_k3,
+            "ratio_beyond_fraction": done.ratios.beyond_fraction,
             "effective_sample_fraction": done.ratios.effective_sample_fraction,
         }
-    if done.fresh_ratios is not None and done.fresh_ratios.tokens:
-        stats["mismatch_kl"] = done.fresh_ratios.kl_k3
+        stats |= by_position(RATIO, done.ratios_by_position)
+    if done.fresh_ratios_by_position:
+        stats |= by_position(SAMPLED, done.fresh_ratios_by_position)
     return stats | {f"ratio_{name}_fraction": value for name, value in done.loss_means.items()}

@@ -90,9 +90,9 @@ class StepReport(Struct, frozen=True, kw_only=True):
     incarnation: str
     step: int
     stats: dict[str, float]
-    """Finite scalars for metrics.jsonl: loss, grad_norm, entropy, seconds by phase, … Two of them are read here:
-    ``mismatch_kl``, the KL estimate (k3) over the step's tokens that its own version sampled (absent when it has
-    none), and ``checkpoint_failures``, how many checkpoints this incarnation could not write so far."""
+    """Finite scalars for metrics.jsonl: loss, grad_norm, entropy, seconds by phase, … Read here are those of
+    :mod:`scalerl_api.mismatch` (absent where the step has no such token), and ``checkpoint_failures``, how many
+    checkpoints this incarnation could not write so far."""
     busy_seconds: float
     """Seconds of this step in which the ranks computed (mean over ranks)."""
     trained_tokens: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 
+from scalerl_api.mismatch import ALL
 from scalerl_api.wire.base import Member, Struct
 
 INTERRUPTED = "interrupted"
@@ -73,6 +74,18 @@ class Phase(enum.StrEnum):
     """The trainer has written its last checkpoint and left."""
 
 
+class Mismatch(Struct, frozen=True, kw_only=True):
+    """A KL estimate (k3, nats a token) of trainer against generators; names of :mod:`scalerl_api.mismatch`."""
+
+    source: str
+    positions: str
+    kl: float
+    """Mean over all tokens of the run that were measured."""
+    recent_kl: float
+    """Mean over the last measurements, each counting half as much as the one after it."""
+    tokens: int
+
+
 class Status(Struct, frozen=True, kw_only=True):
     """``GET /v1/status``."""
 
@@ -97,12 +110,16 @@ class Status(Struct, frozen=True, kw_only=True):
     trainer_busy_fraction: float
     max_staleness_steps: int
     mean_staleness_steps: float
-    mismatch_kl: float | None
-    """KL estimate (k3) between trainer and generators at the same weight version: the mean over publishes that
-    measured it; before any did, over steps."""
+    mismatch: list[Mismatch] = []
+    """What was measured between trainer and generators; a measurement that was never made is not there."""
     grading_errors: int = 0
     """Accepted rollouts, evaluation's too, whose verifier failed: their score says nothing about them."""
     checkpoint_failures: int = 0
     """Checkpoints that could not be written, over all incarnations of the trainer; told with each step."""
     checkpoint_version: int = -1
     """Newest checkpoint that the trainer can go on from; -1: none."""
+
+    def mismatch_kl(self, source: str, positions: str = ALL) -> float | None:
+        """Mean over the run; None when it was never measured."""
+        found = (m.kl for m in self.mismatch if (m.source, m.positions) == (source, positions))
+        return next(found, None)

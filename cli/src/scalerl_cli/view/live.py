@@ -7,6 +7,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from scalerl_api.mismatch import SAMPLED
 from scalerl_api.spec import ScaleRLRun
 from scalerl_cli.view import words
 from scalerl_operator.observe.snapshot import Snapshot
@@ -58,7 +59,8 @@ def render(run: ScaleRLRun, snapshot: Snapshot) -> RenderableType:
             f"{status.mean_staleness_steps:.2f} steps (max {status.max_staleness_steps}, "
             f"allowed {run.spec.recipe.max_staleness_steps})",
         )
-        facts.add_row("mismatch", f"{words.divergence(status.mismatch_kl)} (KL, trainer against generators)")
+        mismatch = words.divergence(status.mismatch_kl(SAMPLED))
+        facts.add_row("mismatch", f"{mismatch} (KL, trainer against generators)")
     if snapshot.decision is not None:
         facts.add_row("forecast", words.decision(snapshot.decision))
     facts.add_row("phase", words.waiting(snapshot))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
+from scalerl_api.mismatch import SAMPLED
 from scalerl_api.spec import ScaleRLRun
 from scalerl_cli.view import words
 from scalerl_operator.observe.snapshot import Snapshot
@@ -62,7 +63,7 @@ class PlainView:
             f"generated {words.rate(rates.generated_tokens_per_second)} tok/s",
             f"trained {words.rate(rates.trained_tokens_per_second)} tok/s",
             f"staleness {status.mean_staleness_steps:.1f} (max {status.max_staleness_steps})",
-            f"mismatch {words.divergence(status.mismatch_kl)}",
+            f"mismatch {words.divergence(status.mismatch_kl(SAMPLED))}",
             f"left {words.seconds(snapshot.eta_seconds)}",
         ]
         if status.points:

@@ -21,8 +21,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from scalerl_api.mismatch import POSITIONS
 from scalerl_trainer.algo.losses import Loss, TokenBatch
-from scalerl_trainer.algo.mismatch import RatioStatistics, ratio_vector
+from scalerl_trainer.algo.mismatch import (
+    FIELDS,
+    RatioStatistics,
+    add_tables,
+    position_buckets,
+    ratio_table,
+)
 from scalerl_trainer.engine.deepspeed_engine import DeepSpeedEngine
 from scalerl_trainer.engine.distributed import gather_vectors
 from scalerl_trainer.engine.precision import buffer_dtypes, cast_parameters, check_buffers
@@ -37,7 +44,8 @@ from scalerl_trainer.errors import (
 from scalerl_trainer.models.policy import PREFIX, Policy
 from scalerl_trainer.packing import MicroBatch, PackedBatch, Sequence
 
-_RATIO_FIELDS = 7
+_TABLES = 2 * len(POSITIONS) * FIELDS
+"""Of all tokens and of fresh ones, by position."""
 
 
 class Engine:
@@ -130,14 +138,16 @@ class Engine:
         if trainable == 0:
             seconds = {"total": time.perf_counter() - begin}
             return StepStats(
-                self.steps_done, False, 0.0, 0.0, rate, 0.0, 0, 0, 0, sequences, 0, None, None, {}, seconds
+                self.steps_done, False, 0.0, 0.0, rate, 0.0, 0, 0, 0, sequences, 0, None, seconds=seconds
             )
         packed_at = time.perf_counter()
         sums, names = self._accumulate(packed, batch, loss, int(counts[:, 0].max()))
         rows = gather_vectors(sums)
         computed_at = time.perf_counter()
         total = rows.sum(0)
-        ratios, fresh = (self._ratios(rows, 2 + k * _RATIO_FIELDS) for k in range(2))
+        every, fresh = _ratios(rows)
+        ratios = sum(every, RatioStatistics())
+        sampled = batch.generator_logprobs_n is not None
         known = bool(counts[:, 6].any())
         try:
             self._check(float(total[0]), ratios)
@@ -161,11 +171,12 @@ class Engine:
             padding=padding,
             sequences=sequences,
             micro_batches=micro_batches,
-            ratios=ratios if batch.generator_logprobs_n is not None else None,
-            fresh_ratios=fresh if known else None,
+            ratios=ratios if sampled else None,
+            ratios_by_position=every if sampled else (),
+            fresh_ratios_by_position=fresh if known else (),
             loss_means={
                 name: float(value) / trainable
-                for name, value in zip(names, total[2 + 2 * _RATIO_FIELDS :], strict=True)
+                for name, value in zip(names, total[2 + _TABLES :], strict=True)
             },
             seconds={
                 "pack": packed_at - begin,
@@ -249,8 +260,8 @@ class Engine:
     ) -> tuple[torch.Tensor, list[str]]:
         """Forward and backward of every micro-batch.
 
-        Returns sums ``[2 + 2 * 7 + L]`` float64 on the device: loss, entropy, ratios, fresh ratios, the loss's own;
-        and the names of the latter.
+        Returns sums ``[2 + 2 * 5 * 8 + L]`` float64 on the device: loss, entropy, ratios and fresh ratios by position,
+        the loss's own; and the names of the latter.
         """
         self._policy.train()
         sums: torch.Tensor | None = None
@@ -261,16 +272,9 @@ class Engine:
             output = loss(tokens)
             self._deepspeed.backward(output.loss * self._world)
             names = sorted(output.sums)
-            fresh_m = (
-                batch.fresh_n[micro.flat_m].to(self.device) if real and batch.fresh_n is not None else None
-            )
-            generator_m = tokens.generator_logprobs_n
             parts = [
                 torch.stack([output.loss.detach().double(), entropies_m.double().sum()]),
-                ratio_vector(logprobs_m, generator_m),
-                ratio_vector(logprobs_m[fresh_m], generator_m[fresh_m])
-                if fresh_m is not None
-                else torch.zeros(_RATIO_FIELDS, dtype=torch.float64, device=self.device),
+                self._tables(micro, real, batch, logprobs_m, tokens.generator_logprobs_n).flatten(),
                 *(output.sums[name].double().reshape(1) for name in names),
             ]
             part = torch.cat(parts)
@@ -302,11 +306,23 @@ class Engine:
             sequence_m.to(self.device),
         )
 
-    def _ratios(self, rows: torch.Tensor, start: int) -> RatioStatistics:
-        total = RatioStatistics()
-        for row in rows[:, start : start + _RATIO_FIELDS].tolist():
-            total = total + RatioStatistics(*row)
-        return total
+    def _tables(
+        self,
+        micro: MicroBatch,
+        real: bool,
+        batch: TrainBatch,
+        logprobs_m: torch.Tensor,
+        generator_m: torch.Tensor,
+    ) -> torch.Tensor:
+        """``[2, positions, 8]``: ratios of all tokens, and of the fresh ones."""
+        position_m = micro.position_ids_bt.flatten()[micro.predict_at_m] + 1
+        bucket_m = position_buckets(position_m).to(self.device)
+        every = ratio_table(logprobs_m, generator_m, bucket_m, len(POSITIONS))
+        if not real or batch.fresh_n is None:
+            return torch.stack([every, torch.zeros_like(every)])
+        fresh_m = batch.fresh_n[micro.flat_m].to(self.device)
+        fresh = ratio_table(logprobs_m[fresh_m], generator_m[fresh_m], bucket_m[fresh_m], len(POSITIONS))
+        return torch.stack([every, fresh])
 
     def _check(self, loss: float, ratios: RatioStatistics) -> None:
         if not math.isfinite(loss):
@@ -334,9 +350,18 @@ class Engine:
 
 
 def _add_sums(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Add two vectors of ``_accumulate``: all are sums but the two largest ratios."""
+    """Add two vectors of ``_accumulate``."""
     total = left + right
-    for start in (2, 2 + _RATIO_FIELDS):
-        last = start + _RATIO_FIELDS - 1
-        total[last] = torch.maximum(left[last], right[last])
+    tables = slice(2, 2 + _TABLES)
+    total[tables] = add_tables(left[tables].view(-1, FIELDS), right[tables].view(-1, FIELDS)).flatten()
     return total
+
+
+def _ratios(rows: torch.Tensor) -> tuple[tuple[RatioStatistics, ...], tuple[RatioStatistics, ...]]:
+    """By position, over all ranks' ``rows`` of ``_accumulate``: all tokens, fresh ones."""
+    total = rows[0]
+    for row in rows[1:]:
+        total = _add_sums(total, row)
+    tables = total[2 : 2 + _TABLES].view(2, len(POSITIONS), FIELDS).tolist()
+    every, fresh = (tuple(RatioStatistics(*row) for row in table) for table in tables)
+    return every, fresh

@@ -18,7 +18,8 @@ class TrainBatch:
     ``weights_s``             from ``algo.aggregation.sequence_weights`` over the whole batch, then this share
     ``advantages_s``          from ``algo.advantages.advantages`` over the whole batch, then this share
     ``generator_logprobs_n``  None takes the batch as sampled from the present weights: ratio 1
-    ``fresh_n``               bool, True where the token was sampled from exactly the present weights; None: unknown
+    ``fresh_n``               bool, True where the present weights sampled the token and all before it in its
+                              completion; None: unknown
     """
 
     sequences: Items[Sequence]
@@ -64,7 +65,8 @@ class StepStats:
     ``gradient_norm``  of the global gradient, before clipping
     ``entropy``        mean over trainable tokens, nats
     ``ratios``         trainer against generator over all trainable tokens; None without generator log-probabilities
-    ``fresh_ratios``   over tokens sampled from exactly the present weights; None when that is unknown
+    ``ratios_by_position``        the same by ``scalerl_api.mismatch.POSITIONS``; empty without
+    ``fresh_ratios_by_position``  over tokens of ``TrainBatch.fresh_n``; empty when that is unknown
     ``loss_means``     the loss's own sums, per trainable token
     ``tokens``         of prompts and completions that were computed; ``padding``: places computed for nothing
     ``seconds``        of this rank: ``pack``, ``compute`` (forward and backward), ``update`` (reduction left over,
@@ -83,6 +85,7 @@ class StepStats:
     sequences: int
     micro_batches: int
     ratios: RatioStatistics | None
-    fresh_ratios: RatioStatistics | None
+    ratios_by_position: tuple[RatioStatistics, ...] = ()
+    fresh_ratios_by_position: tuple[RatioStatistics, ...] = ()
     loss_means: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)

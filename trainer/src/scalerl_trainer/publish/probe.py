@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from scalerl_api import endpoints, wire
-from scalerl_trainer.algo.mismatch import ratio_statistics
+from scalerl_api.mismatch import POSITIONS, PROBE
+from scalerl_trainer.algo.mismatch import RatioStatistics, by_position, position_buckets, ratio_table
 from scalerl_trainer.publish.control import ActorControl
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ Score = Callable[[Sequence[ProbeSequence]], list[torch.Tensor]]
 def probe(
     control: ActorControl, member: wire.Member, version: int, sequences: Sequence[ProbeSequence], score: Score
 ) -> dict[str, float]:
-    """``mismatch_kl`` (k3, mean over tokens), ``mismatch_max_difference`` and ``probe_tokens``.
+    """``probe_kl`` (k3, mean over tokens) and ``probe_tokens``, also by position, and ``probe_max_difference``.
 
     A member that cannot answer gives ``probe_failed`` instead: measuring must not stop the training.
     The trainer scores while the member does.
@@ -60,8 +61,9 @@ def probe(
         log.warning("probe of version %d: the answer does not fit the question", version)
         return {"probe_failed": 1.0}
     ours_n, theirs_n = torch.cat(own), torch.cat(theirs)
+    position_n = torch.cat([torch.arange(s.prompt_tokens, len(s.token_ids)) for s in sequences])
+    table = ratio_table(ours_n, theirs_n, position_buckets(position_n), len(POSITIONS))
     return {
-        "mismatch_kl": ratio_statistics(ours_n, theirs_n).kl_k3,
-        "mismatch_max_difference": float((ours_n - theirs_n).abs().max()),
-        "probe_tokens": float(ours_n.numel()),
+        **by_position(PROBE, [RatioStatistics(*row) for row in table.tolist()]),
+        "probe_max_difference": float((ours_n - theirs_n).abs().max()),
     }
