@@ -318,7 +318,10 @@ def check_consistency(world: World) -> None:
     size, rollouts = identity.prompts_per_step, identity.completions_per_prompt
     fates = state.fates
     assert fates.acknowledged == fates.trained + fates.filtered + fates.queued
-    assert min(fates.trained, fates.filtered, fates.queued) >= 0
+    assert min(fates.trained, fates.filtered, fates.queued, fates.given_up) >= 0
+    assert fates.acknowledged + fates.given_up == rollouts * (
+        state.first_kept_step * size + len(state.groups)
+    )
     untrained = {slot: g for slot, g in state.groups.items() if slot // size >= state.version}
     assert fates.queued == rollouts * sum(not g.filtered for g in untrained.values())
     # Every issued slot is somewhere, and in one place.

@@ -164,10 +164,136 @@ def test_a_slot_that_keeps_coming_back_waits_and_is_told_about(world):
         world.pass_time(20, {world.member: 0})
         lease = world.lease(world.member, 0, 1)[0]
         assert lease.slot == 0
-        assert world.push(world.member, make_group(lease, logprob=1.0)) is PushResult.INVALID
+        release(world, world.member, lease, wire.ReleaseCause.UNSERVED)
     assert world.lease(world.member, 0, 1)[0].slot == 1
-    assert world.state.fates.invalid == 10
+    assert world.state.fates.given_up == 0
     assert "slot 0, which came back 5 times" in view(world.core).waiting_for
+
+
+def release(world: World, member: str, lease: wire.Lease, cause: wire.ReleaseCause) -> None:
+    message = wire.Release(member_id=member, lease_ids=[lease.lease_id], reason="why", cause=cause)
+    world.rollouts.release(message, world.now)
+
+
+def proven(world: World, name: str) -> str:
+    """A generator that holds version 0 and has served a group."""
+    member = world.register(name)
+    world.beat(member, 0)
+    world.serve(member, 0, 1)
+    return member
+
+
+def test_a_slot_that_failed_with_two_members_is_given_up_and_its_step_goes_on(world, caplog):
+    proven(world, "g")
+    world.member = world.core.membership.named("g").member_id
+    other = proven(world, "h")
+    lease = world.lease(world.member, 0, 1)[0]
+    assert lease.slot == 2
+    release(world, world.member, lease, wire.ReleaseCause.FAILED)
+    assert world.lease(world.member, 0, 1)[0].slot == 3  # somebody else should try slot 2
+    again = world.lease(other, 0, 1)[0]
+    assert again.slot == 2
+    release(world, other, again, wire.ReleaseCause.FAILED)
+    assert world.state.closed(0)
+    counts = view(world.core).counts
+    assert (counts.given_up, counts.too_long, counts.acknowledged) == (2, 0, 4)
+    assert any("slot 2" in m and "is given up: failed 2 times" in m for m in caplog.messages)
+    assert world.next("t").action is NextAction.TRAIN
+    plan = world.plan("t", 0)
+    assert [(g.slot, len(g.scores), g.filtered) for g in plan.groups] == [
+        (0, 2, False),
+        (1, 2, False),
+        (2, 0, True),
+    ]
+    row = world.report("t", 0)
+    assert (row["filtered_groups"], row["given_up_groups"], row["rollouts"]) == (1, 1, 4)
+    counts = view(world.core).counts
+    assert counts.trained + counts.filtered + counts.given_up == 3 * 2
+    assert world.push(other, make_group(again)) is PushResult.LATE
+    check_consistency(world)
+    world.acknowledge()
+    before = world.state.encode()
+    assert world.replay().encode() == before
+
+
+def test_one_generator_alone_gives_a_slot_up_after_five_failures(world):
+    for attempt in range(5):
+        world.pass_time(20, {world.member: 0})
+        lease = world.lease(world.member, 0, 1)[0]
+        assert lease.slot == 0, attempt
+        if attempt % 2:
+            assert world.push(world.member, make_group(lease, logprob=1.0)) is PushResult.INVALID
+        else:
+            release(world, world.member, lease, wire.ReleaseCause.FAILED)
+    assert (world.state.fates.given_up, world.state.fates.invalid) == (2, 4)
+    assert world.state.reissue == []
+    check_consistency(world)
+
+
+def test_members_that_have_served_nothing_are_no_evidence_against_a_slot():
+    world = World(make_settings(evaluation_every=100))
+    world.hello("t")
+    members = [world.register(name) for name in ("g", "h")]
+    world.publish("t")
+    for member in members:
+        world.beat(member, 0)
+    held_out, *_ = world.lease(members[0], 0, 1)
+    for member in (members[0], members[1], members[0], members[1]):
+        release(world, member, held_out, wire.ReleaseCause.FAILED)
+        assert world.state.fates.held_out_given_up == 0
+        world.pass_time(20, dict.fromkeys(members, 0))
+        held_out = next(lease for lease in world.lease(member, 0) if lease.slot == held_out.slot)
+    release(world, members[0], held_out, wire.ReleaseCause.FAILED)
+    assert world.state.fates.held_out_given_up == 2
+
+
+def test_a_slot_that_generates_nothing_until_its_deadline_is_not_issued_for_ever(world):
+    for _ in range(5):
+        assert world.lease(world.member, 0, 1)[0].slot == 0
+        world.pass_time(110, {world.member: 0})
+    assert world.state.fates.given_up == 2
+    assert world.state.fates.expired_leases == 5
+
+
+def test_a_prompt_that_is_too_long_is_given_up_at_once_and_a_lost_volume_finds_it_again(world):
+    lease = world.lease(world.member, 0, 1)[0]
+    release(world, world.member, lease, wire.ReleaseCause.TOO_LONG)
+    counts = view(world.core).counts
+    assert (counts.given_up, counts.too_long) == (2, 2)
+    check_consistency(world)
+    copy = world.state.detached()
+    assert (copy.fates.given_up, copy.fates.too_long, copy.reissue) == (0, 0, [0])
+
+
+def test_a_step_of_which_every_slot_is_given_up_is_trained_without_rollouts(world):
+    for lease in world.lease(world.member, 0, 3):
+        release(world, world.member, lease, wire.ReleaseCause.TOO_LONG)
+    assert world.next("t").action is NextAction.TRAIN
+    plan = world.plan("t", 0)
+    assert (plan.lease_ids, plan.items) == (["", "", ""], [])
+    row = world.report("t", 0)
+    assert "reward" not in row
+    assert (row["given_up_groups"], row["mean_completion_tokens"]) == (3, 0)
+
+
+def test_a_held_out_prompt_that_is_too_long_counts_0_at_every_point():
+    world = World(make_settings(evaluation_every=1))
+    world.hello("t")
+    world.member = world.register("g")
+    for version in (0, 1):
+        if version:
+            world.serve(world.member, 0)
+            world.report("t", 0)
+        world.publish("t")
+        world.beat(world.member, version)
+        good, bad = world.lease(world.member, version, 2)
+        assert world.push(world.member, make_group(good, scores=[1.0, 1.0])) is PushResult.ACCEPTED
+        release(world, world.member, bad, wire.ReleaseCause.TOO_LONG)
+    assert [(p.prompts, p.samples, p.reward, p.given_up_prompts) for p in world.state.points] == [
+        (2, 4, 0.5, 1)
+    ] * 2
+    assert [p.mean_tokens for p in world.state.points] == [4.0, 4.0]
+    assert view(world.core).counts.held_out_given_up == 4
 
 
 def test_actors_of_another_task_are_refused(world):

@@ -153,10 +153,12 @@ class Coordinator(RuleBasedStateMachine):
         assert result in (None, PushResult.INVALID, PushResult.LATE)
 
     @precondition(lambda self: self.work)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), cause=st.sampled_from(wire.ReleaseCause))
+    def release(self, data: st.DataObject, cause: wire.ReleaseCause) -> None:
         name, lease = self.work.pop(data.draw(st.integers(0, len(self.work) - 1)))
-        request = lambda i: wire.Release(member_id=i, lease_ids=[lease.lease_id], reason="no")  # noqa: E731
+        request = lambda i: wire.Release(  # noqa: E731
+            member_id=i, lease_ids=[lease.lease_id], reason="no", cause=cause
+        )
         self._as_member(name, lambda i, _: self.world.rollouts.release(request(i), self.world.now))
 
     @rule(seconds=st.sampled_from([1, 5, 20, 120]), alive=st.sets(st.sampled_from(NAMES)))

@@ -250,8 +250,17 @@ def test_a_sound_group_is_summed_up():
     assert measured.lengths == [4, 4]
     assert measured.scores == [0.0, 1.0]
     assert (measured.truncated, measured.oldest_version, measured.newest_version) == (1, 2, 3)
-    assert measured.grading_errors == 1
-    assert measured.version_tokens == 4 * 3 + 2 + 3 * 3
+    assert (measured.ungraded, measured.masked_tokens) == ([1], [])
+    assert measured.version_tokens == 4 * 3  # what is not trained on has no age
+
+
+def test_masked_tokens_have_no_version_and_are_counted():
+    spans = [wire.VersionSpan(2, 0), wire.VersionSpan(wire.MASKED, 1), wire.VersionSpan(3, 3)]
+    measured = measure(changed(versions=spans), 2, 8, 3)
+    assert (measured.oldest_version, measured.newest_version) == (2, 3)
+    assert (measured.masked_tokens, measured.version_tokens) == ([0, 2], 4 * 3 + 2 + 3)
+    nothing = measure(changed(versions=[wire.VersionSpan(wire.MASKED, 0)]), 2, 8, 3)
+    assert (nothing.oldest_version, nothing.newest_version, nothing.masked_tokens) == (3, 3, [0, 4])
 
 
 @pytest.mark.parametrize(
@@ -272,7 +281,7 @@ def test_a_sound_group_is_summed_up():
         (changed(versions=[wire.VersionSpan(2, 0), wire.VersionSpan(3, 4)]), "not ascending inside"),
         (changed(versions=[wire.VersionSpan(2, 0), wire.VersionSpan(3, 0)]), "not ascending inside"),
         (changed(versions=[wire.VersionSpan(4, 0)]), r"version 4 is outside 0\.\.3"),
-        (changed(versions=[wire.VersionSpan(-1, 0)]), "version -1 is outside"),
+        (changed(versions=[wire.VersionSpan(-2, 0)]), "version -2 is outside"),
         (changed(score=math.nan), "score nan is outside"),
         (changed(score=1.5), "score 1.5 is outside"),
     ],
@@ -293,3 +302,19 @@ def test_step_sums_count_staleness_over_trained_tokens_only():
     assert (sums.work_tokens, sums.truncated, sums.score_sum) == (20, 1, 3.0)
     assert (sums.staleness_tokens, sums.staleness_max) == (10, 3)
     assert sums.staleness_sum == 4 * 3 + 6 * 1
+
+
+def test_step_sums_leave_out_what_has_no_verdict_no_gradient_or_no_completions():
+    ungraded = Accepted("a", 3, [4, 6], [0.0, 1.0], 0, 2, 6 * 4, ungraded=[0], grading_errors=1)
+    masked = Accepted("b", 3, [4, 6], [0.0, 1.0], 0, 2, 4 * 5 + 4 * 5, masked_tokens=[0, 2])
+    given_up = Accepted("", 0, [], [], 0, 5, 0, True, given_up="failed")
+    sums = sum_step(5, [ungraded, masked, given_up])
+    assert (sums.groups, sums.filtered_groups, sums.given_up_groups) == (3, 1, 1)
+    assert (sums.rollouts, sums.graded, sums.score_sum) == (4, 3, 2.0)
+    assert (sums.staleness_tokens, sums.staleness_sum, sums.masked_tokens) == (6 + 8, 6 * 1, 2)
+
+
+def test_a_group_is_judged_by_the_verdicts_it_has():
+    assert Accepted("a", 3, [4, 6, 5], [0.0, 1.0, 1.0], 0, 2, 0, ungraded=[0]).graded_scores == [1.0, 1.0]
+    assert all(zero_variance(scores) for scores in ([], [1.0], [1.0, 1.0]))
+    assert not zero_variance([0.0, 1.0])

@@ -188,6 +188,9 @@ def test_grading_errors_are_counted_and_told_once(world, caplog):
         group = msgspec.structs.replace(group, completions=[failed, group.completions[1]])
         assert world.push(world.member, group) is PushResult.ACCEPTED
     assert view(world.core).grading_errors == 3
+    assert view(world.core).counts.ungraded == 3
+    # One verdict is left in each group: it says nothing, and the step trains nothing.
+    assert [(g.filtered, g.ungraded) for g in world.plan("t", 0).groups] == [(True, [0])] * 3
     assert world.report("t", 0)["grading_errors"] == 3
     assert len([m for m in caplog.messages if "timeout after 10 s" in m]) == 1
 

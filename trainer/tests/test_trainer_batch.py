@@ -131,6 +131,65 @@ def test_staleness_is_counted_by_token() -> None:
     assert done.staleness == Staleness(tokens=5, total=3 + 3 + 1 + 1 + 0, largest=3)
 
 
+def test_a_completion_without_a_verdict_is_in_no_mean_and_no_weight() -> None:
+    metas = [
+        wire.GroupMeta(
+            slot=0, scores=[1.0, 0.0, 0.0], completion_tokens=[3, 1, 9], filtered=False, ungraded=[2]
+        ),
+        wire.GroupMeta(slot=1, scores=[], completion_tokens=[], filtered=True),
+        wire.GroupMeta(slot=2, scores=[0.0, 1.0], completion_tokens=[2, 2], filtered=False),
+    ]
+    random = np.random.default_rng(0)
+    sequences = [sequence(random, 0, 1, 1), sequence(random, 2, 0, 2)]
+    done = rank_batch(wire.Shard(step=STEP, groups=metas, sequences=sequences), RecipeSpec())
+    # As in the golden test, where the third completion was never there.
+    assert done.batch.advantages_s.tolist() == pytest.approx([-1.0, -1.0], abs=1e-5)
+    assert done.batch.weights_s.tolist() == [1 / 8, 1 / 8]
+    assert done.stats["reward_mean"] == pytest.approx(0.5)
+    assert done.stats["ungraded_completions"] == 1
+    bad = [sequence(random, 0, 2, 9)]
+    with pytest.raises(BadBatchError, match="no verdict"):
+        rank_batch(wire.Shard(step=STEP, groups=metas, sequences=bad), RecipeSpec())
+
+
+def test_masked_tokens_have_no_gradient_no_age_and_no_weight() -> None:
+    metas = [
+        wire.GroupMeta(
+            slot=0, scores=[1.0, 0.0], completion_tokens=[5, 2], filtered=False, masked_tokens=[2, 0]
+        )
+    ]
+    spans = [wire.VersionSpan(4, 0), wire.VersionSpan(wire.MASKED, 1), wire.VersionSpan(7, 3)]
+    logprobs = np.array([-1, 0, 0, -4, -5], dtype="<f4")
+    one = wire.Sequence(
+        group=0,
+        sample=0,
+        prompt_token_ids=b"\1\0\0\0",
+        token_ids=bytes(20),
+        logprobs=logprobs.tobytes(),
+        versions=spans,
+    )
+    shard = wire.Shard(step=STEP, groups=metas, sequences=[one])
+    done = rank_batch(shard, RecipeSpec())
+    assert done.batch.sequences[0].trainable == [True, False, False, True, True]
+    assert done.batch.generator_logprobs_n is not None
+    assert done.batch.fresh_n is not None
+    assert done.batch.generator_logprobs_n.tolist() == [-1, -4, -5]
+    assert done.batch.fresh_n.tolist() == [False, True, True]
+    assert done.staleness == Staleness(tokens=3, total=3, largest=3)
+    assert done.batch.weights_s.tolist() == pytest.approx([1 / 5])  # of 3 + 2 tokens
+    assert probe_sequences(shard, 8) == []
+    one = msgspec.structs.replace(one, versions=[wire.VersionSpan(4, 0)])
+    with pytest.raises(BadBatchError, match="5 tokens are not masked, 3 announced"):
+        rank_batch(wire.Shard(step=STEP, groups=metas, sequences=[one]), RecipeSpec())
+
+
+def test_a_step_of_which_every_slot_was_given_up() -> None:
+    metas = [wire.GroupMeta(slot=0, scores=[], completion_tokens=[], filtered=True)]
+    done = rank_batch(wire.Shard(step=STEP, groups=metas, sequences=[]), RecipeSpec())
+    assert len(done.batch.sequences) == 0
+    assert done.stats == {"filtered_fraction": 1.0, "ungraded_completions": 0.0}
+
+
 def test_a_step_without_a_single_unfiltered_group() -> None:
     metas = [wire.GroupMeta(slot=0, scores=[1.0, 1.0], completion_tokens=[5, 1], filtered=True)]
     done = rank_batch(wire.Shard(step=STEP, groups=metas, sequences=[]), RecipeSpec())

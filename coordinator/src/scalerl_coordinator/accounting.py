@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from scalerl_api.mismatch import ALL, POSITIONS, SOURCES, key
+from scalerl_api.wire import trained_tokens
 from scalerl_coordinator.slots import staleness
 
 Row = dict[str, int | float]
@@ -29,10 +30,23 @@ class Accepted(msgspec.Struct, array_like=True):
     filtered: bool = False
     """Set when its step closes."""
     grading_errors: int = 0
+    ungraded: list[int] = []
+    masked_tokens: list[int] = []
+    given_up: str = ""
+    """Why there are no completions: a :class:`~.records.GivenUpFor`."""
 
     @property
     def rollouts(self) -> int:
         return len(self.lengths)
+
+    @property
+    def graded_scores(self) -> list[float]:
+        return [score for at, score in enumerate(self.scores) if at not in self.ungraded]
+
+    @property
+    def trained_tokens(self) -> list[int]:
+        """Of each completion, how many tokens have a gradient if the group has one."""
+        return trained_tokens(self.lengths, self.masked_tokens, self.ungraded)
 
 
 class Fates(msgspec.Struct, array_like=True):
@@ -51,6 +65,16 @@ class Fates(msgspec.Struct, array_like=True):
     """Evaluation rollouts that were refused as invalid."""
     grading_errors: int = 0
     """Accepted rollouts, evaluation's too, whose verifier failed."""
+    given_up: int = 0
+    """Rollouts that slots which were given up would have had; in no other pile."""
+    too_long: int = 0
+    """Of those: their prompt leaves no room for a completion."""
+    ungraded: int = 0
+    """Of ``acknowledged``: not trained on, since their verifier failed."""
+    masked_tokens: int = 0
+    """Of acknowledged rollouts."""
+    held_out_given_up: int = 0
+    """Evaluation rollouts that count 0 because they could not be generated."""
 
 
 class Line(msgspec.Struct, array_like=True, frozen=True):
@@ -84,6 +108,11 @@ class StepSums(msgspec.Struct, array_like=True):
     staleness_sum: int = 0
     staleness_max: int = 0
     grading_errors: int = 0
+    given_up_groups: int = 0
+    """Of ``filtered_groups``."""
+    graded: int = 0
+    """Rollouts with a verdict: ``score_sum`` is over these."""
+    masked_tokens: int = 0
 
 
 def sum_step(step: int, groups: list[Accepted]) -> StepSums:
@@ -95,15 +124,19 @@ def sum_step(step: int, groups: list[Accepted]) -> StepSums:
         sums.rollouts += group.rollouts
         sums.work_tokens += tokens
         sums.truncated += group.truncated
-        sums.score_sum += sum(group.scores)
+        sums.score_sum += sum(group.graded_scores)
+        sums.graded += len(group.graded_scores)
         sums.grading_errors += group.grading_errors
+        sums.masked_tokens += sum(group.masked_tokens)
+        sums.given_up_groups += bool(group.given_up)
         if group.filtered:
             sums.filtered_groups += 1
             continue
         sums.trained_rollouts += group.rollouts
-        sums.staleness_tokens += tokens
+        trained = sum(group.trained_tokens)
+        sums.staleness_tokens += trained
         # The sum keeps its sign: tokens from ahead of a trainer that went back count as less than fresh.
-        sums.staleness_sum += step * tokens - group.version_tokens
+        sums.staleness_sum += step * trained - group.version_tokens
         sums.staleness_max = max(sums.staleness_max, staleness(step, group.oldest_version))
     return sums
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 
 def zero_variance(scores: Sequence[float]) -> bool:
-    """Whether a group tells nothing: all its scores are equal, so every advantage is zero.
+    """Whether a group tells nothing: all its verdicts are equal, or it has none, so every advantage is zero.
 
     ScaleRL drops such prompts from the effective batch without refilling it (arXiv 2510.13786 §2 [P]).
     """
-    return min(scores) == max(scores)
+    return len(set(scores)) <= 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scalerl_api.wire import Completion, Group
+from scalerl_api.wire import MASKED, Completion, Group
 
 _LARGEST_LOGPROB = 0.01
 """A log-probability may exceed 0 by rounding, not by more."""
@@ -31,10 +31,12 @@ class Measured:
     truncated: int
     oldest_version: int
     version_tokens: int
-    """Sum over completion tokens of the version that sampled each."""
+    """Sum over the tokens to be trained on of the version that sampled each."""
     newest_version: int
-    grading_errors: int
+    ungraded: list[int]
     """Completions whose verifier failed: their score says nothing about them."""
+    masked_tokens: list[int]
+    """Of each completion; empty where none has any."""
 
 
 def measure(group: Group, completions: int, max_tokens: int, newest: int) -> Measured:
@@ -56,12 +58,14 @@ def measure(group: Group, completions: int, max_tokens: int, newest: int) -> Mea
         raise BadGroup(
             f"prompt_token_ids has {len(group.prompt_token_ids)} bytes, not a positive multiple of 4"
         )
-    lengths, scores, truncated, version_tokens, grading_errors = [], [], 0, 0, 0
-    oldest, latest = newest, 0
+    lengths, scores, truncated, version_tokens = [], [], 0, 0
+    ungraded: list[int] = []
+    masked_tokens: list[int] = []
+    oldest, latest = newest, -1
     for index, completion in enumerate(group.completions):
         try:
             _check_tokens(completion, max_tokens)
-            first, last, weighted = _check_versions(completion, newest)
+            first, last, weighted, masked = _check_versions(completion, newest)
         except BadGroup as problem:
             raise BadGroup(f"completions[{index}]: {problem}") from None
         if not 0.0 <= completion.score <= 1.0:  # NaN is not
@@ -69,10 +73,22 @@ def measure(group: Group, completions: int, max_tokens: int, newest: int) -> Mea
         lengths.append(completion.tokens)
         scores.append(completion.score)
         truncated += completion.finish_reason == "length"
-        grading_errors += completion.grading_error is not None
         oldest, latest = min(oldest, first), max(latest, last)
-        version_tokens += weighted
-    return Measured(lengths, scores, truncated, oldest, version_tokens, latest, grading_errors)
+        masked_tokens.append(masked)
+        if completion.grading_error is None:
+            version_tokens += weighted
+        else:
+            ungraded.append(index)
+    return Measured(
+        lengths,
+        scores,
+        truncated,
+        oldest,
+        version_tokens,
+        oldest if latest < 0 else latest,
+        ungraded,
+        masked_tokens if any(masked_tokens) else [],
+    )
 
 
 def _check_tokens(completion: Completion, max_tokens: int) -> None:
@@ -91,18 +107,24 @@ def _check_tokens(completion: Completion, max_tokens: int) -> None:
         raise BadGroup("a token id is negative")
 
 
-def _check_versions(completion: Completion, newest: int) -> tuple[int, int, int]:
-    """Oldest and newest version, and the sum of versions over tokens."""
+def _check_versions(completion: Completion, newest: int) -> tuple[int, int, int, int]:
+    """Of the tokens that are not masked: oldest and newest version, sum of versions. And how many are masked.
+
+    With every token masked, the newest is -1 and the oldest the newest there is.
+    """
     spans, tokens = completion.versions, completion.tokens
     if not spans or spans[0].start != 0:
         raise BadGroup("its first version span does not start at token 0")
-    weighted = 0
+    weighted = masked = 0
     for at, span in enumerate(spans):
         end = spans[at + 1].start if at + 1 < len(spans) else tokens
         if end <= span.start:
             raise BadGroup(f"version spans are not ascending inside its {tokens} tokens")
+        if span.version == MASKED:
+            masked += end - span.start
+            continue
         if not 0 <= span.version <= newest:
             raise BadGroup(f"version {span.version} is outside 0..{newest}")
         weighted += span.version * (end - span.start)
-    versions = [span.version for span in spans]
-    return min(versions), max(versions), weighted
+    versions = [span.version for span in spans if span.version != MASKED]
+    return min(versions, default=newest), max(versions, default=-1), weighted, masked

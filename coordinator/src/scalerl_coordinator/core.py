@@ -10,16 +10,20 @@ What members do is in :class:`~.rollouts.Rollouts`, what the trainer does in :cl
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
 from scalerl_api.wire import INTERRUPTED, Split
 from scalerl_coordinator import records as r
 from scalerl_coordinator.curriculum import Curriculum
-from scalerl_coordinator.leases import LeaseBook
+from scalerl_coordinator.leases import HOPELESS_ATTEMPTS, NOTABLE_ATTEMPTS, LeaseBook
 from scalerl_coordinator.membership import Membership
+from scalerl_coordinator.rollout_records import OpenLease
 from scalerl_coordinator.settings import Settings
 from scalerl_coordinator.slots import step_of
 from scalerl_coordinator.state import State
+
+log = logging.getLogger(__name__)
 
 _USAGE_SECONDS = 5.0
 """How much use may go unjournaled, and so be lost with the process."""
@@ -126,6 +130,36 @@ class Core:
         self.commit(r.LeaseClosed(lease_id, why, rollouts))
         self.book.remove(lease_id)
 
+    def spoil(self, lease: OpenLease, reason: str, now: float, *, failed: bool) -> None:
+        """The lease of a place was closed without a group. ``failed``: its holder was well, and could not serve it.
+
+        A place that failed with two members that serve others, or too often, is given up.
+        """
+        place = (lease.split, lease.slot)
+        member = self.membership.named(lease.holder)
+        proven = lease.holder if member is not None and member.proven else None
+        spoiled = self.book.spoil(place, reason, now, failed=failed, proven=proven)
+        if spoiled.hopeless:
+            self.give_up(lease, r.GivenUpFor.FAILED, f"failed {spoiled.failures} times, last: {reason}", now)
+        elif spoiled.attempts == NOTABLE_ATTEMPTS:
+            log.error("%s slot %d came back %d times, last because: %s", *place, spoiled.attempts, reason)
+        if spoiled.attempts >= HOPELESS_ATTEMPTS:
+            self.wake.add(TRAINER)
+
+    def give_up(self, lease: OpenLease, why: r.GivenUpFor, reason: str, now: float) -> None:
+        """The place of a closed lease is not issued again: its step, or its evaluation, goes on without it."""
+        self.book.spoiled.pop((lease.split, lease.slot), None)
+        held_out = lease.split is Split.HELD_OUT
+        log.error(
+            "%s %d (prompt %d) is given up: %s",
+            *("held-out prompt" if held_out else "slot", lease.slot, lease.prompt_index, reason),
+        )
+        if held_out:
+            self.flush_usage(now)  # the point that may follow carries the time
+        self.commit(
+            r.GivenUp(lease.split, lease.slot, lease.policy_version if held_out else -1, why, reason[:500])
+        )
+
     def give_away(self, holder: str) -> None:
         """All leases of a member that will not deliver."""
         for lease_id in sorted(self.book.of(holder), key=self._lease_order):
@@ -145,7 +179,10 @@ class Core:
             self.give_away(name)
             self.wake.add(TRAINER)
         for lease_id in self.book.expired(now):
+            lease = self.state.leases[lease_id]
             self.close_lease(lease_id, r.Why.EXPIRED)
+            seconds = self.settings.lease_seconds
+            self.spoil(lease, f"{lease.holder} generated nothing for {seconds:g} s", now, failed=True)
         if self.book.wait_over(before, now):
             self.wake.add(WORK)
         if self.membership.backoff_over(before, now):

@@ -18,6 +18,8 @@ class PromptResult(msgspec.Struct, array_like=True, frozen=True):
     tokens: int
     truncated: int
     mixed: bool
+    given_up: bool = False
+    """It could not be generated: it counts 0, so that the set stays the same set."""
 
 
 class Evaluation(msgspec.Struct, array_like=True):
@@ -53,13 +55,15 @@ def summarize(
 
     ``reward`` is the mean over prompts of each prompt's mean score; ``standard_error`` is that of the mean over
     prompts, s/√n with the n − 1 form of s (the set is fixed: it measures how well n prompts stand for all). With
-    one prompt it is 0, since nothing can be said.
+    one prompt it is 0, since nothing can be said. A prompt that could not be generated counts 0: left out, it would
+    make this point one of another set.
     """
     results = [evaluation.results[position] for position in sorted(evaluation.results)]
     means = [r.score_sum / r.samples for r in results]
     reward = math.fsum(means) / len(means)
     spread = math.fsum((m - reward) ** 2 for m in means)
     samples = sum(r.samples for r in results)
+    sampled = max(1, sum(r.samples for r in results if not r.given_up))
     return EvaluationPoint(
         version=evaluation.version,
         work_tokens=evaluation.work_tokens,
@@ -69,8 +73,9 @@ def summarize(
         prompts=len(results),
         set_digest=set_digest,
         mixed_versions=any(r.mixed for r in results),
-        truncated_fraction=sum(r.truncated for r in results) / samples,
-        mean_tokens=sum(r.tokens for r in results) / samples,
+        truncated_fraction=sum(r.truncated for r in results) / sampled,
+        mean_tokens=sum(r.tokens for r in results) / sampled,
         wall_seconds=wall_seconds,
         device_seconds=device_seconds,
+        given_up_prompts=sum(r.given_up for r in results),
     )

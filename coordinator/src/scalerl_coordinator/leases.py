@@ -17,6 +17,8 @@ NOTABLE_ATTEMPTS = 5
 """A slot that came back spoiled so often is worth a word in the status."""
 HOPELESS_ATTEMPTS = 10
 """A final evaluation does not wait for a prompt that came back so often."""
+MOST_FAILURES = 5
+"""A place that failed so often is given up, whoever it failed with: there may be one generator only."""
 
 Place = tuple[Split, int]
 """A training slot, or a position in the held-out set."""
@@ -38,6 +40,14 @@ class Spoiled:
     attempts: int
     not_before: float
     reason: str
+    failures: int = 0
+    """Of the attempts: by members that were well."""
+    failed_by: frozenset[str] = frozenset()
+    """Names of those that have served another group since they registered: it is not they that are broken."""
+
+    @property
+    def hopeless(self) -> bool:
+        return len(self.failed_by) > 1 or self.failures >= MOST_FAILURES
 
 
 @dataclass(slots=True)
@@ -105,12 +115,25 @@ class LeaseBook:
         lease = self._open.get(lease_id)
         return None if lease is None else lease.prompt_id
 
-    def spoil(self, place: Place, reason: str, now: float) -> Spoiled:
-        """``place`` came back for ``reason``. It is issued again at once; from the second time on it waits."""
-        attempts = self.spoiled[place].attempts + 1 if place in self.spoiled else 1
+    def spoil(
+        self, place: Place, reason: str, now: float, *, failed: bool = False, proven: str | None = None
+    ) -> Spoiled:
+        """``place`` came back for ``reason``. It is issued again at once; from the second time on it waits.
+
+        ``failed``: its holder was well, and could not serve it. ``proven``: the holder's name, if it has served
+        others.
+        """
+        before = self.spoiled.get(place, Spoiled(0, 0.0, ""))
+        attempts = before.attempts + 1
         delay = 0.0 if attempts == 1 else min(2.0 ** min(attempts - 2, 16), _LONGEST_DELAY_SECONDS)
-        self.spoiled[place] = Spoiled(attempts, now + delay, reason)
+        failed_by = before.failed_by | ({proven} if failed and proven is not None else frozenset())
+        self.spoiled[place] = Spoiled(attempts, now + delay, reason, before.failures + failed, failed_by)
         return self.spoiled[place]
+
+    def failed_with(self, place: Place, holder: str) -> bool:
+        """Whether ``place`` has failed with ``holder``: somebody else should try it."""
+        spoiled = self.spoiled.get(place)
+        return spoiled is not None and holder in spoiled.failed_by
 
     def attempts(self, place: Place) -> int:
         """How often ``place`` came back since it was last served."""

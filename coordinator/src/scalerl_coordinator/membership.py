@@ -34,6 +34,8 @@ class Member:
     healthy: bool = True
     busy_seconds: float = 0.0
     generated_tokens: int = 0
+    proven: bool = False
+    """A group of this incarnation was accepted: what it fails at may be at fault itself."""
 
 
 @dataclass(slots=True)

@@ -78,6 +78,28 @@ class GroupAccepted(Record, frozen=True, array_like=True, tag="group"):
     """Sum over completion tokens of the version that sampled each."""
     grading_errors: int = 0
     """Completions whose verifier failed."""
+    ungraded: list[int] = []
+    """Which: not trained on. Empty in a journal from before they were left out: those were trained on, as 0."""
+    masked_tokens: list[int] = []
+    """Of each completion, how many of its tokens are masked; empty: none of any."""
+
+
+class GivenUpFor(enum.StrEnum):
+    """Why a place is not tried any more."""
+
+    FAILED = "failed"
+    TOO_LONG = "too_long"
+
+
+class GivenUp(Record, frozen=True, array_like=True, tag="given-up"):
+    """A place that waits to be issued again is not: it has no completions. A held-out prompt counts 0."""
+
+    split: Split
+    slot: int
+    version: int
+    """The version being measured; training: -1."""
+    why: GivenUpFor
+    reason: str
 
 
 class EvaluationStarted(Record, frozen=True, array_like=True, tag="evaluation"):
@@ -162,6 +184,7 @@ AnyRecord = (
     | LeasesIssued
     | LeaseClosed
     | GroupAccepted
+    | GivenUp
     | EvaluationStarted
     | EvaluationReleased
     | EvaluationAccepted

@@ -84,16 +84,45 @@ def group_accepted(state: State, record: r.GroupAccepted) -> None:
         oldest_version=record.oldest_version,
         version_tokens=record.version_tokens,
         grading_errors=record.grading_errors,
+        ungraded=record.ungraded,
+        masked_tokens=record.masked_tokens,
     )
-    state.groups[record.slot] = group
-    state.fates.acknowledged += group.rollouts
-    state.fates.queued += group.rollouts
-    state.fates.grading_errors += group.grading_errors
-    step = step_of(record.slot, state.settled.prompts_per_step)
+    fates = state.fates
+    fates.acknowledged += group.rollouts
+    fates.queued += group.rollouts
+    fates.grading_errors += group.grading_errors
+    fates.ungraded += len(group.ungraded)
+    fates.masked_tokens += sum(group.masked_tokens)
+    _fill(state, record.slot, group)
+
+
+def given_up(state: State, record: r.GivenUp) -> None:
+    fates = state.fates
+    if record.split is Split.HELD_OUT:
+        evaluation = state.evaluations[record.version]
+        _remove(evaluation.todo, record.slot)
+        samples = state.settled.evaluation_samples
+        fates.held_out_given_up += samples
+        evaluation.results[record.slot] = PromptResult("", 0.0, samples, 0, 0, False, given_up=True)
+        _finish_evaluation(state, evaluation)
+        return
+    _remove(state.reissue, record.slot)
+    state.lapsed.pop(record.slot, None)
+    rollouts = state.settled.completions_per_prompt
+    fates.given_up += rollouts
+    if record.why is r.GivenUpFor.TOO_LONG:
+        fates.too_long += rollouts
+    _fill(state, record.slot, Accepted("", 0, [], [], 0, state.newest, 0, True, given_up=record.why.value))
+
+
+def _fill(state: State, slot: int, group: Accepted) -> None:
+    """The slot is done; with the last one of its step, the step closes."""
+    state.groups[slot] = group
+    step = step_of(slot, state.settled.prompts_per_step)
     state.filled[step] = state.filled.get(step, 0) + 1
     if state.closed(step) and state.settled.zero_variance_filter:
         for member in state.step_groups(step):
-            if zero_variance(member.scores):
+            if not member.filtered and zero_variance(member.graded_scores):
                 member.filtered = True
                 state.fates.queued -= member.rollouts
                 state.fates.filtered += member.rollouts
@@ -127,6 +156,10 @@ def evaluation_accepted(state: State, record: r.EvaluationAccepted) -> None:
         record.mixed,
     )
     state.fates.grading_errors += record.grading_errors
+    _finish_evaluation(state, evaluation)
+
+
+def _finish_evaluation(state: State, evaluation: Evaluation) -> None:
     if evaluation.complete:
         del state.evaluations[evaluation.version]
         point = summarize(
@@ -149,6 +182,7 @@ APPLY: dict[type, Callable[[State, Any], None]] = {
     r.LeasesIssued: issued,
     r.LeaseClosed: lease_closed,
     r.GroupAccepted: group_accepted,
+    r.GivenUp: given_up,
     r.Dropped: dropped,
     r.EvaluationStarted: evaluation_started,
     r.EvaluationReleased: evaluation_released,

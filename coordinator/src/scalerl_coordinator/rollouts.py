@@ -8,11 +8,11 @@ import math
 from dataclasses import dataclass
 
 from scalerl_api import wire
-from scalerl_api.wire import PushResult, Split
+from scalerl_api.wire import PushResult, ReleaseCause, Split
 from scalerl_coordinator import records as r
 from scalerl_coordinator.checks import BadGroup, Measured, measure
 from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal
-from scalerl_coordinator.leases import HOPELESS_ATTEMPTS, NOTABLE_ATTEMPTS, Place
+from scalerl_coordinator.leases import Place
 from scalerl_coordinator.membership import Member, UnknownMember
 from scalerl_coordinator.slots import is_fresh, lease_limit, staleness, step_of
 
@@ -137,7 +137,7 @@ class Rollouts:
         issues: list[tuple[Split, int, int, int]] = []
         for version, evaluation in sorted(self._core.state.evaluations.items()):
             if member.version == version or (evaluation.released and member.version > version):
-                ready = (p for p in evaluation.todo if not self._core.book.waits((Split.HELD_OUT, p), now))
+                ready = (p for p in evaluation.todo if self._may_try((Split.HELD_OUT, p), member, now))
                 positions = itertools.islice(ready, wanted - len(issues))
                 issues += [(Split.HELD_OUT, position, position, version) for position in positions]
         return issues
@@ -158,7 +158,7 @@ class Rollouts:
         for slot in state.reissue:
             if len(issues) >= wanted or slot >= limit:
                 break
-            if not (too_old(slot) or core.book.waits((Split.TRAIN, slot), now)):
+            if not too_old(slot) and self._may_try((Split.TRAIN, slot), member, now):
                 issues.append((Split.TRAIN, slot, state.prompts[slot], version))
         held_back: list[tuple[int, int]] = []
         for slot in range(state.next_slot, limit):
@@ -171,6 +171,16 @@ class Rollouts:
                 issues.append((Split.TRAIN, slot, prompt, version))
         newest = max((slot for _, slot, _, _ in issues), default=-1)
         return issues, [(slot, prompt) for slot, prompt in held_back if slot < newest]
+
+    def _may_try(self, place: Place, member: Member, now: float) -> bool:
+        """Whether ``place`` may be issued to ``member`` now; what failed with it is for others, while there are any."""
+        book = self._core.book
+        if book.waits(place, now):
+            return False
+        return not book.failed_with(place, member.name) or not any(
+            other is not member and other.healthy and other.version >= member.version
+            for other in self._core.membership.members.values()
+        )
 
     def _lease(self, issue: r.Issue, holder: str, now: float) -> wire.Lease:
         core, identity = self._core, self._core.settings.identity
@@ -192,6 +202,7 @@ class Rollouts:
 
     def release(self, request: wire.Release, now: float) -> None:
         """Leases come back unserved. Unknown ones are passed over: they were given away before. Raises UnknownMember."""
+        failed = request.cause is ReleaseCause.FAILED
         core = self._core
         member = core.membership.get(request.member_id, now)
         for lease_id in request.lease_ids:
@@ -199,7 +210,11 @@ class Rollouts:
             if lease is None:
                 continue
             core.close_lease(lease_id, r.Why.RELEASED)
-            self._spoil((lease.split, lease.slot), f"released by {member.name}: {request.reason}", now)
+            reason = f"released by {member.name}: {request.reason}"
+            if request.cause is ReleaseCause.TOO_LONG:
+                core.give_up(lease, r.GivenUpFor.TOO_LONG, reason, now)
+            else:
+                core.spoil(lease, reason, now, failed=failed)
 
     # --- pushes ---------------------------------------------------------------------------------
 
@@ -213,6 +228,7 @@ class Rollouts:
             measured = self._measure(group, expected)
         except BadGroup as problem:
             return self._spoiled(group, expected, PushResult.INVALID, f"{member.name}: {problem}", now)
+        member.proven = True
         self._notice_grading(member, group, measured)
         if expected.split is Split.HELD_OUT:
             self._accept_evaluation(group, expected, measured, now)
@@ -232,7 +248,9 @@ class Rollouts:
                 truncated=measured.truncated,
                 oldest_version=measured.oldest_version,
                 version_tokens=measured.version_tokens,
-                grading_errors=measured.grading_errors,
+                grading_errors=len(measured.ungraded),
+                ungraded=measured.ungraded,
+                masked_tokens=measured.masked_tokens,
             ),
             payload,
         )
@@ -289,26 +307,20 @@ class Rollouts:
         if expected.lapsed:
             core.commit(r.Dropped(late=rollouts, duplicate=0))
             return PushResult.LATE, reason
+        lease = core.state.leases[group.lease_id]
         core.close_lease(group.lease_id, r.Why(result.value), rollouts)
-        self._spoil((expected.split, expected.slot), reason, now)
+        core.spoil(lease, reason, now, failed=result is PushResult.INVALID)
         return result, reason
-
-    def _spoil(self, place: Place, reason: str, now: float) -> None:
-        spoiled = self._core.book.spoil(place, reason, now)
-        if spoiled.attempts == NOTABLE_ATTEMPTS:
-            log.error("%s slot %d came back %d times, last because: %s", *place, spoiled.attempts, reason)
-        if spoiled.attempts >= HOPELESS_ATTEMPTS:
-            self._core.wake.add(TRAINER)
 
     def _notice_grading(self, member: Member, group: wire.Group, measured: Measured) -> None:
         """Say once what went wrong; the rest is counted."""
-        if measured.grading_errors and not self._told_of_grading:
+        if measured.ungraded and not self._told_of_grading:
             self._told_of_grading = True
             error = next(c.grading_error for c in group.completions if c.grading_error is not None)
             log.error(
                 "%s, prompt %s: the verifier failed on %d of %d completions: %s; from now on grading errors are "
                 "only counted, in the status and in metrics.jsonl",
-                *(member.name, group.prompt_id, measured.grading_errors, len(group.completions), error),
+                *(member.name, group.prompt_id, len(measured.ungraded), len(group.completions), error),
             )
 
     def _accept_evaluation(
@@ -325,7 +337,7 @@ class Rollouts:
                 tokens=sum(measured.lengths),
                 truncated=measured.truncated,
                 mixed=not measured.oldest_version == measured.newest_version == expected.policy_version,
-                grading_errors=measured.grading_errors,
+                grading_errors=len(measured.ungraded),
             )
         )
         core.book.remove(group.lease_id)

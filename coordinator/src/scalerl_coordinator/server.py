@@ -85,7 +85,7 @@ class Server:
         )
         self._gate = Gate(token, self._metrics)
         self._events = {WORK: asyncio.Event(), TRAINER: asyncio.Event()}
-        self._step_groups: tuple[int, str, list[wire.Group]] | None = None
+        self._step_groups: tuple[int, list[str], dict[str, wire.Group]] | None = None
         self._step_lock = asyncio.Lock()
         self._files_thread = ThreadPoolExecutor(1, thread_name_prefix="files")
         self._points_written: list[wire.EvaluationPoint] | None = None
@@ -325,11 +325,11 @@ class Server:
         groups = await self._groups_of(plan)
         return await asyncio.to_thread(lambda: msgspec.msgpack.encode(fill_shard(plan, groups)))
 
-    async def _groups_of(self, plan: ShardPlan) -> list[wire.Group]:
+    async def _groups_of(self, plan: ShardPlan) -> dict[str, wire.Group]:
         """The groups of a step, read once for all ranks; kept until its report."""
         async with self._step_lock:
             cached = self._step_groups
-            if cached is None or cached[:2] != (plan.step, plan.lease_ids[0]):
+            if cached is None or cached[:2] != (plan.step, plan.lease_ids):
                 self._step_groups = None
                 try:
                     groups = await asyncio.to_thread(self._read_groups, plan.lease_ids)
@@ -339,13 +339,14 @@ class Server:
                     ) from None
                 except (CorruptJournal, OSError) as problem:
                     raise self._fail(problem) from problem
-                self._step_groups = cached = (plan.step, plan.lease_ids[0], groups)
+                self._step_groups = cached = (plan.step, plan.lease_ids, groups)
             return cached[2]
 
-    def _read_groups(self, lease_ids: list[str]) -> list[wire.Group]:
-        blobs = self._journal.blobs.read(lease_ids)
+    def _read_groups(self, lease_ids: list[str]) -> dict[str, wire.Group]:
+        wanted = [lease_id for lease_id in lease_ids if lease_id]
+        blobs = self._journal.blobs.read(wanted)
         try:
-            return [_decode_group(blob) for blob in blobs]
+            return {lease_id: _decode_group(blob) for lease_id, blob in zip(wanted, blobs, strict=True)}
         except msgspec.DecodeError as problem:
             raise CorruptJournal(
                 str(self._journal.directory), 0, f"a group does not fit: {problem}"

@@ -8,7 +8,7 @@ Life of a training slot, and which pile its rollouts are on::
     fresh ─issued→ leased ─accepted→ waiting for its step ─step closes→ filtered
                      │ ↑                 (queued)             └───────→ (queued) ─step trained→ trained
              closed  ↓ │ issued again, same prompt                           ↑←─ trainer went back ─┘
-                    reissue
+                    reissue ─failed with two members, or too long→ given up (no rollouts; filtered)
 
 What each record does is in :mod:`.rollout_records` and :mod:`.trainer_records`.
 """
@@ -149,7 +149,13 @@ class State(msgspec.Struct):
             if slot < start:
                 continue
             fates.acknowledged -= group.rollouts
-            if group.filtered:
+            fates.ungraded -= len(group.ungraded)
+            fates.masked_tokens -= sum(group.masked_tokens)
+            if group.given_up:
+                rollouts = self.settled.completions_per_prompt
+                fates.given_up -= rollouts
+                fates.too_long -= rollouts * (group.given_up == r.GivenUpFor.TOO_LONG)
+            elif group.filtered:
                 fates.filtered -= group.rollouts
             else:
                 fates.queued -= group.rollouts

@@ -33,6 +33,11 @@ def view(core: Core) -> wire.Status:
             duplicate=fates.duplicate,
             expired_leases=fates.expired_leases,
             held_out_invalid=fates.held_out_invalid,
+            given_up=fates.given_up,
+            too_long=fates.too_long,
+            ungraded=fates.ungraded,
+            masked_tokens=fates.masked_tokens,
+            held_out_given_up=fates.held_out_given_up,
         ),
         members=[
             wire.Member(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -41,7 +41,7 @@ class ShardPlan:
     step: int
     groups: list[wire.GroupMeta]
     lease_ids: list[str]
-    """Of each group of the step, in slot order: the keys of their blobs."""
+    """Of each group of the step, in slot order: the keys of their blobs; "" for a slot that was given up."""
     items: list[Item]
 
 
@@ -242,11 +242,19 @@ class Training:
             Item(at, sample, group.prompt_tokens + length)
             for at, group in enumerate(groups)
             if not group.filtered
-            for sample, length in enumerate(group.lengths)
+            for sample, (length, trained) in enumerate(zip(group.lengths, group.trained_tokens, strict=True))
+            if trained
         ]
         first = request.step * self.core.settings.identity.prompts_per_step
         metas = [
-            wire.GroupMeta(slot=first + at, scores=g.scores, completion_tokens=g.lengths, filtered=g.filtered)
+            wire.GroupMeta(
+                slot=first + at,
+                scores=g.scores,
+                completion_tokens=g.lengths,
+                filtered=g.filtered,
+                ungraded=g.ungraded,
+                masked_tokens=g.masked_tokens,
+            )
             for at, g in enumerate(groups)
         ]
         share = balance(items, request.world_size)[request.rank]
@@ -386,11 +394,11 @@ class Training:
         self.core.commit(r.CheckpointCommitted(request.step, request.kept_steps))
 
 
-def fill_shard(plan: ShardPlan, groups: Sequence[wire.Group]) -> wire.Shard:
-    """The answer to a shard request, once the step's groups are read."""
+def fill_shard(plan: ShardPlan, groups: Mapping[str, wire.Group]) -> wire.Shard:
+    """The answer to a shard request, once the step's groups are read, by lease."""
     sequences = []
     for item in plan.items:
-        group = groups[item.group]
+        group = groups[plan.lease_ids[item.group]]
         completion = group.completions[item.sample]
         sequences.append(
             wire.Sequence(

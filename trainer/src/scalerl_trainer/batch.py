@@ -68,6 +68,8 @@ def rank_batch(shard: wire.Shard, recipe: RecipeSpec) -> RankBatch:
         meta = shard.groups[sequence.group]
         if meta.filtered:
             raise BadBatchError(f"{where}: belongs to a filtered group")
+        if sequence.sample in meta.ungraded:
+            raise BadBatchError(f"{where}: has no verdict")
         tokens = np.frombuffer(sequence.token_ids, dtype=Int32)
         scores = np.frombuffer(sequence.logprobs, dtype=Float32)
         if not len(tokens) == len(scores) == meta.completion_tokens[sequence.sample]:
@@ -75,11 +77,19 @@ def rank_batch(shard: wire.Shard, recipe: RecipeSpec) -> RankBatch:
                 f"{where}: {len(tokens)} tokens, {len(scores)} log-probabilities, "
                 f"{meta.completion_tokens[sequence.sample]} announced"
             )
-        age = _ages(sequence, len(tokens), shard.step, where)
+        version = _versions(sequence, len(tokens), where)
+        trained = version != wire.MASKED
+        if int(trained.sum()) != meta.trained_tokens[sequence.sample]:
+            raise BadBatchError(
+                f"{where}: {int(trained.sum())} tokens are not masked, "
+                f"{meta.trained_tokens[sequence.sample]} announced"
+            )
+        age = shard.step - version[trained]
         staleness += Staleness(len(age), int(age.sum()), int(age.max(initial=0)))
         prompt = np.frombuffer(sequence.prompt_token_ids, dtype=Int32)
-        sequences.append(Sequence(prompt.tolist(), tokens.tolist()))
-        logprobs.append(scores)
+        mask = None if trained.all() else trained.tolist()
+        sequences.append(Sequence(prompt.tolist(), tokens.tolist(), mask))
+        logprobs.append(scores[trained])
         # What older weights began has their states in its key-value cache: not the present weights alone.
         fresh.append(np.logical_and.accumulate(age == 0))
         places.append(first[sequence.group] + sequence.sample)
@@ -96,7 +106,7 @@ def rank_batch(shard: wire.Shard, recipe: RecipeSpec) -> RankBatch:
 
 def probe_sequences(shard: wire.Shard, count: int) -> list[ProbeSequence]:
     """Up to ``count`` sequences of the share, spread over it, for the probe after the next publish."""
-    some = [s for s in shard.sequences if s.token_ids]
+    some = [s for s in shard.sequences if s.token_ids and all(v.version != wire.MASKED for v in s.versions)]
     chosen = [some[place * len(some) // count] for place in range(count)] if len(some) > count else some
     return [
         ProbeSequence(
@@ -110,41 +120,47 @@ def probe_sequences(shard: wire.Shard, count: int) -> list[ProbeSequence]:
 def _whole_step(
     groups: list[wire.GroupMeta], recipe: RecipeSpec
 ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Advantage and token weight of every completion of the unfiltered groups, and where each group begins."""
+    """Advantage and token weight of every completion of the unfiltered groups, and where each group begins.
+
+    A completion without a verdict has advantage 0 and counts in no mean and no deviation.
+    """
     kept = [(place, group) for place, group in enumerate(groups) if not group.filtered]
     scores = [score for _, group in kept for score in group.scores]
-    lengths = [tokens for _, group in kept for tokens in group.completion_tokens]
+    lengths = [tokens for _, group in kept for tokens in group.trained_tokens]
     if len(scores) != len(lengths):
         raise BadBatchError(f"a step with {len(scores)} scores and {len(lengths)} lengths")
     group_s = torch.tensor([place for place, group in kept for _ in group.scores], dtype=torch.long)
     reward_s = 2.0 * torch.tensor(scores, dtype=torch.float64) - 1.0
-    advantage_s = advantages(reward_s, group_s, recipe.advantage_normalization)
+    graded_s = torch.tensor([at not in g.ungraded for _, g in kept for at in range(len(g.scores))]).bool()
+    advantage_s = torch.zeros(len(scores))
+    advantage_s[graded_s] = advantages(reward_s[graded_s], group_s[graded_s], recipe.advantage_normalization)
     weight_s = sequence_weights(torch.tensor(lengths, dtype=torch.long), group_s, recipe.aggregation)
     sizes = (0 if group.filtered else len(group.scores) for group in groups)
     return advantage_s, weight_s, [0, *accumulate(sizes)]
 
 
-def _ages(
-    sequence: wire.Sequence, tokens: int, step: int, where: str
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Of each token: ``step`` less the version that sampled it."""
+def _versions(sequence: wire.Sequence, tokens: int, where: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Of each token: the version that sampled it, or :data:`wire.MASKED`."""
     starts = [span.start for span in sequence.versions]
     ends = [*starts[1:], tokens]
     if tokens and (not starts or starts[0] != 0 or any(a > b for a, b in zip(starts, ends, strict=True))):
         raise BadBatchError(f"{where}: version spans start at {starts} in {tokens} tokens")
     lengths = [end - start for start, end in zip(starts, ends, strict=False)]
     versions = np.array([span.version for span in sequence.versions], dtype=np.int64)
-    return step - np.repeat(versions, lengths)
+    return np.repeat(versions, lengths)
 
 
 def _step_stats(groups: list[wire.GroupMeta]) -> dict[str, float]:
-    scores = np.array([score for group in groups for score in group.scores], dtype=np.float64)
+    """Means over nothing are left out: all slots of a step may have been given up."""
+    graded = [[s for at, s in enumerate(g.scores) if at not in g.ungraded] for g in groups]
+    scores = np.array([score for group in graded for score in group], dtype=np.float64)
     lengths = np.array([n for group in groups for n in group.completion_tokens], dtype=np.int64)
-    if not len(scores):
-        raise BadBatchError("a step without a single completion")
-    return {
-        "reward_mean": float(scores.mean()),
-        "reward_std": float(scores.std()),
+    stats = {
         "filtered_fraction": sum(group.filtered for group in groups) / len(groups),
-        "completion_tokens_mean": float(lengths.mean()),
+        "ungraded_completions": float(sum(len(group.ungraded) for group in groups)),
     }
+    if len(scores):
+        stats |= {"reward_mean": float(scores.mean()), "reward_std": float(scores.std())}
+    if len(lengths):
+        stats["completion_tokens_mean"] = float(lengths.mean())
+    return stats

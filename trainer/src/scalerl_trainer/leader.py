@@ -12,6 +12,7 @@ and whoever interrupts a run waits for the checkpoint.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 
@@ -157,7 +158,13 @@ class Leader:
             w.metrics.seconds.labels(name.removesuffix("_seconds")).inc(value)
         log.info(
             "step %d: reward %.3f loss %.4f grad_norm %.3f ratio_max %.2f staleness %.2f/%d tokens %d busy %.2f s",
-            *(step, stats["reward_mean"], stats["loss"], stats["grad_norm"], stats["ratio_max"]),
+            *(
+                step,
+                stats.get("reward_mean", math.nan),
+                stats["loss"],
+                stats["grad_norm"],
+                stats["ratio_max"],
+            ),
             *(stats["staleness_mean"], staleness.largest, done.trainable_tokens, busy_seconds),
         )
 

@@ -17,6 +17,7 @@ and :mod:`.watching` (anyone); everything is to be had from here.
 """
 
 from scalerl_api.wire.actor import (
+    MASKED,
     Completion,
     Group,
     Heartbeat,
@@ -29,6 +30,7 @@ from scalerl_api.wire.actor import (
     Register,
     Registered,
     Release,
+    ReleaseCause,
     Split,
     VersionSpan,
 )
@@ -66,6 +68,7 @@ from scalerl_api.wire.trainer import (
     StepReport,
     TrainerHello,
     TrainerWelcome,
+    trained_tokens,
 )
 from scalerl_api.wire.watching import (
     BROKEN,
@@ -84,6 +87,7 @@ __all__ = [
     "CONTENT_TYPE",
     "FORECAST",
     "INTERRUPTED",
+    "MASKED",
     "WIRE_HEADER",
     "WIRE_VERSION",
     "Ack",
@@ -118,6 +122,7 @@ __all__ = [
     "Register",
     "Registered",
     "Release",
+    "ReleaseCause",
     "Sequence",
     "Shard",
     "ShardRequest",
@@ -132,4 +137,5 @@ __all__ = [
     "VersionSpan",
     "WeightReceive",
     "WeightReceived",
+    "trained_tokens",
 ]

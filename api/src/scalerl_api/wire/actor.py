@@ -85,8 +85,13 @@ class Leases(Struct, frozen=True, kw_only=True):
     """The run is over; the actor may leave."""
 
 
+MASKED = -1
+"""Version of a span whose tokens are not trained on: the policy did not choose them, or their log-probability is of
+no use. It stands in its place, as 0."""
+
+
 class VersionSpan(Struct, frozen=True, array_like=True):
-    """Tokens from ``start`` to the next span's start were sampled by ``version``."""
+    """Tokens from ``start`` to the next span's start were sampled by ``version``, or are :data:`MASKED`."""
 
     version: int
     start: int
@@ -101,6 +106,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     score: float
     """Verifier's verdict in [0, 1]."""
     grading_error: str | None = None
+    """Why the verifier gave no verdict. The completion is not trained on, and its group is judged without it."""
 
     @property
     def tokens(self) -> int:
@@ -143,9 +149,24 @@ class PushReply(Struct, frozen=True, kw_only=True):
     reasons: list[str | None]
 
 
+class ReleaseCause(enum.StrEnum):
+    """What a release says about the prompts of its leases."""
+
+    UNSERVED = "unserved"
+    """Nothing: the member could not go on."""
+    FAILED = "failed"
+    """The member is well, and could not generate or grade this group."""
+    TOO_LONG = "too_long"
+    """The prompt leaves no room for a completion in the context: no member can serve it."""
+
+
 class Release(Struct, frozen=True, kw_only=True):
-    """``POST /v1/release``: leases an actor cannot serve; issued again, first."""
+    """``POST /v1/release``: leases an actor cannot serve; issued again, first.
+
+    A slot that failed with two members, or too often, is given up, and so is at once one whose prompt is too long.
+    """
 
     member_id: str
     lease_ids: list[str]
     reason: str
+    cause: ReleaseCause = ReleaseCause.UNSERVED

@@ -56,6 +56,16 @@ class ShardRequest(Struct, frozen=True, kw_only=True):
     world_size: int
 
 
+def trained_tokens(lengths: list[int], masked_tokens: list[int], ungraded: list[int]) -> list[int]:
+    """Tokens of each completion that have a gradient, unless the whole group is filtered.
+
+    >>> trained_tokens([5, 6, 7], [0, 2, 0], [2]), trained_tokens([5, 6], [], [])
+    ([5, 4, 0], [5, 6])
+    """
+    masked = masked_tokens or [0] * len(lengths)
+    return [0 if at in ungraded else n - m for at, (n, m) in enumerate(zip(lengths, masked, strict=True))]
+
+
 class GroupMeta(Struct, frozen=True, kw_only=True):
     """What every rank needs of every group of the step."""
 
@@ -63,7 +73,16 @@ class GroupMeta(Struct, frozen=True, kw_only=True):
     scores: list[float]
     completion_tokens: list[int]
     filtered: bool
-    """Zero variance: takes no part in the gradient, is not refilled."""
+    """Zero variance, or given up (no completions): takes no part in the gradient, is not refilled."""
+    ungraded: list[int] = []
+    """Indices of the completions without a verdict: they count in no mean, and none of their tokens is trained on."""
+    masked_tokens: list[int] = []
+    """Of each completion, how many of its tokens are masked; empty: none of any."""
+
+    @property
+    def trained_tokens(self) -> list[int]:
+        """Of each completion, how many tokens have a gradient."""
+        return trained_tokens(self.completion_tokens, self.masked_tokens, self.ungraded)
 
 
 class Sequence(Struct, frozen=True, kw_only=True):

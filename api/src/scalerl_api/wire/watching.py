@@ -46,6 +46,8 @@ class EvaluationPoint(Struct, frozen=True, kw_only=True):
     wall_seconds: float
     """Since the first lease."""
     device_seconds: float
+    given_up_prompts: int = 0
+    """Of ``prompts``: could not be generated (too long for the context, or failed again and again), and count 0."""
 
 
 class Counts(Struct, frozen=True, kw_only=True):
@@ -63,6 +65,17 @@ class Counts(Struct, frozen=True, kw_only=True):
     expired_leases: int
     held_out_invalid: int = 0
     """Evaluation rollouts refused as invalid; in no other count."""
+    given_up: int = 0
+    """Of slots that could not be served, never acknowledged. All slots of trained steps: ``trained + filtered +
+    given_up``."""
+    too_long: int = 0
+    """Of ``given_up``: the prompt leaves no room for a completion in the context."""
+    ungraded: int = 0
+    """Of ``acknowledged``: without a verdict, so without a gradient."""
+    masked_tokens: int = 0
+    """Tokens of acknowledged rollouts that have no gradient of their own accord: their log-probability is of no use."""
+    held_out_given_up: int = 0
+    """Evaluation rollouts that could not be generated and count 0 at their point."""
 
 
 class Phase(enum.StrEnum):
