@@ -45,6 +45,7 @@ from scalerl_api.wire import (
     Register,
     Registered,
     Release,
+    ReleaseCause,
     Split,
     TensorSpec,
     WeightReceive,
@@ -120,6 +121,8 @@ class CoordinatorStandIn:
     groups: dict[str, Group] = field(default_factory=dict)
     pushes: list[Push] = field(default_factory=list)
     releases: list[Release] = field(default_factory=list)
+    given_up: list[Lease] = field(default_factory=list)
+    """Came back for another cause than that the member could not go on."""
     stop: bool = False
     lose_push_answers: int = 0
     _runner: web.AppRunner | None = None
@@ -235,7 +238,10 @@ class CoordinatorStandIn:
         self.releases.append(message)
         for lease_id in message.lease_ids:
             if (lease := self.leased.pop(lease_id, None)) is not None:
-                self.todo.appendleft(lease)
+                if message.cause is ReleaseCause.UNSERVED:
+                    self.todo.appendleft(lease)
+                else:
+                    self.given_up.append(lease)
         return Ack()
 
 

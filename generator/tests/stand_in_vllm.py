@@ -3,6 +3,9 @@
 Run as ``python stand_in_vllm.py PORT TOKEN [SECONDS_PER_TOKEN]``. It is not a model: even completions echo
 the prompt, odd ones say its first token three times, each ends with token 1. It does pause, resume, count
 versions token by token, and can be killed. ``POST /stand-in`` sets how the next update fails.
+
+Some prompts it cannot serve well, by a token in them: :data:`REFUSED` answers 500, :data:`CLAMPED` gives the second
+token of every completion the log-probability that vLLM writes for one that is not finite.
 """
 
 from __future__ import annotations
@@ -15,6 +18,10 @@ from typing import Any
 from aiohttp import web
 
 END = 1
+REFUSED = 50
+"""Token of ``?`` in the tests' tokenizer."""
+CLAMPED = 51
+"""Token of ``!``."""
 
 
 class Server:
@@ -40,6 +47,8 @@ class Server:
             choice = {"index": 0, "token_ids": [END], "finish_reason": "length"}
             return web.json_response({"choices": [choice], "prompt_logprobs": rows})
         self.requests.append(params)
+        if REFUSED in prompt:
+            return refusal("the engine cannot serve this prompt")
         texts = [[*prompt, END] if i % 2 == 0 else [*prompt[:1] * 3, END] for i in range(params["n"])]
         versions = await self.decode(max(len(t) for t in texts))
         choices = []
@@ -55,7 +64,12 @@ class Server:
                     "index": index,
                     "token_ids": cut,
                     "finish_reason": "stop" if cut[-1] == END else "length",
-                    "logprobs": {"content": [{"logprob": -0.25, "token_id": t} for t in cut]},
+                    "logprobs": {
+                        "content": [
+                            {"logprob": -9999.0 if i == 1 and CLAMPED in prompt else -0.25, "token_id": t}
+                            for i, t in enumerate(cut)
+                        ]
+                    },
                     "weight_versions": spans,
                 }
             )

@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 import numpy as np
 import pytest
+import stand_in_vllm
 from actor_stand_ins import (
     END,
     CoordinatorStandIn,
@@ -26,7 +27,17 @@ from actor_stand_ins import (
 
 from scalerl_api import endpoints
 from scalerl_api.load import load_run
-from scalerl_api.wire import Ack, Problem, PushReply, Split, WeightReceive, WeightReceived
+from scalerl_api.wire import (
+    MASKED,
+    WIRE_VERSION,
+    Ack,
+    Problem,
+    PushReply,
+    ReleaseCause,
+    Split,
+    WeightReceive,
+    WeightReceived,
+)
 from scalerl_generator.prompts import PromptCodec
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_tasks.grading.pool import Graded, GradingPool
@@ -202,7 +213,7 @@ async def test_grading_errors_are_told_once_a_kind(
     await scene.member()
     seconds = itertools.count(1)
 
-    async def fails(self: GradingPool, prompt: Prompt, texts: list[str]) -> list[Graded]:
+    async def fails(self: GradingPool, prompt: Prompt, texts: list[str], **_: bool) -> list[Graded]:
         slow = Graded(0.0, f"grading took longer than {next(seconds)} s and was killed")
         return [slow, Graded(1.0), slow, Graded(0.0, "the verifier gave 7, which is not in [0, 1]")]
 
@@ -442,7 +453,7 @@ async def test_control_refuses_strangers(scene: Scene) -> None:
     scene.trainer.headers["x-scalerl-wire"] = "99"
     problem = await scene.trainer.join(1)
     assert (problem.error, "99" in problem.message) == ("wire-version", True)
-    scene.trainer.headers["x-scalerl-wire"] = "1"
+    scene.trainer.headers["x-scalerl-wire"] = str(WIRE_VERSION)
     wrong = await scene.trainer.post(endpoints.WEIGHTS_JOIN, PushReply(results=[], reasons=[]), Ack)
     assert wrong.error == "malformed"
     scene.trainer.headers["Content-Encoding"] = "gzip"
@@ -481,10 +492,66 @@ async def test_prompt_too_long(scene: Scene, caplog: pytest.LogCaptureFixture) -
     scene.coordinator.offer(len(scene.train), scene.train)
     scene.coordinator.offer(len(scene.held_out), scene.held_out, Split.HELD_OUT)
     assert len(both) == 6
-    assert await scene.generator.exit_code() == 2
-    assert "has 40 tokens; with 32 for the completion it exceeds model.contextTokens (64)" in caplog.text
-    assert not scene.coordinator.leased, "released before leaving"
-    assert any("model.contextTokens" in release.reason for release in scene.coordinator.releases)
+    await until(lambda: len(scene.coordinator.groups) == 5)
+    await until(lambda: scene.coordinator.releases)
+    (release,) = scene.coordinator.releases
+    assert release.cause is ReleaseCause.TOO_LONG
+    assert "has 40 tokens; with 32 for the completion it exceeds model.contextTokens (64)" in release.reason
+    assert scene.generator.running
+    assert "scalerl_actor_skipped_prompts_total 1.0" in (await scene.get(endpoints.METRICS))[1]
+
+
+@pytest.mark.parametrize("scene", [{"prompts": [*PROMPTS, "why?", "so!"]}], indirect=True)
+async def test_a_group_that_fails_is_its_own_affair(scene: Scene) -> None:
+    """One prompt that the server cannot serve, one with a clamped log-probability: the others arrive as always."""
+    await scene.member()
+    await scene.trainer.publish(0)
+    both = [(scene.train, Split.TRAIN), (scene.held_out, Split.HELD_OUT)]
+    for ids, split in both:
+        scene.coordinator.offer(len(ids), ids, split)
+    await until(lambda: len(scene.coordinator.groups) == 13)
+    await until(lambda: scene.coordinator.releases)
+    (release,) = scene.coordinator.releases
+    assert release.cause is ReleaseCause.FAILED
+    assert "the engine cannot serve this prompt" in release.reason
+    assert len(release.lease_ids) == 1
+    assert scene.generator.running
+    clamped = [
+        [(span.version, span.start) for span in group.completions[0].versions]
+        for group in scene.coordinator.groups.values()
+        if stand_in_vllm.CLAMPED in decoded(group.prompt_token_ids)
+    ]
+    assert clamped == [[(0, 0), (MASKED, 1), (0, 2)]]
+    text = (await scene.get(endpoints.METRICS))[1]
+    assert "scalerl_actor_failed_groups_total 1.0" in text
+    assert "scalerl_actor_masked_tokens_total 4.0" in text
+
+
+@pytest.mark.parametrize("scene", [{"prompts": [f"{i}?" for i in range(8)]}], indirect=True)
+async def test_a_server_that_serves_nothing_ends_the_actor(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    await scene.member()
+    await scene.trainer.publish(0)
+    scene.coordinator.offer(20, scene.train)
+    assert await scene.generator.exit_code() == 1
+    assert "the engine cannot serve this prompt" in caplog.text
+    assert len(scene.coordinator.given_up) >= 16
+
+
+@pytest.mark.parametrize(
+    "scene",
+    [{"prompts": ["aaa", "bbb", *PROMPTS], "task__prompt": {"template": "{prompt}<think>"}}],
+    indirect=True,
+)
+async def test_a_thought_that_the_template_opens_and_nobody_closes_is_worth_nothing(scene: Scene) -> None:
+    await scene.member()
+    await scene.trainer.publish(0)
+    for ids, split in ((scene.train, Split.TRAIN), (scene.held_out, Split.HELD_OUT)):
+        scene.coordinator.offer(len(ids), ids, split)
+    await until(lambda: len(scene.coordinator.groups) == 14)
+    # The odd completions of "aaa" say "aaa", which would be right if it were an answer.
+    assert {c.score for g in scene.coordinator.groups.values() for c in g.completions} == {0.0}
 
 
 async def test_wrong_prompt(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalerl_api.spec import PromptSpec
-from scalerl_api.wire import Group, Split
+from scalerl_api.wire import MASKED, Group, Split
 from scalerl_generator import leasing, state
 from scalerl_generator.control import control_runner
 from scalerl_generator.coordinator_client import CoordinatorClient
@@ -28,7 +28,9 @@ from scalerl_generator.join import Membership
 from scalerl_generator.leasing import Occupancy, groups_wanted
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.prompts import PromptCodec, PromptTooLong, TokenizerProblem
+from scalerl_generator.rollouts import version_spans
 from scalerl_generator.state import NO_WEIGHTS, BusyClock, ServerState
+from scalerl_generator.vllm_replies import Sampled, Span
 from scalerl_tasks.prompts import Prompt
 
 
@@ -95,6 +97,36 @@ def test_codec_round_trip(model: Path) -> None:
     assert np.frombuffer(encoded.wire, "<i4").tolist() == encoded.token_ids
     completions = [[*ids("3"), END], ids("34"), [END], []]
     assert codec.texts([np.array(c, dtype=np.int32) for c in completions]) == ["3", "34", "", ""]
+
+
+def test_masked_tokens_are_in_spans_of_their_own() -> None:
+    def spans(masked: list[int]) -> list[tuple[int, int]]:
+        mask = np.isin(np.arange(6), masked)
+        sampled = Sampled(
+            np.zeros(6, np.int32), np.zeros(6, np.float32), mask, (Span(4, 0, 2), Span(5, 2, 6)), "stop"
+        )
+        return [(span.version, span.start) for span in version_spans(sampled)]
+
+    assert spans([]) == [(4, 0), (5, 2)]
+    assert spans([1, 2]) == [(4, 0), (MASKED, 1), (5, 3)]
+    assert spans([0, 4]) == [(MASKED, 0), (4, 1), (5, 2), (MASKED, 4), (5, 5)]
+    assert spans([0, 1, 2, 3, 4, 5]) == [(MASKED, 0)]
+
+
+def test_a_template_that_opens_a_thought_is_known(model: Path) -> None:
+    def in_thought(template: str, generation_prompt: str | None = None, text: str = "1+2") -> bool:
+        if generation_prompt is not None:
+            set_config(model, chat_template=CHAT_TEMPLATE.replace("<assistant>", generation_prompt))
+        kind = "Raw" if generation_prompt is None else "Chat"
+        codec = PromptCodec(model, PromptSpec(template=template, format=kind), context_tokens=256)
+        return codec.encode(Prompt(id="p", text=text, answer="3"), max_tokens=8).in_thought
+
+    assert in_thought("{prompt}<think>\n")
+    assert not in_thought("{prompt}=")
+    assert not in_thought("say <think> first: {prompt}", text="what does <think> mean")
+    assert in_thought("{prompt}", "<a><think>\n")
+    assert not in_thought("{prompt}", "<a><think>\n\n</think>\n")
+    assert not in_thought("write <think> first: {prompt}", "<a>")
 
 
 def test_only_the_last_end_token_is_hidden_from_the_verifier(model: Path) -> None:

@@ -89,7 +89,6 @@ async def test_completions_come_in_order_with_their_versions(serve: Serve) -> No
     [
         (choice(finish_reason="abort"), "'abort'"),
         (choice(logprobs=(-0.5,)), "2 tokens, 1 log-probabilities"),
-        (choice(logprobs=(-0.5, -9999.0)), "no finite log-probability"),
     ],
 )
 async def test_what_cannot_be_trained_on_raises(serve: Serve, bad: dict[str, Any], message: str) -> None:
@@ -102,6 +101,14 @@ async def test_fewer_completions_than_asked_for_raises(serve: Serve) -> None:
     client = await serve({"/inference/v1/generate": answer(choice())})
     with pytest.raises(GenerationFailed, match="asked for 2"):
         await client.generate([1], n=2, max_tokens=2)
+
+
+@pytest.mark.parametrize("bad", [-9999.0, None])
+async def test_a_token_without_a_finite_log_probability_is_masked(serve: Any, bad: float | None) -> None:
+    client = await serve({"/inference/v1/generate": answer(choices=[choice(logprobs=(-0.5, bad))])})
+    (sampled,) = await client.generate([5], n=1, max_tokens=2)
+    assert sampled.logprobs.tolist() == [-0.5, 0.0]
+    assert sampled.masked.tolist() == [False, True]
 
 
 async def test_scores_are_those_of_the_tokens_asked_for(serve: Serve) -> None:

@@ -79,6 +79,8 @@ async def test_a_group_comes_back_in_order(name):
     async with GradingPool(VerifierConfig(name)) as pool:
         assert await pool.score_group(FOUR, completions) == [RIGHT, WRONG, RIGHT, RIGHT, WRONG]
         assert await pool.score_group(FOUR, []) == []
+        inside = await pool.score_group(FOUR, ["4", "2+2 is 4</think>4", "5</think>"], in_thought=True)
+        assert inside == [WRONG, RIGHT, WRONG]
         many = [[str((i + j) % 6) for j in range(i % 20)] for i in range(100)]
         results = await asyncio.gather(*(pool.score_group(FOUR, group) for group in many))
     assert results == [[RIGHT if text == "4" else WRONG for text in group] for group in many]

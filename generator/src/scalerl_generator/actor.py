@@ -15,6 +15,8 @@ the coordinator        every call is tried again with back-off; finished groups 
                        does not know the member gets a new registration, and work in hand goes on
 the trainer            inside an update: its timeout ends it. Old weights that are whole go on being used;
                        a mixture stays paused, at version -1, until the next update
+one group              its lease goes back with the reason, the others go on; 16 in a row with none that
+                       succeeds are the server's fault, and the actor leaves
 this process           its leases end by missed heartbeats; the server stays up and takes new weights
 =====================  ====================================================================================
 
@@ -52,7 +54,7 @@ from scalerl_generator.delivery import Delivery
 from scalerl_generator.join import Membership, ServerNeverUp, ServerWatch
 from scalerl_generator.leasing import Leasing
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.prompts import PromptCodec, PromptTooLong, TokenizerProblem
+from scalerl_generator.prompts import PromptCodec, TokenizerProblem
 from scalerl_generator.rollouts import RolloutMaker, WrongPrompt
 from scalerl_generator.state import BusyClock, ServerState
 from scalerl_generator.vllm_client import VllmClient
@@ -107,7 +109,7 @@ async def run_actor(
     """One actor from start to orderly end; returns when ``stop`` is set or the run is over.
 
     Raises:
-        TokenizerProblem, TaskError, PromptTooLong, WrongPrompt: bad input.
+        TokenizerProblem, TaskError, WrongPrompt: bad input.
         Refused, ServerNeverUp, GradingError, VllmError: it cannot go on.
     """
     state, busy = ServerState(), BusyClock()
@@ -239,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-_BAD_INPUT = (EnvironmentProblem, SpecError, TokenizerProblem, TaskError, PromptTooLong, WrongPrompt)
+_BAD_INPUT = (EnvironmentProblem, SpecError, TokenizerProblem, TaskError, WrongPrompt)
 _EXPECTED = (*_BAD_INPUT, Refused, VllmError, ServerNeverUp, OSError)
 
 

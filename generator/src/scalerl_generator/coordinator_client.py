@@ -33,6 +33,7 @@ from scalerl_api.wire import (
     Register,
     Registered,
     Release,
+    ReleaseCause,
     Struct,
 )
 
@@ -119,8 +120,14 @@ class CoordinatorClient:
             endpoints.GROUPS, Push(member_id=member_id, groups=groups), PushReply, _PUSH_SECONDS
         )
 
-    async def release(self, member_id: str, lease_ids: list[str], reason: str) -> None:
-        message = Release(member_id=member_id, lease_ids=lease_ids, reason=reason)
+    async def release(
+        self,
+        member_id: str,
+        lease_ids: list[str],
+        reason: str,
+        cause: ReleaseCause = ReleaseCause.UNSERVED,
+    ) -> None:
+        message = Release(member_id=member_id, lease_ids=lease_ids, reason=reason, cause=cause)
         await self._call(endpoints.RELEASE, message, Ack, _CALL_SECONDS)
 
     async def _call(self, path: str, message: Struct, reply: type[Reply], timeout_seconds: float) -> Reply:

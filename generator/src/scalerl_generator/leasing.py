@@ -25,13 +25,16 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-from scalerl_api.wire import Lease, LeaseRequest, Split
+from scalerl_api.wire import Lease, LeaseRequest, ReleaseCause, Split
 from scalerl_generator.coordinator_client import Backoff, CoordinatorClient, CoordinatorDown, UnknownMember
 from scalerl_generator.delivery import Delivery
 from scalerl_generator.join import Membership, wait_set
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.rollouts import Generated, RolloutMaker, ServerLost
+from scalerl_generator.prompts import PromptTooLong
+from scalerl_generator.rollouts import Generated, RolloutMaker, ServerLost, WrongPrompt
 from scalerl_generator.state import ServerState
+from scalerl_generator.vllm_replies import VllmError
+from scalerl_tasks.errors import TaskError
 
 logger = logging.getLogger("scalerl.actor.leasing")
 
@@ -42,6 +45,8 @@ _EMPTY_ANSWER_SECONDS = 0.05
 _AHEAD = 0.125
 _LEAST_OCCUPANCY = 0.2
 _SMOOTHING = 0.05
+_FAILURES_IN_A_ROW = 16
+"""Groups that fail one after the other, with none that succeeds between them: it is not the groups."""
 
 
 class Occupancy:
@@ -124,6 +129,7 @@ class Leasing:
         self._releases: set[asyncio.Task[None]] = set()
         self._backoff = Backoff()
         self._closing = False
+        self._failed_in_a_row = 0
         self._failure: BaseException | None = None
         self._over = False
 
@@ -131,7 +137,8 @@ class Leasing:
         """Until the coordinator says that the run is over. Then :meth:`close`, whatever ended this.
 
         Raises:
-            PromptTooLong, WrongPrompt, SourceError, GradingError, VllmError, Refused: what no retry mends.
+            WrongPrompt, TaskError, Refused: what no retry mends.
+            Exception: the last failure of a group, when :data:`_FAILURES_IN_A_ROW` failed and none succeeded.
         """
         while not self._over:
             if self._failure is not None:
@@ -222,6 +229,7 @@ class Leasing:
                 generated = await self._maker.generate(lease)
                 self._generated(held, generated)
                 self._delivery.put(await self._maker.grade(generated), deadline)
+                self._failed_in_a_row = 0
         except TimeoutError:
             logger.warning(
                 "lease %s ran out after %.0f s and is dropped", lease.lease_id, lease.remaining_seconds
@@ -232,9 +240,20 @@ class Leasing:
             raise
         except ServerLost as error:
             self._release([lease.lease_id], str(error))
-        except Exception as error:
+        except PromptTooLong as error:
+            self._metrics.skipped.inc()
+            self._release([lease.lease_id], str(error), ReleaseCause.TOO_LONG)
+        except (WrongPrompt, TaskError) as error:
             self._release([lease.lease_id], str(error))
             raise
+        except Exception as error:
+            # One group's affair: the others go on, and the coordinator says who tries this one again.
+            self._metrics.failed.inc()
+            self._failed_in_a_row += 1
+            logger.warning("lease %s failed", lease.lease_id, exc_info=not isinstance(error, VllmError))
+            self._release([lease.lease_id], f"{type(error).__name__}: {error}", ReleaseCause.FAILED)
+            if self._failed_in_a_row >= _FAILURES_IN_A_ROW:
+                raise
 
     def _generated(self, held: _Held, generated: Generated) -> None:
         held.generating = False
@@ -277,19 +296,21 @@ class Leasing:
                 h.task.cancel()
         self._release([h.lease.lease_id for h in dropped], reason)
 
-    def _release(self, lease_ids: list[str], reason: str) -> None:
+    def _release(
+        self, lease_ids: list[str], reason: str, cause: ReleaseCause = ReleaseCause.UNSERVED
+    ) -> None:
         """Give leases back, in the background."""
         if not lease_ids:
             return
         self._membership.held_leases.difference_update(lease_ids)
         self._metrics.released.inc(len(lease_ids))
         logger.info("releasing %d leases: %s", len(lease_ids), reason)
-        task = asyncio.create_task(self._give_back(lease_ids, reason))
+        task = asyncio.create_task(self._give_back(lease_ids, reason, cause))
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
         task.add_done_callback(self._note_failure)
 
-    async def _give_back(self, lease_ids: list[str], reason: str) -> None:
+    async def _give_back(self, lease_ids: list[str], reason: str, cause: ReleaseCause) -> None:
         """A lease that cannot be released is still no loss: the next heartbeat no longer names it."""
         backoff = Backoff()
         with contextlib.suppress(TimeoutError, UnknownMember):
@@ -297,6 +318,6 @@ class Leasing:
                 while True:
                     member_id = await self._membership.member()
                     with contextlib.suppress(CoordinatorDown):
-                        await self._coordinator.release(member_id, lease_ids, reason)
+                        await self._coordinator.release(member_id, lease_ids, reason, cause)
                         return
                     await backoff.wait()

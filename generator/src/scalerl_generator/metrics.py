@@ -30,7 +30,7 @@ class ActorMetrics:
         )
         self.grading_errors = Counter(
             "scalerl_actor_grading_errors",
-            "Completions the verifier gave no verdict on (scored 0)",
+            "Completions the verifier gave no verdict on; they are not trained on",
             registry=r,
         )
         self.groups = Counter(
@@ -41,6 +41,19 @@ class ActorMetrics:
         )
         self.leases = Counter("scalerl_actor_leases", "Leases taken", ["split"], registry=r)
         self.released = Counter("scalerl_actor_released_leases", "Leases given back unserved", registry=r)
+        self.failed = Counter(
+            "scalerl_actor_failed_groups",
+            "Groups that could not be generated or graded, and were given back",
+            registry=r,
+        )
+        self.skipped = Counter(
+            "scalerl_actor_skipped_prompts", "Leases of prompts too long for the context", registry=r
+        )
+        self.masked_tokens = Counter(
+            "scalerl_actor_masked_tokens",
+            "Sampled tokens without a finite log-probability; they are not trained on",
+            registry=r,
+        )
         self.resubmitted = Counter(
             "scalerl_actor_resubmitted_requests", "Requests sent again to a server that is well", registry=r
         )

@@ -8,6 +8,7 @@ transformers' own function, which stands apart from its tokenizers; only a model
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from scalerl_api.spec import PromptSpec
+from scalerl_tasks.answers import leaves_thought_open
 from scalerl_tasks.prompts import Prompt, RenderedPrompt, check_template, render_prompt
 
 if TYPE_CHECKING:
@@ -42,6 +44,8 @@ class EncodedPrompt:
     token_ids: list[int]
     wire: bytes
     """The same ids as little-endian int32."""
+    in_thought: bool = False
+    """The template itself opens a thought, which the completion goes on with."""
 
 
 class PromptCodec:
@@ -99,9 +103,12 @@ class PromptCodec:
     def _encode_text(self, rendered: RenderedPrompt) -> EncodedPrompt:
         if self._chat is None:
             ids = self._tokenizer.encode(rendered.user, add_special_tokens=True).ids
+            added = self._spec.template.rpartition("{prompt}")[2]
         else:
-            ids = self._tokenizer.encode(self._chat(rendered.messages), add_special_tokens=False).ids
-        return EncodedPrompt(ids, np.asarray(ids, dtype="<i4").tobytes())
+            text, added = self._chat(rendered.messages)
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        # Only what comes behind the question counts: a question may speak of <think>.
+        return EncodedPrompt(ids, np.asarray(ids, dtype="<i4").tobytes(), leaves_thought_open(added))
 
 
 def _load_tokenizer(model: Path) -> Tokenizer:
@@ -127,8 +134,11 @@ def _load_tokenizer(model: Path) -> Tokenizer:
     return converted
 
 
-def _chat_template(model: Path) -> Callable[[list[dict[str, str]]], str]:
-    """What ``AutoTokenizer.apply_chat_template`` would render, without loading its tokenizer (and torch)."""
+def _chat_template(model: Path) -> Callable[[list[dict[str, str]]], tuple[str, str]]:
+    """What ``AutoTokenizer.apply_chat_template`` would render, without loading its tokenizer (and torch).
+
+    The function returns the text, and what the generation prompt adds to it.
+    """
     from transformers.utils.chat_template_utils import render_jinja_template
 
     file, config = model / "chat_template.jinja", _json(model / "tokenizer_config.json")
@@ -139,12 +149,14 @@ def _chat_template(model: Path) -> Callable[[list[dict[str, str]]], str]:
         raise TokenizerProblem(f"{model}: the tokenizer has no chat template; use task.prompt.format: Raw")
     special = {name: text for name in _SPECIAL_TOKENS if (text := _token_text(config.get(name))) is not None}
 
-    def render(messages: list[dict[str, str]]) -> str:
-        texts: list[str]
-        texts, _ = render_jinja_template(
+    def render(messages: list[dict[str, str]]) -> tuple[str, str]:
+        (bare,), _ = render_jinja_template(
+            [messages], chat_template=template, add_generation_prompt=False, **special
+        )
+        (text,), _ = render_jinja_template(
             [messages], chat_template=template, add_generation_prompt=True, **special
         )
-        return texts[0]
+        return text, text[len(os.path.commonprefix([bare, text])) :]  # noqa: RUF071 - of texts, not paths
 
     return render
 

@@ -17,7 +17,9 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from scalerl_api.wire import Completion, Group, Lease, Split, VersionSpan
+import numpy as np
+
+from scalerl_api.wire import MASKED, Completion, Group, Lease, Split, VersionSpan
 from scalerl_generator.join import ServerWatch
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.prompts import EncodedPrompt, PromptCodec
@@ -48,6 +50,17 @@ class ServerLost(Exception):
 
 class WrongPrompt(Exception):
     """The lease names a prompt that this actor's source does not have at that index."""
+
+
+def version_spans(sampled: Sampled) -> list[VersionSpan]:
+    """Which weights sampled which tokens, as the wire says it; masked tokens are in spans of their own."""
+    if not sampled.masked.any():
+        return [VersionSpan(span.version, span.start) for span in sampled.weight_versions]
+    spans = sampled.weight_versions
+    versions = np.repeat([span.version for span in spans], [span.end - span.start for span in spans])
+    versions[sampled.masked] = MASKED
+    starts = [0, *(np.flatnonzero(np.diff(versions)) + 1)]
+    return [VersionSpan(int(versions[start]), int(start)) for start in starts]
 
 
 @dataclass(frozen=True)
@@ -140,7 +153,8 @@ class RolloutMaker:
         Raises:
             ServerLost: the lease cannot be served by this server any more.
             ServerRefused, BadReply, GenerationFailed: the server is well, and yet there is nothing to train on.
-            PromptTooLong, WrongPrompt, SourceError: the run's configuration or data are at fault.
+            PromptTooLong: no server of this run can serve this prompt.
+            WrongPrompt, SourceError: the run's configuration or data are at fault.
         """
         prompt, encoded = await self._in_thread(self._encoded, lease)
         for attempt in range(1, _ATTEMPTS + 1):
@@ -171,7 +185,7 @@ class RolloutMaker:
     async def grade(self, generated: Generated) -> Group:
         """Score the completions and pack the group.
 
-        A completion on which the verifier fails or runs out of its limits gets 0 and says why.
+        A completion on which the verifier fails or runs out of its limits has no verdict, and says why.
 
         Raises:
             GradingError: the verifier's processes cannot be kept running; nothing was scored.
@@ -179,14 +193,15 @@ class RolloutMaker:
         lease = generated.lease
         started = time.monotonic()
         texts = await self._in_thread(self._codec.texts, [c.token_ids for c in generated.completions])
-        scores = await self._grader.score_group(generated.prompt, texts)
+        in_thought = generated.encoded.in_thought
+        scores = await self._grader.score_group(generated.prompt, texts, in_thought=in_thought)
         self._metrics.grading_seconds.observe(time.monotonic() - started)
         self._note_grading_errors(generated.prompt, [s.error for s in scores if s.error is not None])
         completions = [
             Completion(
                 token_ids=c.token_ids.tobytes(),
                 logprobs=c.logprobs.tobytes(),
-                versions=[VersionSpan(span.version, span.start) for span in c.weight_versions],
+                versions=version_spans(c),
                 finish_reason=c.finish_reason,
                 score=score.score,
                 grading_error=score.error,
@@ -234,14 +249,15 @@ class RolloutMaker:
             if kind not in self._seen_grading_errors and len(self._seen_grading_errors) < _MOST_KINDS:
                 self._seen_grading_errors.add(kind)
                 logger.warning(
-                    "prompt %s: a completion could not be graded and gets 0: %s (more of this kind are only counted)",
+                    "prompt %s: a completion could not be graded and is left out: %s (more of this kind are only counted)",
                     prompt.id,
                     error,
                 )
 
     def _check_versions(self, completions: Sequence[Sampled]) -> None:
         sampled = {span.version for c in completions for span in c.weight_versions}
-        if any(len(c.token_ids) and not c.weight_versions for c in completions):
+        covered = (sum(span.end - span.start for span in c.weight_versions) for c in completions)
+        if any(len(c.token_ids) != tokens for c, tokens in zip(completions, covered, strict=True)):
             raise GenerationFailed("the server does not say which weights sampled the tokens")
         if foreign := sorted(v for v in sampled if not self._state.has_held(v)):
             reason = f"it sampled with weight versions {foreign}, which it was not given since it came up"
@@ -253,6 +269,7 @@ class RolloutMaker:
         metrics.generation_seconds.observe(seconds)
         metrics.rollouts.labels(lease.split.value).inc(len(completions))
         metrics.tokens.labels(lease.split.value).inc(sum(len(c.token_ids) for c in completions))
+        metrics.masked_tokens.inc(sum(int(c.masked.sum()) for c in completions))
         metrics.truncated.inc(sum(c.finish_reason == "length" for c in completions))
         oldest = min((c.weight_versions[0].version for c in completions if c.weight_versions), default=None)
         if oldest is not None:

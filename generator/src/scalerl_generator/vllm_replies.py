@@ -6,12 +6,13 @@ Errors of :class:`~scalerl_generator.vllm_client.VllmClient`::
     ├── ServerDown         no connection, or no answer in time
     ├── ServerRefused      an answer that is not 200: ``status`` and ``message``
     ├── BadReply           an answer of 200 that is not what this release of vLLM is known to answer
-    ├── GenerationFailed   an answer that cannot be trained on (aborted, or not finite)
+    ├── GenerationFailed   an answer that cannot be trained on (aborted, or of the wrong length)
     └── UpdateFailed       weights were not taken; ``torn`` says what the server holds now
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -83,11 +84,12 @@ class Sampled:
 
     ``token_ids`` ends with the stop token if there was one; ``finish_reason`` is ``stop`` then, and ``length``
     when ``max_tokens`` cut it. ``logprobs`` are natural logarithms under the distribution sampled from:
-    ``log_softmax(logits / temperature)``.
+    ``log_softmax(logits / temperature)``. Where ``masked``, the server gave none that is finite, and 0 stands there.
     """
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
+    masked: NDArray[np.bool_]
     weight_versions: tuple[Span, ...]
     finish_reason: Literal["stop", "length"]
 
@@ -113,7 +115,7 @@ class _SpanReply(msgspec.Struct):
 
 
 class _LogprobReply(msgspec.Struct):
-    logprob: float
+    logprob: float | None
 
 
 class _LogprobsReply(msgspec.Struct):
@@ -174,7 +176,7 @@ def read_prompt_logprobs(content: bytes, token_ids: Sequence[int]) -> NDArray[np
     if rows is None or len(rows) != len(token_ids):
         raise GenerationFailed(f"asked to score {len(token_ids)} tokens, got {rows and len(rows)} rows")
     found = [(row or {}).get(str(token)) for token, row in zip(token_ids[1:], rows[1:], strict=True)]
-    logprobs = np.array([entry.logprob for entry in found if entry is not None], dtype=np.float32)
+    logprobs = _floats([entry for entry in found if entry is not None])
     if len(logprobs) != len(found) or not np.isfinite(logprobs).all():
         raise GenerationFailed("a prompt token has no finite log-probability")
     return logprobs
@@ -227,8 +229,14 @@ def _sampled(choice: _ChoiceReply) -> Sampled:
         raise GenerationFailed(
             f"completion {choice.index}: {len(token_ids)} tokens, {len(content)} log-probabilities"
         )
-    logprobs = np.fromiter((entry.logprob for entry in content), dtype=np.float32, count=len(content))
-    if len(logprobs) and not logprobs.min() > _CLAMPED:
-        raise GenerationFailed(f"completion {choice.index}: a sampled token has no finite log-probability")
+    logprobs = _floats(content)
+    masked = ~(np.isfinite(logprobs) & (logprobs > _CLAMPED))
+    logprobs[masked] = 0.0
     spans = tuple(Span(_version(s.version), s.start, s.end) for s in choice.weight_versions or ())
-    return Sampled(token_ids, logprobs, spans, finish_reason)
+    return Sampled(token_ids, logprobs, masked, spans, finish_reason)
+
+
+def _floats(entries: Sequence[_LogprobReply]) -> NDArray[np.float32]:
+    """NaN for what JSON has no number for, and the server writes as null."""
+    values = (math.nan if entry.logprob is None else entry.logprob for entry in entries)
+    return np.fromiter(values, dtype=np.float32, count=len(entries))

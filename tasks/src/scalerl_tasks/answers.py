@@ -7,6 +7,17 @@ expression that could backtrack over it.
 from __future__ import annotations
 
 _BOXED = "\\boxed{"
+THOUGHT = "<think>"
+THOUGHT_END = "</think>"
+
+
+def leaves_thought_open(text: str) -> bool:
+    """Whether ``text`` ends inside a thought.
+
+    >>> leaves_thought_open("<|assistant|><think>\\n"), leaves_thought_open("<think>\\n\\n</think>\\n\\n")
+    (True, False)
+    """
+    return THOUGHT in text.rpartition(THOUGHT_END)[2]
 
 
 def extract_answer(completion: str) -> str:
@@ -25,8 +36,8 @@ def extract_answer(completion: str) -> str:
     >>> extract_answer("<think>5, or")
     ''
     """
-    _, closed, text = completion.rpartition("</think>")
-    if not closed and "<think>" in text:
+    _, closed, text = completion.rpartition(THOUGHT_END)
+    if not closed and THOUGHT in text:
         return ""
     inside = _last_tagged(text)
     if inside is not None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
+from scalerl_tasks.answers import THOUGHT
 from scalerl_tasks.errors import GradingError
 from scalerl_tasks.grading.client import ForkServer, Grader
 from scalerl_tasks.grading.protocol import Limits, Request, Setup
@@ -135,8 +136,12 @@ class GradingPool:
             await self._server.close()
         self._refuse_waiting(GradingError("the grading pool was closed"))
 
-    async def score_group(self, prompt: Prompt, completions: Sequence[str]) -> list[Graded]:
+    async def score_group(
+        self, prompt: Prompt, completions: Sequence[str], *, in_thought: bool = False
+    ) -> list[Graded]:
         """Grade completions of one prompt; the result has their order.
+
+        ``in_thought``: the prompt left a thought open, so the completions begin inside one.
 
         A completion whose grading fails in any way has score 0 and an error. Cancelling the call is safe.
 
@@ -150,7 +155,8 @@ class GradingPool:
             raise GradingError("the grading pool is not running; use it inside `async with`")
         if not completions:
             return []
-        job = _Job(prompt, list(completions), asyncio.get_running_loop().create_future())
+        texts = [THOUGHT + text for text in completions] if in_thought else list(completions)
+        job = _Job(prompt, texts, asyncio.get_running_loop().create_future())
         self._jobs.put_nowait(job)
         return await job.done
 
