@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalerl_api import wire
-from scalerl_coordinator.accounting import Accepted, sum_step
+from scalerl_coordinator import records as r
+from scalerl_coordinator.accounting import Accepted, Fates, sum_step
 from scalerl_coordinator.batcher import Item, balance, zero_variance
 from scalerl_coordinator.checks import BadGroup, measure
 from scalerl_coordinator.clock import LogicalClock
@@ -318,3 +319,18 @@ def test_a_group_is_judged_by_the_verdicts_it_has():
     assert Accepted("a", 3, [4, 6, 5], [0.0, 1.0, 1.0], 0, 2, 0, ungraded=[0]).graded_scores == [1.0, 1.0]
     assert all(zero_variance(scores) for scores in ([], [1.0], [1.0, 1.0]))
     assert not zero_variance([0.0, 1.0])
+
+
+# --- journals of before --------------------------------------------------------------------------
+
+
+def test_records_of_a_journal_from_before_fields_were_added_are_read():
+    old = ["group", "p1-0", 0, 3, [4, 6], [0.0, 1.0], 1, 2, 20, 1]
+    group = r.decode(msgspec.msgpack.encode(old))
+    assert (group.grading_errors, group.ungraded, group.masked_tokens) == (1, [], [])
+    kept = msgspec.msgpack.decode(
+        msgspec.msgpack.encode(["p1-0", 3, [4, 6], [0.0, 1.0], 1, 2, 20, False, 1]), type=Accepted
+    )
+    assert kept.trained_tokens == [4, 6]
+    fates = msgspec.msgpack.decode(msgspec.msgpack.encode([8, 4, 2, 2, 0, 0, 0, 0, 0, 0, 1]), type=Fates)
+    assert (fates.acknowledged, fates.grading_errors, fates.given_up) == (8, 1, 0)

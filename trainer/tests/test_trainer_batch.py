@@ -174,7 +174,7 @@ def test_masked_tokens_have_no_gradient_no_age_and_no_weight() -> None:
     assert done.batch.generator_logprobs_n is not None
     assert done.batch.fresh_n is not None
     assert done.batch.generator_logprobs_n.tolist() == [-1, -4, -5]
-    assert done.batch.fresh_n.tolist() == [False, True, True]
+    assert done.batch.fresh_n.tolist() == [False, False, False]
     assert done.staleness == Staleness(tokens=3, total=3, largest=3)
     assert done.batch.weights_s.tolist() == pytest.approx([1 / 5])  # of 3 + 2 tokens
     assert probe_sequences(shard, 8) == []
