@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from scalerl_api.load import SpecError, parse_run, to_yaml
+from scalerl_api import load
+from scalerl_api.load import SpecError, accepted_run, parse_run, run_from_object, to_yaml
+from scalerl_api.spec import ScaleRLRun
 
 GOOD: dict[str, Any] = {
     "apiVersion": "scalerl.dev/v1alpha1",
@@ -197,3 +200,17 @@ def test_unreadable_files_are_named(tmp_path: Any) -> None:
     (tmp_path / "b.yaml").write_bytes(b"\xff\xfe")
     with pytest.raises(SpecError, match="not UTF-8"):
         load_run(tmp_path / "b.yaml")
+
+
+@pytest.mark.parametrize("name", ["examples/tiny/run-kubernetes.yaml", "examples/tiny/run.yaml"])
+def test_an_accepted_spec_is_read_as_any_other_and_past_the_rules_that_came_later(name: str) -> None:
+    obj = yaml.safe_load((Path(__file__).parents[2] / name).read_text())
+    obj["metadata"]["namespace"] = "a"
+    obj["spec"]["task"]["jsonl"]["path"] = "/data/data.jsonl"
+    assert load._as_it_is(ScaleRLRun, obj) == run_from_object(obj)
+    obj["spec"]["recipe"]["maxCompletionTokens"] = 10**6
+    obj["spec"]["storage"] = {"size": 5}
+    with pytest.raises(SpecError):
+        run_from_object(obj)
+    spec = accepted_run(obj).spec
+    assert (spec.recipe.max_completion_tokens, spec.storage.size) == (10**6, "5")

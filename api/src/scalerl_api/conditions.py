@@ -45,7 +45,8 @@ class ConditionType(_Explained):
     ACCEPTED = (
         "Accepted",
         "The spec can be run, and everything it names was found.",
-        "What there is stays, and nothing new is made. Correct what the message names, in the spec or in the namespace.",
+        "Correct what the message names, in the spec or in the namespace. A run that was accepted before goes on with the spec "
+        "that it had, and heeds `suspend` alone; of another, nothing is made.",
     )
     ADMITTED = (
         "Admitted",
@@ -127,7 +128,10 @@ class Reason(_Explained):
 
     # Accepted
     ACCEPTED = "Accepted", NOTHING_TO_DO
-    SPEC_INVALID = "SpecInvalid", "Change the field that the message names; nothing was created."
+    SPEC_INVALID = (
+        "SpecInvalid",
+        "Change the field that the message names; until then nothing of the change is acted upon.",
+    )
     CLAIM_NOT_FOUND = "ClaimNotFound", "Create the claim that spec.storage.claimName names, or name another."
     CLAIM_TAKEN = (
         "ClaimTaken",

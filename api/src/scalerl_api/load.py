@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from scalerl_api.spec import KIND, ScaleRLRun
 
@@ -154,6 +156,45 @@ def run_from_object(obj: Mapping[str, Any]) -> ScaleRLRun:
     if relative:
         raise SpecError(source, relative)
     return run
+
+
+def accepted_run(obj: Mapping[str, Any]) -> ScaleRLRun:
+    """As :func:`run_from_object`, of a spec that was accepted before, perhaps by an earlier release with other rules.
+
+    What the rules of this release refuse is taken as it is.
+    """
+    try:
+        return run_from_object(obj)
+    except SpecError:
+        metadata = {key: value for key, value in obj["metadata"].items() if key in _METADATA}
+        run: ScaleRLRun = _as_it_is(ScaleRLRun, {**obj, "metadata": metadata})
+        return run
+
+
+def _as_it_is(model: type[BaseModel], given: Mapping[str, Any]) -> Any:
+    """The model with the values of ``given``, also where they break a rule; unknown fields are left out."""
+    values: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        value = given.get(field.alias or name)
+        if value is None:
+            continue
+        nested = _model_in(field.annotation)
+        if nested is not None and isinstance(value, Mapping):
+            value = _as_it_is(nested, value)
+        elif nested is not None and isinstance(value, list):
+            value = [_as_it_is(nested, item) for item in value]
+        else:
+            with contextlib.suppress(ValidationError):
+                value = _of_field(model, name).validate_python(value)
+        values[name] = value
+    return model.model_construct(**values)
+
+
+@functools.cache
+def _of_field(model: type[BaseModel], name: str) -> TypeAdapter[Any]:
+    field = model.model_fields[name]
+    checked: Any = Annotated[(field.annotation, Field(), *field.metadata)]
+    return TypeAdapter(checked, config=ConfigDict(strict=True))
 
 
 def _validated(document: dict[str, Any], source: str) -> ScaleRLRun:

@@ -196,14 +196,15 @@ class PodTemplate(Model):
         """
         if base is None:
             return self
-        return PodTemplate(
+        # The parts were checked. Together they are not: a rule that came later must not break a run that it refuses.
+        return PodTemplate.model_construct(
             node_selector=base.node_selector | self.node_selector,
             tolerations=base.tolerations + [t for t in self.tolerations if t not in base.tolerations],
             affinity=self.affinity if self.affinity is not None else base.affinity,
             env=_joined(base.env, self.env, "name"),
             volumes=_joined(base.volumes, self.volumes, "name"),
             volume_mounts=_joined(base.volume_mounts, self.volume_mounts, "mountPath"),
-            resources=PodResources(
+            resources=PodResources.model_construct(
                 requests=base.resources.requests | self.resources.requests,
                 limits=base.resources.limits | self.resources.limits,
             ),

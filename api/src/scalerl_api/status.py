@@ -25,6 +25,8 @@ Text = Annotated[str, Field(max_length=1024)]
 MAX_MESSAGE = 32_768
 """Longest message of a condition, as Kubernetes has it."""
 RECENT_DECISIONS = 5
+MAX_ACCEPTED_SPEC = 262_144
+"""Characters of a spec that the status keeps; a longer one is not kept."""
 
 
 class StatusModel(Model):
@@ -145,6 +147,8 @@ class RunStatus(StatusModel):
     """One word for where the run stands."""
     observed_generation: Count = 0
     """Generation of the spec that this status is about."""
+    accepted_spec: Annotated[str, Field(max_length=MAX_ACCEPTED_SPEC)] | None = None
+    """The spec that was accepted last, as JSON. The run goes on with it while its spec is invalid."""
     conditions: Annotated[list[Condition], Field(max_length=32), AfterValidator(Unique("type"))] = []
     """What is said about the run, one entry a type."""
     start_time: Time | None = None

@@ -47,6 +47,8 @@ class Steered:
 @dataclass(frozen=True)
 class Looked:
     """All that a report rests on. accepted: what keeps the run from being started; None: nothing does.
+    invalid: why the spec is not accepted, while the run goes on with the one accepted before; None: it is accepted.
+    spec: the one that was accepted last, as the status keeps it.
     blocked: what keeps the operator from making an object now. refused: the coordinator's words to the operator that it does
     not listen to; empty where it answers, or does not.
     """
@@ -60,6 +62,8 @@ class Looked:
     heard: Status | None
     steered: Steered
     refused: str = ""
+    invalid: Problem | None = None
+    spec: str | None = None
 
 
 def report(run: ScaleRLRun | None, before: RunStatus, seen: Looked) -> RunStatus:
@@ -76,6 +80,7 @@ def report(run: ScaleRLRun | None, before: RunStatus, seen: Looked) -> RunStatus
         update={
             "phase": course.phase,
             "observed_generation": seen.generation,
+            "accepted_spec": seen.spec,
             "conditions": conditions,
             "start_time": before.start_time or (now if course.prepare else None),
             "completion_time": before.completion_time or (now if course.memory.outcome is not None else None),
@@ -236,7 +241,7 @@ def _said(run: ScaleRLRun | None, before: RunStatus, seen: Looked) -> Sequence[S
         why = seen.accepted or Problem(Reason.SPEC_INVALID, "")
         return [(ConditionType.ACCEPTED, False, why), *_ends(seen.course, before.stop_reason)]
     return [
-        (ConditionType.ACCEPTED, True, Problem(Reason.ACCEPTED, "")),
+        (ConditionType.ACCEPTED, seen.invalid is None, seen.invalid or Problem(Reason.ACCEPTED, "")),
         _admitted(run, before, seen),
         _prepared(before, seen),
         _role(ConditionType.COORDINATOR_READY, Role.COORDINATOR, 1, seen),

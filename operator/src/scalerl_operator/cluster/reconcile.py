@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from scalerl_api.conditions import ConditionType, Phase, Reason
-from scalerl_api.load import SpecError, run_from_object
+from scalerl_api.load import SpecError, accepted_run, run_from_object
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import Status
+from scalerl_operator.cluster.accepted import going_on, kept, last_accepted, with_spec
 from scalerl_operator.cluster.api import KubeApi
 from scalerl_operator.cluster.apply import Applier
 from scalerl_operator.cluster.cache import Cache
@@ -133,13 +134,18 @@ class Reconciler:
         if leaving(obj) and FINALIZER not in seen.finalizers:
             return None  # the rest is the garbage collector's
         await self._applier.find(seen, seen.at_work)
+        invalid, spec = None, kept(obj)
         try:
             run = run_from_object(obj)
         except SpecError as problem:
-            return await self._refuse(seen, problem)
+            invalid = Problem(Reason.SPEC_INVALID, "; ".join(str(p) for p in problem.problems))
+            spec = last_accepted(obj, seen.before)
+            if spec is None:
+                return await self._refuse(seen, invalid)
+            invalid, run = going_on(invalid), accepted_run(with_spec(obj, spec))
         if not leaving(obj) and FINALIZER not in seen.finalizers:
             await self._run.hold(seen)
-        return await self._look(run, seen)
+        return await self._look(run, seen, spec, invalid)
 
     # --- observe ----------------------------------------------------------------------------------
 
@@ -156,12 +162,12 @@ class Reconciler:
 
     # --- validate ---------------------------------------------------------------------------------
 
-    async def _refuse(self, seen: Seen, problem: SpecError) -> float | None:
-        """A spec that cannot be read: nothing is created, and what there is already stays as it is.
+    async def _refuse(self, seen: Seen, why: Problem) -> float | None:
+        """A spec that cannot be read, of a run of which none was ever accepted: nothing is created, and what there is
+        already stays as it is.
 
         If the run is being deleted, until what works has saved what it has: for that nobody needs the spec.
         """
-        why = Problem(Reason.SPEC_INVALID, "; ".join(str(p) for p in problem.problems))
         course = Course(seen.before.phase if seen.memory.attempt else Phase.PENDING, seen.memory)
         heard = None
         if leaving(seen.run):
@@ -181,7 +187,11 @@ class Reconciler:
 
     # --- plan -------------------------------------------------------------------------------------
 
-    async def _look(self, run: ScaleRLRun, seen: Seen) -> float | None:
+    async def _look(
+        self, run: ScaleRLRun, seen: Seen, spec: str | None, invalid: Problem | None
+    ) -> float | None:
+        """``spec``: the run's, as the status keeps it. ``invalid``: why the present one is not accepted; the run then has
+        the one accepted before."""
         observed, placed = patient(
             observe(seen.objects, seen.uid, self._spec_hashes(run, seen)), seen.unix_seconds
         )
@@ -194,16 +204,28 @@ class Reconciler:
             await self._run.release(seen)
             return None
         plan = self._plan(run, seen, course)
-        accepted = None if plan.stands else await self._missing(run, seen, plan.images)
-        if accepted is not None:
+        missing = None if plan.stands else await self._missing(run, seen, plan.images)
+        if missing is not None:
             course = Course(Phase.PENDING, seen.memory, again_seconds=BLOCKED_SECONDS)
-        blocked = self._blocked.get(seen.uid) if accepted is None else None
+        blocked = self._blocked.get(seen.uid) if missing is None else None
         refused = self._coordinators.refusal(seen.uid)
         looked = Looked(
-            seen.unix_seconds, seen.generation, accepted, blocked, observed, course, heard, steered, refused
+            *(
+                seen.unix_seconds,
+                seen.generation,
+                missing,
+                blocked,
+                observed,
+                course,
+                heard,
+                steered,
+                refused,
+            ),
+            invalid=invalid,
+            spec=spec if missing is None else seen.before.accepted_spec,
         )
-        if accepted is None:
-            if not seen.knows(course, steered):
+        if missing is None:
+            if not seen.knows(course, steered, spec):
                 seen = await self._write_down(run, seen, looked)
             blocked = await self._apply(run, seen, observed, plan, heard)
             looked = replace(looked, blocked=blocked)
@@ -211,7 +233,7 @@ class Reconciler:
                 await self._tell(seen, observed, course.tell)
         await self._tell_people(seen)
         put_off = await self._report(run, seen, looked)
-        if course.ask_suspend and accepted is None:
+        if course.ask_suspend and missing is None:
             await self._run.suspend(seen)
         repair = self._applier.repairs.next_seconds(seen)
         if course.memory.outcome is not None:

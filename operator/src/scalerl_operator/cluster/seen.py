@@ -38,10 +38,14 @@ class Seen(Place):
             found += [("Job", names.trainer_job(memory.attempt))]
         return found
 
-    def knows(self, course: Course, steered: Steered) -> bool:
+    def knows(self, course: Course, steered: Steered, accepted_spec: str | None) -> bool:
         """Whether what the next look has to know is as the last one left it."""
         known = self.before.generators
-        return course.memory == self.memory and (steered.base, steered.chosen) == (known.base, known.chosen)
+        return (
+            course.memory == self.memory
+            and (steered.base, steered.chosen) == (known.base, known.chosen)
+            and accepted_spec == self.before.accepted_spec
+        )
 
     @property
     def generation(self) -> int:
