@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +40,11 @@ def make_settings(**changes: Any) -> Settings:
         held_out_digest="held-out",
         held_out_prompts=2,
         evaluation_samples=2,
+        evaluation_temperature=0.5,
     )
     fields = {name: changes.pop(name) for name in list(changes) if name in Identity.__struct_fields__}
     values: dict[str, Any] = {
         "temperature": 1.0,
-        "evaluation_temperature": 0.5,
         "evaluation_every": 2,
         "hold_seconds": 60.0,
         "lease_seconds": 100.0,
@@ -65,6 +67,8 @@ class World:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.changed = False
+        """It went on with other settings."""
         self.now = 0.0
         self.process = 0
         self.member_ids = 0
@@ -115,6 +119,13 @@ class World:
         del self.log[end:]
         self._begin(self.replay())
         self.acknowledge()
+
+    def change(self, keep: int = 0, **changes: Any) -> None:
+        """The same, and the coordinator starts again with other settings."""
+        identity = msgspec.structs.replace(self.settings.identity, **changes)
+        self.changed |= identity != self.settings.identity
+        self.settings = replace(self.settings, identity=identity)
+        self.crash(keep)
 
     def lose_volume(self) -> None:
         """The coordinator starts again with an empty directory."""
@@ -314,23 +325,24 @@ def train(world: World, incarnation: str = "t", *, publish: bool = True) -> None
 
 def check_consistency(world: World) -> None:
     """What holds after every record."""
-    state, identity = world.state, world.settings.identity
-    size, rollouts = identity.prompts_per_step, identity.completions_per_prompt
-    fates = state.fates
+    state, fates, identity = world.state, world.state.fates, world.settings.identity
     assert fates.acknowledged == fates.trained + fates.filtered + fates.queued
     assert min(fates.trained, fates.filtered, fates.queued, fates.given_up) >= 0
-    assert fates.acknowledged + fates.given_up == rollouts * (
-        state.first_kept_step * size + len(state.groups)
-    )
-    untrained = {slot: g for slot, g in state.groups.items() if slot // size >= state.version}
-    assert fates.queued == rollouts * sum(not g.filtered for g in untrained.values())
+    if not world.changed:
+        size, rollouts = identity.prompts_per_step, identity.completions_per_prompt
+        done = rollouts * (state.first_kept_step * size + len(state.groups))
+        assert fates.acknowledged + fates.given_up == done
+    untrained = {slot: g for slot, g in state.groups.items() if state.step_of(slot) >= state.version}
+    assert fates.queued == sum(g.rollouts for g in untrained.values() if not g.filtered)
     # Every issued slot is somewhere, and in one place.
     leased = [lease.slot for lease in state.leases.values() if lease.split is wire.Split.TRAIN]
     places = sorted([*leased, *state.reissue, *state.groups])
-    assert places == list(range(state.first_kept_step * size, state.next_slot))
+    assert places == list(range(state.slots_of(state.first_kept_step)[0], state.next_slot))
     assert sorted(state.prompts) == places
     assert set(state.lapsed) <= set(state.reissue)
     assert all(state.closed(step) for step in range(state.first_kept_step, state.version))
+    filled = Counter(state.step_of(slot) for slot in state.groups)
+    assert {step: groups for step, groups in state.filled.items() if groups} == filled
     assert set(state.marks) == set(range(state.first_kept_step, state.version)) or not state.rows
     for version, evaluation in state.evaluations.items():
         held = [

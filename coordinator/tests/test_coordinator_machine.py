@@ -1,7 +1,8 @@
 """Anything may happen in any order: the counts add up, nothing acknowledged is lost, the batches are the same.
 
 A random walk over generators that come, go, repeat themselves and answer late, a trainer that falls back to any
-kept checkpoint, and a coordinator that dies at any byte of its journal or loses it whole.
+kept checkpoint, and a coordinator that dies at any byte of its journal or loses it whole, and may start again with
+another batch size, another k, or other evaluations.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from scalerl_coordinator import slots
 from scalerl_coordinator.curriculum import SeededEpochs
 from scalerl_coordinator.membership import UnknownMember
 from scalerl_coordinator.settings import Settings
+from scalerl_coordinator.state import State
 
 NAMES = ("g0", "g1", "g2")
 
@@ -39,7 +41,8 @@ class Coordinator(RuleBasedStateMachine):
         self.world = self._make_world(
             make_settings(max_staleness_steps=k, max_steps=max_steps, zero_variance_filter=spare)
         )
-        self.k, self.max_steps = k, max_steps
+        self.bounds = [(0, k)]  # k, by the first step it holds for
+        self.max_steps = max_steps
         self.members: dict[str, tuple[str, int]] = {}  # name → (member id, version it holds)
         self.work: list[tuple[str, wire.Lease]] = []  # handed out, by whom; some of it is lost meanwhile
         self.accepted: dict[str, wire.Group] = {}  # training groups acknowledged
@@ -101,9 +104,11 @@ class Coordinator(RuleBasedStateMachine):
         self.work += [(name, lease) for lease in leases]
         for lease in leases:
             if lease.split is Split.TRAIN:
-                age = lease.slot // 3 - self.members[name][1]
-                assert age <= (0 if slots.is_fresh(lease.slot, 3, self.k) else self.k)
-                assert self.max_steps is None or lease.slot < 3 * self.max_steps
+                state, k = self.world.state, self.world.settings.identity.max_staleness_steps
+                step = state.step_of(lease.slot)
+                fresh = slots.is_fresh(lease.slot, state.batch_sizes, k)
+                assert step - self.members[name][1] <= (0 if fresh else self._bound(step))
+                assert self.max_steps is None or step < self.max_steps
                 assert lease.prompt_index == SeededEpochs(TRAIN_PROMPTS, 11).choose(lease.slot)
 
     @precondition(lambda self: self.work)
@@ -120,7 +125,8 @@ class Coordinator(RuleBasedStateMachine):
         elif result is PushResult.ACCEPTED and lease.split is Split.TRAIN:
             self.accepted[group.lease_id] = group
         else:
-            assert result in (PushResult.ACCEPTED, PushResult.LATE)
+            stale = {PushResult.STALE} if self.world.changed else set()
+            assert result in {PushResult.ACCEPTED, PushResult.LATE} | stale
 
     @precondition(lambda self: self.accepted)
     @rule(data=st.data(), name=st.sampled_from(NAMES))
@@ -192,15 +198,17 @@ class Coordinator(RuleBasedStateMachine):
         elif following.action is NextAction.TRAIN:
             step = following.step
             plan = world.plan(self.incarnation, step)
-            assert [g.slot for g in plan.groups] == [3 * step, 3 * step + 1, 3 * step + 2]
+            assert [g.slot for g in plan.groups] == list(world.state.slots_of(step))
             for lease_id in plan.lease_ids:
                 # Acknowledged, or accepted just before a crash that kept it without the answer going out.
                 group = self.accepted.get(lease_id)
                 if group is not None:
                     assert group.prompt_index == SeededEpochs(TRAIN_PROMPTS, 11).choose(group.slot)
-                    assert step - min(s.version for c in group.completions for s in c.versions) <= self.k
+                    assert step - _oldest(group) <= self._bound(step)
             assert step == len(self.trained)
             self.trained[step] = plan.lease_ids
+            every = [lease_id for ids in self.trained.values() for lease_id in ids]
+            assert len(set(every)) == len(every)  # each slot once
             assert world.report(self.incarnation, step, loss=1.0) is not None
             assert world.report(self.incarnation, step, loss=1.0) is None  # its answer was lost
             self.unpublished = world.state.version > world.state.published
@@ -251,9 +259,47 @@ class Coordinator(RuleBasedStateMachine):
                     break
         world.crash(keep)
         assert world.state.fates.acknowledged >= before
+        self._check_kept()
+
+    def _check_kept(self) -> None:
+        state = self.world.state
         for lease_id, group in self.accepted.items():
-            if group.slot >= 3 * world.state.first_kept_step:
-                assert world.state.groups[group.slot].lease_id == lease_id
+            if group.slot >= state.slots_of(state.first_kept_step)[0]:
+                assert state.groups[group.slot].lease_id == lease_id
+
+    @rule(
+        keep=st.integers(0, 2000),
+        prompts_per_step=st.integers(1, 4),
+        completions_per_prompt=st.integers(2, 3),
+        max_staleness_steps=st.integers(0, 3),
+        evaluation_samples=st.integers(1, 2),
+        max_completion_tokens=st.sampled_from([8, 8, 7]),
+        zero_variance_filter=st.booleans(),
+    )
+    def settings_change(self, keep: int, **changes: Any) -> None:
+        """While the coordinator restarts. What was acknowledged stays, but for what is too old for its new step."""
+        world = self.world
+        stale, acknowledged = world.state.fates.stale, world.state.fates.acknowledged
+        before = world.settings.identity
+        world.change(keep, **changes)
+        state = world.state
+        if world.settings.identity != before:
+            self._bound_from(state.batch_sizes[-1].first_step)
+        assert state.fates.acknowledged - acknowledged == stale - state.fates.stale
+        for lease_id, group in list(self.accepted.items()):
+            step = state.step_of(group.slot)
+            if step >= state.batch_sizes[-1].first_step and step - _oldest(group) > self._bound(step):
+                assert group.slot in state.reissue
+                del self.accepted[lease_id]
+        self._check_kept()
+
+    def _bound_from(self, first: int) -> None:
+        """What is not closed yet is held to the k of now."""
+        self.bounds = [bound for bound in self.bounds if bound[0] < first]
+        self.bounds.append((first, self.world.settings.identity.max_staleness_steps))
+
+    def _bound(self, step: int) -> int:
+        return next(k for first, k in reversed(self.bounds) if first <= step)
 
     @precondition(lambda self: self.checkpoints and self.incarnation)
     @rule(really=st.integers(0, 3))
@@ -262,11 +308,13 @@ class Coordinator(RuleBasedStateMachine):
             return
         self.world.lose_volume()
         version = max(self.checkpoints)
-        self.accepted = {i: g for i, g in self.accepted.items() if g.slot < 3 * version}
+        snapshot, self.trained = self.checkpoints[version]
+        start = State.decode(snapshot).slots_of(version)[0]
+        self.accepted = {i: g for i, g in self.accepted.items() if g.slot < start}
         self.checkpoints = {version: self.checkpoints[version]}
         self.point_versions = set()
-        snapshot, self.trained = self.checkpoints[version]
         self._hello(version, snapshot)
+        self._bound_from(version)
 
     # --- what holds -----------------------------------------------------------------------------
 
@@ -276,7 +324,7 @@ class Coordinator(RuleBasedStateMachine):
             return
         check_consistency(self.world)
         state = self.world.state
-        assert state.line.staleness_max <= self.k
+        assert state.line.staleness_max <= max(k for _, k in self.bounds)
         assert state.version == len(self.trained)
         versions = {p.version for p in state.points}
         assert self.point_versions <= versions
@@ -324,6 +372,10 @@ class Coordinator(RuleBasedStateMachine):
         for step, lease_ids in lost.items():  # the very same batches again
             if not snapshot:
                 assert [g.lease_id for g in self.world.state.step_groups(step)] == lease_ids
+
+
+def _oldest(group: wire.Group) -> int:
+    return min(span.version for completion in group.completions for span in completion.versions)
 
 
 @pytest.mark.slow

@@ -21,17 +21,35 @@ from scalerl_coordinator.curriculum import SeededEpochs
 from scalerl_coordinator.evaluation import Evaluation, PromptResult, due, summarize
 from scalerl_coordinator.leases import LeaseBook
 from scalerl_coordinator.membership import Membership, UnknownMember
-from scalerl_coordinator.slots import lease_limit, slots_of, staleness, step_of
+from scalerl_coordinator.slots import BatchSize, lease_limit, slots_of, staleness, step_of
 
 # --- slots ---------------------------------------------------------------------------------------
 
 
-@given(version=st.integers(0, 50), size=st.integers(1, 9), k=st.integers(0, 9))
-def test_no_slot_below_the_limit_is_more_than_k_steps_away(version, size, k):
-    limit = lease_limit(version, size, k, None)
-    assert staleness(step_of(limit - 1, size), version) == k
-    assert staleness(step_of(limit, size), version) == k + 1
-    assert limit - 1 in slots_of(step_of(limit - 1, size), size)
+@st.composite
+def batch_sizes(draw):
+    """A run that changed its batch size a few times."""
+    sizes = [BatchSize(0, 0, draw(st.integers(1, 9)))]
+    for steps in draw(st.lists(st.integers(1, 9), max_size=3)):
+        last = sizes[-1]
+        first = last.first_slot + steps * last.prompts_per_step
+        sizes.append(BatchSize(last.first_step + steps, first, draw(st.integers(1, 9))))
+    return sizes
+
+
+@given(version=st.integers(0, 50), sizes=batch_sizes(), k=st.integers(0, 9))
+def test_no_slot_below_the_limit_is_more_than_k_steps_away(version, sizes, k):
+    limit = lease_limit(version, sizes, k, None)
+    assert staleness(step_of(limit - 1, sizes), version) == k
+    assert staleness(step_of(limit, sizes), version) == k + 1
+    assert limit - 1 in slots_of(step_of(limit - 1, sizes), sizes)
+
+
+@given(sizes=batch_sizes())
+def test_every_slot_belongs_to_one_step(sizes):
+    slots = [slot for step in range(40) for slot in slots_of(step, sizes)]
+    assert slots == list(range(len(slots)))
+    assert all(slot in slots_of(step_of(slot, sizes), sizes) for slot in slots)
 
 
 # --- curriculum ----------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def test_bad_input_ends_with_2_and_one_clear_line(coordinator, fault):
     message = {
         "yaml": "run.yaml",
         "journal": "segment-00000001, offset 0",
-        "identity": "prompts_per_step was 4, is 8",
+        "identity": "seed was 0, is 8",
         "locked": "another coordinator works on this run",
         "token": "SCALERL_TOKEN_FILE",
     }[fault]
@@ -84,7 +84,7 @@ def test_bad_input_ends_with_2_and_one_clear_line(coordinator, fault):
     if fault == "identity":
         coordinator.terminate()
         text = coordinator.paths.run_file.read_text()
-        coordinator.paths.run_file.write_text(text.replace("promptsPerStep: 4", "promptsPerStep: 8"))
+        coordinator.paths.run_file.write_text(text.replace("spec:\n", "spec:\n  seed: 8\n"))
     if fault == "yaml":
         coordinator.paths.run_file.write_text("nonsense")
     if fault == "journal":

@@ -84,8 +84,8 @@ def test_a_snapshot_is_the_whole_state(world):
 
 def test_a_journal_of_another_run_is_refused(world):
     world.acknowledge()
-    world.settings = make_settings(prompts_per_step=5)
-    with pytest.raises(Refusal, match="prompts_per_step was 3, is 5"):
+    world.settings = make_settings(train_digest="other")
+    with pytest.raises(Refusal, match="train_digest was 'train', is 'other'"):
         world.crash(0)
 
 

@@ -34,6 +34,8 @@ class Accepted(msgspec.Struct, array_like=True):
     masked_tokens: list[int] = []
     given_up: str = ""
     """Why there are no completions: a :class:`~.records.GivenUpFor`."""
+    given_up_rollouts: int = 0
+    """How many there would have been."""
 
     @property
     def rollouts(self) -> int:

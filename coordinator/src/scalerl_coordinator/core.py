@@ -19,8 +19,7 @@ from scalerl_coordinator.curriculum import Curriculum
 from scalerl_coordinator.leases import HOPELESS_ATTEMPTS, NOTABLE_ATTEMPTS, LeaseBook
 from scalerl_coordinator.membership import Membership
 from scalerl_coordinator.rollout_records import OpenLease
-from scalerl_coordinator.settings import Settings
-from scalerl_coordinator.slots import step_of
+from scalerl_coordinator.settings import FIXED, Settings
 from scalerl_coordinator.state import State
 
 log = logging.getLogger(__name__)
@@ -77,9 +76,10 @@ class Core:
         """Take over ``state`` (an empty one for a new run) as the process called ``nonce``.
 
         Raises:
-            Refusal: ``identity``: the journal belongs to a run with other settings.
+            Refusal: ``identity``: the journal belongs to a run with other prompts or another seed.
         """
         check_identity(state, settings)
+        before = state.identity
         core = cls(
             settings,
             curriculum,
@@ -91,6 +91,13 @@ class Core:
         core.rebase(state, now)
         core.membership.expect({lease.holder for lease in state.leases.values()}, now)
         core.commit(r.Started(settings.identity, nonce))
+        changed = [
+            f"{name} {getattr(before, name)} → {getattr(settings.identity, name)}"
+            for name in settings.identity.__struct_fields__
+            if before is not None and getattr(before, name) != getattr(settings.identity, name)
+        ]
+        if changed:
+            log.info("from step %d on: %s", state.batch_sizes[-1].first_step, ", ".join(changed))
         return core
 
     def rebase(self, state: State, now: float) -> None:
@@ -105,7 +112,9 @@ class Core:
     def commit(self, record: r.AnyRecord, blob: bytes = b"") -> None:
         """Apply one record, and queue it for the journal."""
         state = self.state
-        sweeping = isinstance(record, r.CheckpointCommitted | r.TrainerJoined | r.Restored | r.Published)
+        sweeping = isinstance(
+            record, r.Started | r.CheckpointCommitted | r.TrainerJoined | r.Restored | r.Published
+        )
         before = {g.lease_id for g in state.groups.values()} if sweeping else set()
         state.apply(record)
         self.outbox.append((record, blob))
@@ -114,7 +123,7 @@ class Core:
             self.book.resync({i: lease.holder for i, lease in state.leases.items()}, self.meter.last)
         match record:
             case r.GroupAccepted():
-                if state.closed(step_of(record.slot, self.settings.identity.prompts_per_step)):
+                if state.closed(state.step_of(record.slot)):
                     self.wake.add(TRAINER)
             case r.EvaluationAccepted():
                 if not state.evaluations:
@@ -239,17 +248,16 @@ class Core:
 
 
 def check_identity(state: State, settings: Settings) -> None:
-    """Raises Refusal where ``state`` belongs to a run with other settings, naming every difference."""
-    if state.identity is None or state.identity == settings.identity:
-        return
+    """Raises Refusal where ``state`` belongs to a run with other prompts or another seed, naming every difference."""
     there, here = state.identity, settings.identity
     differences = ", ".join(
         f"{name} was {getattr(there, name)!r}, is {getattr(here, name)!r}"
-        for name in there.__struct_fields__
-        if getattr(there, name) != getattr(here, name)
+        for name in FIXED
+        if there is not None and getattr(there, name) != getattr(here, name)
     )
-    raise Refusal(
-        "identity",
-        f"the journal belongs to a run with other settings ({differences}); "
-        f"put them back, or start in an empty directory",
-    )
+    if differences:
+        raise Refusal(
+            "identity",
+            f"the journal belongs to a run with other settings ({differences}); "
+            f"put them back, or start in an empty directory",
+        )

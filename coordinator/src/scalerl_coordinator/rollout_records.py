@@ -16,7 +16,6 @@ from scalerl_coordinator import records as r
 from scalerl_coordinator.accounting import Accepted
 from scalerl_coordinator.batcher import zero_variance
 from scalerl_coordinator.evaluation import Evaluation, PromptResult, summarize
-from scalerl_coordinator.slots import step_of
 
 if TYPE_CHECKING:
     from scalerl_coordinator.state import State
@@ -93,7 +92,8 @@ def group_accepted(state: State, record: r.GroupAccepted) -> None:
     fates.grading_errors += group.grading_errors
     fates.ungraded += len(group.ungraded)
     fates.masked_tokens += sum(group.masked_tokens)
-    _fill(state, record.slot, group)
+    state.groups[record.slot] = group
+    fill(state, record.slot)
 
 
 def given_up(state: State, record: r.GivenUp) -> None:
@@ -112,13 +112,15 @@ def given_up(state: State, record: r.GivenUp) -> None:
     fates.given_up += rollouts
     if record.why is r.GivenUpFor.TOO_LONG:
         fates.too_long += rollouts
-    _fill(state, record.slot, Accepted("", 0, [], [], 0, state.newest, 0, True, given_up=record.why.value))
+    state.groups[record.slot] = Accepted(
+        *("", 0, [], [], 0, state.newest, 0, True), given_up=record.why.value, given_up_rollouts=rollouts
+    )
+    fill(state, record.slot)
 
 
-def _fill(state: State, slot: int, group: Accepted) -> None:
+def fill(state: State, slot: int) -> None:
     """The slot is done; with the last one of its step, the step closes."""
-    state.groups[slot] = group
-    step = step_of(slot, state.settled.prompts_per_step)
+    step = state.step_of(slot)
     state.filled[step] = state.filled.get(step, 0) + 1
     if state.closed(step) and state.settled.zero_variance_filter:
         for member in state.step_groups(step):
@@ -164,7 +166,7 @@ def _finish_evaluation(state: State, evaluation: Evaluation) -> None:
         del state.evaluations[evaluation.version]
         point = summarize(
             evaluation,
-            state.settled.held_out_digest,
+            state.settled.evaluation_set,
             state.usage.wall_seconds,
             state.usage.device_seconds,
         )

@@ -14,7 +14,7 @@ from scalerl_coordinator.checks import BadGroup, Measured, measure
 from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal
 from scalerl_coordinator.leases import Place
 from scalerl_coordinator.membership import Member, UnknownMember
-from scalerl_coordinator.slots import is_fresh, lease_limit, staleness, step_of
+from scalerl_coordinator.slots import is_fresh, lease_limit, staleness
 
 log = logging.getLogger(__name__)
 
@@ -148,11 +148,11 @@ class Rollouts:
         """What ``member`` may be given, and the new slots (with their prompts) that are passed over for its weights."""
         core, identity = self._core, self._core.settings.identity
         state, version = core.state, member.version
-        size, k = identity.prompts_per_step, identity.max_staleness_steps
-        limit = lease_limit(version, size, k, core.settings.max_steps)
+        sizes, k = state.batch_sizes, identity.max_staleness_steps
+        limit = lease_limit(version, sizes, k, core.settings.max_steps)
 
         def too_old(slot: int) -> bool:
-            return is_fresh(slot, size, k) and version < step_of(slot, size)
+            return is_fresh(slot, sizes, k) and version < state.step_of(slot)
 
         issues: list[tuple[Split, int, int, int]] = []
         for slot in state.reissue:
@@ -195,7 +195,7 @@ class Rollouts:
             prompt_id="",
             completions=identity.evaluation_samples if held_out else identity.completions_per_prompt,
             max_tokens=identity.max_completion_tokens,
-            temperature=core.settings.evaluation_temperature if held_out else core.settings.temperature,
+            temperature=identity.evaluation_temperature if held_out else core.settings.temperature,
             remaining_seconds=core.book.lease_seconds,
             policy_version=issue.policy_version,
         )
@@ -234,7 +234,7 @@ class Rollouts:
             self._accept_evaluation(group, expected, measured, now)
             return PushResult.ACCEPTED, None
         identity = self._core.settings.identity
-        age = staleness(step_of(expected.slot, identity.prompts_per_step), measured.oldest_version)
+        age = staleness(self._core.state.step_of(expected.slot), measured.oldest_version)
         if age > identity.max_staleness_steps:
             reason = f"{member.name}: a token is {age} steps old at its step, {identity.max_staleness_steps} allowed"
             return self._spoiled(group, expected, PushResult.STALE, reason, now)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
@@ -13,7 +15,7 @@ _COMPLETION_SLACK_BYTES = 2**14
 
 
 class Identity(msgspec.Struct, frozen=True, array_like=True):
-    """What may not change between the incarnations of one journal: it would change what slots mean."""
+    """The settings that records are read by. What is not in :data:`FIXED` may change from one process to the next."""
 
     prompts_per_step: int
     completions_per_prompt: int
@@ -25,6 +27,20 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
     held_out_digest: str
     held_out_prompts: int
     evaluation_samples: int
+    evaluation_temperature: float = 1.0
+
+    @property
+    def evaluation_set(self) -> str:
+        """Names what a point measures: prompts, and whatever else moves the reward that is expected of a version.
+
+        Points of two of these are no common curve. How many samples there are only moves the error.
+        """
+        parts = (self.held_out_digest, self.evaluation_temperature, self.max_completion_tokens)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+FIXED: Final = ("seed", "train_digest", "held_out_digest", "held_out_prompts")
+"""Fields of :class:`Identity` that no journal may change: they say which prompt an index stands for."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +49,6 @@ class Settings:
 
     identity: Identity
     temperature: float
-    evaluation_temperature: float
     evaluation_every: int
     hold_seconds: float
     lease_seconds: float
@@ -70,9 +85,9 @@ class Settings:
                 held_out_digest=held_out_digest,
                 held_out_prompts=held_out_prompts,
                 evaluation_samples=evaluation.samples_per_prompt,
+                evaluation_temperature=float(evaluation.temperature),
             ),
             temperature=float(recipe.temperature),
-            evaluation_temperature=float(evaluation.temperature),
             evaluation_every=evaluation.every_steps,
             hold_seconds=float(evaluation.hold_seconds),
             lease_seconds=float(spec.generator.lease_seconds),

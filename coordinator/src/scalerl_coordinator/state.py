@@ -21,19 +21,21 @@ from typing import Any
 import msgspec
 
 from scalerl_api.wire import EvaluationPoint
+from scalerl_coordinator import batch_sizes, rollout_records, slots, trainer_records
 from scalerl_coordinator import records as r
-from scalerl_coordinator import rollout_records, trainer_records
 from scalerl_coordinator.accounting import Accepted, Fates, Line, MismatchSums, Row, Usage
 from scalerl_coordinator.evaluation import Evaluation
 from scalerl_coordinator.rollout_records import OpenLease
 from scalerl_coordinator.settings import Identity
-from scalerl_coordinator.slots import slots_of
+from scalerl_coordinator.slots import BatchSize
 
 
 class State(msgspec.Struct):
     """See the module; every field follows from the records."""
 
     identity: Identity | None = None
+    batch_sizes: list[BatchSize] = []
+    """By first step, back to the one of ``first_kept_step``."""
     nonce: str = ""
     next_lease: int = 0
     leased: bool = False
@@ -102,12 +104,22 @@ class State(msgspec.Struct):
         """The trainer was told to leave and its last version is safe."""
         return bool(self.finish_reason) and self.checkpoint == self.version
 
+    def slots_of(self, step: int) -> range:
+        return slots.slots_of(step, self.batch_sizes)
+
+    def step_of(self, slot: int) -> int:
+        return slots.step_of(slot, self.batch_sizes)
+
+    def missing(self, step: int) -> int:
+        """Groups that ``step`` still needs."""
+        return len(self.slots_of(step)) - self.filled.get(step, 0)
+
     def closed(self, step: int) -> bool:
-        return self.filled.get(step, 0) == self.settled.prompts_per_step
+        return self.missing(step) == 0
 
     def step_groups(self, step: int) -> list[Accepted]:
         """Groups of a closed, kept step, in slot order."""
-        return [self.groups[slot] for slot in slots_of(step, self.settled.prompts_per_step)]
+        return [self.groups[slot] for slot in self.slots_of(step)]
 
     def lease_id(self, number: int) -> str:
         return f"{self.nonce}-{number}"
@@ -128,7 +140,10 @@ class State(msgspec.Struct):
     @staticmethod
     def decode(data: bytes) -> State:
         """Raises msgspec.DecodeError (or its subclass ValidationError) on anything else than :meth:`encode`'s."""
-        return msgspec.msgpack.decode(data, type=State)
+        state = msgspec.msgpack.decode(data, type=State)
+        if state.identity is not None and not state.batch_sizes:  # written when a run had one size
+            state.batch_sizes = [BatchSize(0, 0, state.identity.prompts_per_step)]
+        return state
 
     def detached(self) -> State:
         """A copy for a place without this journal: what rests on journaled tokens becomes work to do again.
@@ -137,7 +152,7 @@ class State(msgspec.Struct):
         rollouts were never acknowledged there.
         """
         copy = State.decode(self.encode())
-        start = self.version * self.settled.prompts_per_step
+        start = slots.first_slot(self.version, self.batch_sizes)
         copy.leases, copy.lapsed, copy.groups, copy.filled, copy.rows = {}, {}, {}, {}, {}
         copy.prompts = {slot: index for slot, index in self.prompts.items() if slot >= start}
         copy.reissue = sorted(copy.prompts)
@@ -152,9 +167,8 @@ class State(msgspec.Struct):
             fates.ungraded -= len(group.ungraded)
             fates.masked_tokens -= sum(group.masked_tokens)
             if group.given_up:
-                rollouts = self.settled.completions_per_prompt
-                fates.given_up -= rollouts
-                fates.too_long -= rollouts * (group.given_up == r.GivenUpFor.TOO_LONG)
+                fates.given_up -= group.given_up_rollouts
+                fates.too_long -= group.given_up_rollouts * (group.given_up == r.GivenUpFor.TOO_LONG)
             elif group.filtered:
                 fates.filtered -= group.rollouts
             else:
@@ -171,17 +185,16 @@ class State(msgspec.Struct):
         _APPLY[type(record)](self, record)
 
     def _started(self, record: r.Started) -> None:
-        if self.identity is not None and self.identity != record.identity:
-            raise AssertionError("the identity of a journal never changes")
-        self.identity = record.identity
+        batch_sizes.change(self, record.identity)
         self.nonce, self.next_lease = record.nonce, 0
 
     def _restored(self, record: r.Restored) -> None:
-        identity, nonce, number = self.identity, self.nonce, self.next_lease
+        identity, nonce, number = self.settled, self.nonce, self.next_lease
         restored = State.decode(record.snapshot)
         for name in self.__struct_fields__:
             setattr(self, name, getattr(restored, name))
-        self.identity, self.nonce, self.next_lease = identity, nonce, number
+        self.nonce, self.next_lease = nonce, number
+        batch_sizes.change(self, identity)
 
 
 _APPLY: dict[type, Callable[[State, Any], None]] = {

@@ -112,5 +112,5 @@ def _waiting_for(core: Core, phase: Phase) -> str:
         return (
             f"the evaluation of version {version}: {len(evaluation.results)} of {evaluation.prompts} prompts"
         )
-    missing = core.settings.identity.prompts_per_step - state.filled.get(state.version, 0)
+    missing = state.missing(state.version)
     return f"{missing} groups of step {state.version}" if missing else ""

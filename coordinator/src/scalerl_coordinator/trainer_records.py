@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from scalerl_api.wire import Split
 from scalerl_coordinator import records as r
 from scalerl_coordinator.accounting import Row, add_mismatches, extend, sum_step
-from scalerl_coordinator.slots import slots_of
 
 if TYPE_CHECKING:
     from scalerl_coordinator.state import State
@@ -53,7 +52,6 @@ def step_trained(state: State, record: r.StepTrained) -> None:
 
 def _advance(state: State, step: int, stats: dict[str, float], trained_tokens: int) -> None:
     """The line grows by ``step``, which is closed."""
-    slots = slots_of(step, state.settled.prompts_per_step)
     sums = sum_step(step, state.step_groups(step))
     state.marks[step] = state.line
     state.line = extend(state.line, sums, trained_tokens)
@@ -83,7 +81,7 @@ def _advance(state: State, step: int, stats: dict[str, float], trained_tokens: i
         "generated_tokens": state.usage.generated_tokens,
         "trained_tokens": trained_tokens,
         "checkpoint_failures": state.checkpoint_failures,
-        "prompts_crc32": zlib.crc32(repr([state.prompts[slot] for slot in slots]).encode()),
+        "prompts_crc32": zlib.crc32(repr([state.prompts[slot] for slot in state.slots_of(step)]).encode()),
     }
     state.rows[step] = state.last_row = {**stats, **state.publish_stats, **row}
     state.publish_stats = {}
@@ -109,12 +107,13 @@ def published(state: State, record: r.Published) -> None:
 def checkpoint_committed(state: State, record: r.CheckpointCommitted) -> None:
     state.checkpoint = record.step
     first = max(state.first_kept_step, min([record.step, *record.kept_steps]))
-    size = state.settled.prompts_per_step
     for step in range(state.first_kept_step, first):
-        for slot in slots_of(step, size):
+        for slot in state.slots_of(step):
             del state.groups[slot], state.prompts[slot]
         del state.filled[step], state.marks[step], state.rows[step]
     state.first_kept_step = first
+    while len(state.batch_sizes) > 1 and state.batch_sizes[1].first_step <= first:
+        del state.batch_sizes[0]
 
 
 def stop_requested(state: State, record: r.StopRequested) -> None:

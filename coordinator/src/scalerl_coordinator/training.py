@@ -245,17 +245,16 @@ class Training:
             for sample, (length, trained) in enumerate(zip(group.lengths, group.trained_tokens, strict=True))
             if trained
         ]
-        first = request.step * self.core.settings.identity.prompts_per_step
         metas = [
             wire.GroupMeta(
-                slot=first + at,
+                slot=slot,
                 scores=g.scores,
                 completion_tokens=g.lengths,
                 filtered=g.filtered,
                 ungraded=g.ungraded,
                 masked_tokens=g.masked_tokens,
             )
-            for at, g in enumerate(groups)
+            for slot, g in zip(state.slots_of(request.step), groups, strict=True)
         ]
         share = balance(items, request.world_size)[request.rank]
         return ShardPlan(request.step, metas, [g.lease_id for g in groups], share)

@@ -7,7 +7,8 @@ bytes, so that nobody decodes them who does not need them.
 
 Vocabulary
     slot      position in the run's one sequence of training prompts; step ``t`` consumes slots
-              ``[t·B, (t+1)·B)`` with ``B = promptsPerStep``, so a batch's prompts never depend on timing.
+              ``[t·B, (t+1)·B)`` with ``B = promptsPerStep``, so a batch's prompts never depend on timing;
+              where ``B`` changes under way, steps that are not closed yet are cut by the new one.
     version   number of optimizer updates the weights have seen; step ``t`` turns version ``t`` into ``t+1``.
     lease     one slot (or one evaluation prompt) handed to one generator until its deadline.
     group     all completions of one lease. A rollout is one completion.
