@@ -72,3 +72,10 @@ def processes(forkserver: Any) -> Iterator[Processes]:
     running = Processes(forkserver)
     yield running
     running.end()
+
+
+@pytest.fixture(scope="module")
+def module_processes(forkserver: Any) -> Iterator[Processes]:
+    running = Processes(forkserver)
+    yield running
+    running.end()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from scalerl_api.paths import RunPaths
-from scalerl_trainer.checkpoint import CheckpointStore, Disk
+from scalerl_trainer.checkpoint import FIXED_SHAPE, MANIFEST, CheckpointStore, Disk, Manifest
 from scalerl_trainer.engine import EngineSettings
-from scalerl_trainer.saving import Saver, Unusable
+from scalerl_trainer.saving import Saver, Unusable, _load_random_state, _save_random_state
 
 
 class OnlyRank:
@@ -93,3 +96,45 @@ def test_a_disk_that_is_too_slow_fails_the_checkpoint_before_others_think_the_ra
     assert saved.error == "not flushed within 0.2 s"
     assert one.last_step is None
     assert CheckpointStore(RunPaths(tmp_path), 2).steps() == []
+
+
+def test_a_checkpoint_of_another_shape_is_loaded(tmp_path: Path) -> None:
+    one = saver(tmp_path)
+    one._shape = {"ranks": "8", "zeroStage": "3", "dtype": "bfloat16"}
+    assert one.start(3, b"") is None
+    assert one.finish().error is None
+    assert saver(tmp_path).load() == 3
+
+
+def test_a_checkpoint_of_an_earlier_release_loads_only_at_its_own_shape(tmp_path: Path) -> None:
+    for ranks, found in (("1", 3), ("8", None)):
+        root = tmp_path / ranks
+        save(root, 3)
+        manifest = CheckpointStore(RunPaths(root), 2).manifest(3)
+        earlier = Manifest(FIXED_SHAPE, 3, manifest.shape | {"ranks": ranks}, manifest.files)
+        (RunPaths(root).checkpoint(3) / MANIFEST).write_bytes(earlier.encode())
+        if found is not None:
+            assert saver(root).load() == found
+        else:
+            with pytest.raises(
+                Unusable, match=r"checkpoint 3 was written by an earlier release with .*'8'.*next"
+            ):
+                saver(root).load()
+
+
+def test_a_rank_that_is_new_has_random_numbers_of_its_own(tmp_path: Path) -> None:
+    def draws() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    seen = []
+    for rank in range(2):
+        random.seed(rank), np.random.seed(rank), torch.manual_seed(rank)
+        _save_random_state(tmp_path, rank)
+        seen.append(draws())
+    after = []
+    for rank in (0, 1, 2, 3, 2):
+        _load_random_state(tmp_path, rank)
+        after.append(draws())
+    assert after[:2] == seen, "those that were there go on"
+    assert after[4] == after[2], "the same at every load"
+    assert all(len({a[i] for a in after[:4]}) == 4 for i in range(3))

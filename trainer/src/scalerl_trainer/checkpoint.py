@@ -36,7 +36,9 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 SNAPSHOT = "coordinator.snapshot"
-FORMAT = 1
+FORMAT = 2
+FIXED_SHAPE = 1
+"""An earlier format, which loads only at the shape it was written with."""
 ASIDE = ".tmp-"
 DAMAGED = "damaged-"
 _NAME = re.compile(r"^step-(\d{8,})$")
@@ -88,7 +90,7 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What belongs to a checkpoint. ``shape`` is what a later run must share to load it."""
+    """What belongs to a checkpoint. ``shape``: ranks, ZeRO stage and dtype that it was written with."""
 
     format: int
     step: int
@@ -112,8 +114,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise CheckpointError(f"{MANIFEST} cannot be read: {error}") from error
         if digest != hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest():
             raise CheckpointError(f"{MANIFEST} does not match its own digest")
-        if manifest.format != FORMAT:
-            raise CheckpointError(f"{MANIFEST} has format {manifest.format}, this trainer reads {FORMAT}")
+        if manifest.format not in (FIXED_SHAPE, FORMAT):
+            raise CheckpointError(
+                f"{MANIFEST} has format {manifest.format}, this trainer reads {FIXED_SHAPE} and {FORMAT}"
+            )
         return manifest
 
 

@@ -2,7 +2,7 @@
 
 Exit codes: 0 when the run has finished or after SIGTERM (a checkpoint is written first); 2 when starting
 again would not help (environment, run file, model, solutions of a warm start, checkpoints of another
-shape, all damaged or lost while the coordinator knows of some); 1 for everything else (also when the last
+model, all damaged or lost while the coordinator knows of some); 1 for everything else (also when the last
 checkpoint could not be written), after which all ranks are started again and go on from the last checkpoint.
 
 Training that left the road (a loss or gradient that is not finite, an exploding ratio) is exit code 3: the

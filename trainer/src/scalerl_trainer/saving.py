@@ -20,7 +20,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from scalerl_trainer.checkpoint import Aside, CheckpointError, CheckpointStore, FileRecord, files_in
+from scalerl_trainer.checkpoint import (
+    FIXED_SHAPE,
+    Aside,
+    CheckpointError,
+    CheckpointStore,
+    FileRecord,
+    files_in,
+)
 from scalerl_trainer.engine import Engine
 from scalerl_trainer.errors import TrainerError
 from scalerl_trainer.ranks import Ranks
@@ -194,10 +201,11 @@ class Saver:
             self._store.verify(manifest, self._ranks.rank, self._ranks.world)
         except CheckpointError as error:
             return str(error)
-        if manifest.shape != self._shape:
+        if manifest.format == FIXED_SHAPE and manifest.shape != self._shape:
             raise Unusable(
-                f"checkpoint {step} was written with {manifest.shape}, this run has {self._shape}: resume with the "
-                "same trainer.replicas, trainer.zeroStage and model.dtype"
+                f"checkpoint {step} was written by an earlier release with {manifest.shape}, this run has "
+                f"{self._shape}: resume with the same trainer.replicas, trainer.zeroStage and model.dtype, and change "
+                "them after the next checkpoint"
             )
         return None
 
@@ -217,9 +225,18 @@ def _save_random_state(directory: Path, rank: int) -> None:
 
 
 def _load_random_state(directory: Path, rank: int) -> None:
-    state = pickle.loads(_random_file(directory, rank).read_bytes())  # noqa: S301  # hash checked, our own file
+    """A rank that was not there when the checkpoint was written continues rank 0's state with a seed of its own."""
+    file, new = _random_file(directory, rank), False
+    if not file.is_file():
+        file, new = _random_file(directory, 0), True
+    state = pickle.loads(file.read_bytes())  # noqa: S301  # hash checked, our own file
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+    if new:
+        seed = random.getrandbits(31) ^ rank
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)  # of the accelerator too

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from scalerl_trainer.engine.settings import EngineSettings
+from scalerl_trainer.saved_state import Piece
 
 # Without it, importing DeepSpeed on a machine without GPUs warns that it had to guess.
 if not torch.cuda.is_available():
@@ -32,9 +33,9 @@ if not torch.cuda.is_available():
 import deepspeed
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 _CHECKPOINT_TAG = "state"
+"""Folder of a checkpoint that DeepSpeed wrote itself."""
 _MAX_BUCKET_ELEMENTS = 50_000_000
 
 
@@ -76,30 +77,6 @@ class ClippingAdamW(torch.optim.AdamW):
         return super().step(closure)
 
 
-class PatientWriter(TorchCheckpointEngine):  # type: ignore[misc]
-    """Keeps a write's failure until the checkpoint is over.
-
-    DeepSpeed has barriers between its writes: a rank whose disk is full and that raised in between would leave
-    the others waiting there.
-    """
-
-    failure: Exception | None = None
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """A folder, or ``failure``."""
-        try:
-            super().makedirs(path, exist_ok=exist_ok)
-        except OSError as error:
-            self.failure = self.failure or error
-
-    def save(self, state_dict: Any, path: str) -> None:
-        """A file, or ``failure``."""
-        try:
-            super().save(state_dict, path)
-        except (OSError, RuntimeError) as error:  # torch reports a short write as the latter
-            self.failure = self.failure or error
-
-
 class DeepSpeedEngine:
     """The few verbs that ``Engine`` needs."""
 
@@ -108,8 +85,9 @@ class DeepSpeedEngine:
         if device.type == "cpu" and not isinstance(get_accelerator(), CompilerFreeCpu):
             set_accelerator(CompilerFreeCpu())
         self._stage = settings.zero_stage
-        world = torch.distributed.get_world_size()
+        self._rank, self._world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         module = module.to(device)
+        self._module = module
         parameters = [p for p in module.parameters() if p.requires_grad]
         kind = ClippingAdamW if self._stage == 0 else torch.optim.AdamW
         optimizer = kind(
@@ -126,13 +104,9 @@ class DeepSpeedEngine:
         self.engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=optimizer,
-            config=_config(settings, world, sum(p.numel() for p in parameters)),
+            config=_config(settings, self._world, sum(p.numel() for p in parameters)),
             dist_init_required=False,
         )
-        self._writer = PatientWriter(self.engine._config)
-        self.engine.checkpoint_engine = self._writer
-        # Scripts put beside every checkpoint, by rank 0 alone: one more write that could fail on one rank only.
-        self.engine._copy_recovery_script = lambda save_path: None
 
     def __call__(self, *arguments: Any) -> Any:
         return self.engine(*arguments)
@@ -172,20 +146,88 @@ class DeepSpeedEngine:
         """The whole parameter's shape, also while ZeRO-3 holds a part of it."""
         return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
-    def save(self, directory: Path, client_state: dict[str, Any]) -> None:
-        """Model and optimizer of this rank; all ranks call it.
+    # --- state --------------------------------------------------------------------------------------------
 
-        Raises ``OSError`` when this rank could not write, after all ranks have come to the end.
+    def pieces(self, *, owned: bool) -> Iterator[Piece]:
+        """The pieces of parameters whose float32 weights and moments this rank holds, as views.
+
+        ``owned``: without what other ranks hold too (ZeRO 0: every rank holds everything, each owns an equal share).
         """
-        self._writer.failure = None
-        self.engine.save_checkpoint(
-            str(directory), tag=_CHECKPOINT_TAG, client_state=client_state, save_latest=False
-        )
-        if self._writer.failure is not None:
-            raise OSError(f"{directory}: {self._writer.failure}") from self._writer.failure
+        for name, parameter in self._module.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            for flat, offset, start, count in self._held(parameter):
+                state = self._moments(flat)
+                begin, end = 0, count
+                if owned and self._stage == 0:
+                    begin, end = (count * r // self._world for r in (self._rank, self._rank + 1))
+                if begin < end:
+                    part = slice(offset + begin, offset + end)
+                    values = {"weight": flat, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+                    yield Piece(
+                        name, start + begin, {key: value.data.view(-1)[part] for key, value in values.items()}
+                    )
 
-    def load(self, directory: Path) -> dict[str, Any]:
-        """What ``save`` wrote; returns its ``client_state``. All ranks call it."""
+    @property
+    def optimizer_steps(self) -> float:
+        """AdamW's count of steps, the same for all parameters."""
+        return max(
+            (float(state["step"]) for state in self._base_optimizer.state.values() if state), default=0.0
+        )
+
+    @contextmanager
+    def restoring(self, optimizer_steps: float) -> Iterator[None]:
+        """Inside, the views of ``pieces`` are written; after, the weights that are computed with follow them."""
+        optimizer = self.engine.optimizer
+        if self._stage == 3:
+            optimizer.checkpoint_event_prologue()
+        yield
+        for state in self._base_optimizer.state.values():
+            state["step"].fill_(optimizer_steps)
+        if self._stage in (1, 2):
+            optimizer.update_lp_params()
+        elif self._stage == 3:
+            for flat, master in zip(
+                optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True
+            ):
+                flat.data.copy_(master.data)
+            optimizer.checkpoint_event_epilogue()
+
+    def _held(self, parameter: torch.nn.Parameter) -> Iterator[tuple[torch.Tensor, int, int, int]]:
+        """``(tensor of the optimizer, offset in it, start in the flattened parameter, count)``, at most one."""
+        optimizer: Any = self.engine.optimizer
+        if self._stage == 0:
+            yield parameter, 0, 0, parameter.numel()
+        elif self._stage == 3:
+            group, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            start = self._rank * size
+            # The last ranks' parts are padded, or padding alone.
+            count = min(size, parameter.ds_numel - start)  # type: ignore[attr-defined]
+            if count > 0:
+                yield optimizer.fp32_partitioned_groups_flat[group], offset, start, count
+        else:
+            mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+            if mapping is not None:
+                # BF16_Optimizer (stage 1 of a bfloat16 model) and the ZeRO optimizer name the same thing differently.
+                flats = getattr(optimizer, "fp32_groups_flat_partition", None)
+                if flats is None:
+                    flats = optimizer.single_partition_of_fp32_groups
+                whole, part = mapping.lp_fragment_address, mapping.hp_fragment_address
+                yield flats[mapping.param_group_index], part.start, whole.start, whole.numel
+
+    def _moments(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """AdamW's state of one of its tensors; before its first step, the zeros that it would begin with."""
+        state: dict[str, torch.Tensor] = self._base_optimizer.state[flat]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(flat.data), torch.zeros_like(flat.data)
+        return state
+
+    def load_native(self, directory: Path) -> dict[str, Any]:
+        """What earlier releases wrote, in DeepSpeed's own form: only at the same ranks and stage. All ranks call it.
+
+        Returns its ``client_state``.
+        """
         _, client_state = self.engine.load_checkpoint(str(directory), tag=_CHECKPOINT_TAG)
         return dict(client_state or {})
 

@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from scalerl_trainer.errors import (
 )
 from scalerl_trainer.models.policy import PREFIX, Policy
 from scalerl_trainer.packing import MicroBatch, PackedBatch, Sequence
+from scalerl_trainer.saved_state import HEADER, EngineHeader, Piece, SavedState, write_header, write_pieces
 
 _TABLES = 2 * len(POSITIONS) * FIELDS
 """Of all tokens and of fresh ones, by position."""
@@ -194,22 +196,31 @@ class Engine:
     # --- state --------------------------------------------------------------------------------------------
 
     def save(self, directory: Path) -> None:
-        """Everything that a later ``load`` needs, into an existing, empty ``directory``; not atomic by itself."""
+        """Everything that a later ``load`` needs, into an existing, empty ``directory``; not atomic by itself.
+
+        Each rank writes what it owns, without waiting for the others. Raises ``OSError``.
+        """
         self._require_usable()
-        self._deepspeed.save(directory, {"steps_done": self.steps_done, **self._shape()})
+        write_pieces(directory, self._rank, list(self._pieces(owned=True)))
+        if self._rank == 0:
+            steps = self._deepspeed.optimizer_steps
+            write_header(directory, EngineHeader(self.steps_done, steps, self._trained_shapes()))
 
     def load(self, directory: Path) -> None:
-        """Continue from what ``save`` wrote. Raises ``EngineError`` when it was of another shape or is missing."""
+        """Continue from what ``save`` wrote, on any number of ranks, at any ZeRO stage, in any dtype.
+
+        Raises ``EngineError``: it is missing, of another model, or of an earlier release and another shape.
+        """
         if not directory.is_dir():
             raise EngineError(f"{directory} is not a folder: there is no engine state to load")
-        state = self._deepspeed.load(directory)
-        found = {key: state.get(key) for key in self._shape()}
-        if found != self._shape():
-            raise EngineError(
-                f"{directory} was saved with {found}, this run has {self._shape()}: resume with the same number of "
-                "ranks, zeroStage and dtype"
-            )
-        self.steps_done = int(state["steps_done"])
+        if not (directory / HEADER).is_file():
+            self._load_native(directory)
+            return
+        saved = SavedState(directory)
+        saved.check(self._trained_shapes())
+        with self._deepspeed.restoring(saved.header.optimizer_steps):
+            saved.load(self._pieces(owned=False))
+        self.steps_done = saved.header.steps_done
         self._failed = None
 
     def close(self) -> None:
@@ -218,8 +229,28 @@ class Engine:
 
     # --- inside -------------------------------------------------------------------------------------------
 
-    def _shape(self) -> dict[str, object]:
-        return {"world": self._world, "zero_stage": self.settings.zero_stage, "dtype": self.settings.dtype}
+    def _pieces(self, *, owned: bool) -> Iterator[Piece]:
+        for piece in self._deepspeed.pieces(owned=owned):
+            yield replace(piece, name=piece.name.removeprefix(PREFIX))
+
+    def _trained_shapes(self) -> dict[str, list[int]]:
+        return {
+            name.removeprefix(PREFIX): list(self._deepspeed.shape(parameter))
+            for name, parameter in self._policy.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def _load_native(self, directory: Path) -> None:
+        state = self._deepspeed.load_native(directory)
+        own = {"world": self._world, "zero_stage": self.settings.zero_stage, "dtype": self.settings.dtype}
+        found = {key: state.get(key) for key in own}
+        if found != own:
+            raise EngineError(
+                f"{directory} was saved by an earlier release with {found}, this run has {own}: resume with the same "
+                "number of ranks, zeroStage and dtype until the next checkpoint"
+            )
+        self.steps_done = int(state["steps_done"])
+        self._failed = None
 
     def _require_usable(self) -> None:
         if self._failed is not None:

@@ -1,0 +1,131 @@
+"""The engine's state on disk, in a form that no number of ranks and no ZeRO stage is written into.
+
+A rank writes the pieces of parameters that it owns: float32 weights and both moments of AdamW, each piece named by
+its parameter and by where it begins in the flattened parameter. A rank that loads looks up the pieces of the
+parameters that it owns, in the files of whichever ranks wrote them. So ranks and ZeRO stage may change between a
+save and a load, no rank reads or holds more than its part, and each file is a plain safetensors file.
+
+======================= =============================================================================
+``engine.json``         steps, the optimizer's own count of them, names and shapes of all parameters
+``rank-<r>.safetensors`` ``<parameter>@<start>/weight``, ``…/exp_avg``, ``…/exp_avg_sq``, flat float32
+======================= =============================================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+
+from scalerl_trainer.errors import EngineError
+from scalerl_trainer.tensor_files import TensorInfo, write_tensors
+
+HEADER = "engine.json"
+KEYS = ("weight", "exp_avg", "exp_avg_sq")
+_READ_ELEMENTS = 16 << 20
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A contiguous part of a flattened parameter that this rank owns; ``values`` are flat float32 views by key."""
+
+    name: str
+    start: int
+    values: dict[str, torch.Tensor]
+
+
+class EngineHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is said once of a saved engine.
+
+    ``optimizer_steps``  AdamW's own count, which its bias correction needs
+    ``parameters``       whole shapes by name
+    """
+
+    steps_done: int
+    optimizer_steps: float
+    parameters: dict[str, list[int]]
+
+
+def write_pieces(directory: Path, rank: int, pieces: Sequence[Piece]) -> None:
+    """This rank's file. Raises ``OSError``."""
+    parts = [(f"{p.name}@{p.start}/{key}", p.values[key]) for p in pieces for key in KEYS]
+    infos = [TensorInfo(name, torch.float32, (values.numel(),)) for name, values in parts]
+    path = directory / f"rank-{rank:05d}.safetensors"
+    write_tensors(path, infos, (values for _, values in parts), {"format": "pt"})
+
+
+def write_header(directory: Path, header: EngineHeader) -> None:
+    """Rank 0's. Raises ``OSError``."""
+    (directory / HEADER).write_bytes(msgspec.json.format(msgspec.json.encode(header), indent=1))
+
+
+class SavedState:
+    """A saved engine, opened for reading; nothing is read before it is asked for.
+
+    Raises:
+        EngineError: its files are not what ``write_pieces`` and ``write_header`` write.
+        OSError
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._places: dict[str, list[tuple[int, int, Any]]] = {}
+        try:
+            self.header = msgspec.json.decode((directory / HEADER).read_bytes(), type=EngineHeader)
+            for path in sorted(directory.glob("rank-*.safetensors")):
+                file: Any = safe_open(path, framework="pt")
+                for key in file.keys():  # noqa: SIM118  # not a dict
+                    parameter, start = key.rsplit("/", 1)[0].rsplit("@", 1)
+                    if key.endswith("/weight"):
+                        size = file.get_slice(key).get_shape()[0]
+                        self._places.setdefault(parameter, []).append((int(start), size, file))
+        except (msgspec.MsgspecError, SafetensorError, ValueError) as error:
+            raise EngineError(f"{directory} cannot be read: {error}") from error
+
+    def read(self, name: str, key: str, start: int, target: torch.Tensor) -> None:
+        """Fill ``target``, flat, with elements ``start``, ``start + 1``, … of a parameter's weights or moments.
+
+        Raises:
+            EngineError: some of them were not saved.
+        """
+        missing = target.numel()
+        for begin, size, file in self._places.get(name, []):
+            low, high = max(begin, start), min(begin + size, start + target.numel())
+            if low >= high:
+                continue
+            source = file.get_slice(f"{name}@{begin}/{key}")
+            for at in range(low, high, _READ_ELEMENTS):
+                to = min(high, at + _READ_ELEMENTS)
+                target[at - start : to - start].copy_(source[at - begin : to - begin])
+            missing -= high - low
+        if missing:
+            raise EngineError(f"{self._directory}: {missing} elements of {name} are in no file")
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A parameter's float32 weights, in its shape, on the CPU."""
+        shape = self.header.parameters[name]
+        flat = torch.empty(math.prod(shape))
+        self.read(name, "weight", 0, flat)
+        return flat.view(shape)
+
+    def check(self, parameters: dict[str, list[int]]) -> None:
+        """Raise ``EngineError`` unless the saved model has these parameters."""
+        saved = self.header.parameters
+        for name in sorted(saved.keys() | parameters.keys()):
+            if saved.get(name) != parameters.get(name):
+                raise EngineError(
+                    f"{self._directory} is of another model: {name} has the shape {saved.get(name, 'nothing')} there, "
+                    f"{parameters.get(name, 'nothing')} in model.*"
+                )
+
+    def load(self, pieces: Iterator[Piece]) -> None:
+        """Fill every view of ``pieces``."""
+        for piece in pieces:
+            for key in KEYS:
+                self.read(piece.name, key, piece.start, piece.values[key])

@@ -1,0 +1,64 @@
+"""Safetensors files, written as a stream: one tensor in memory at a time, whatever the file's size.
+
+The library's own ``save_file`` needs all tensors of a file at once, and a copy of each that is on an accelerator.
+The format (https://github.com/huggingface/safetensors#format): eight bytes with the length of a JSON header, the
+header, then the tensors' bytes one after the other. Reading is the library's: it maps files and copies slices.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
+_CHUNK_ELEMENTS = 16 << 20
+"""Elements that are copied from an accelerator at once."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor of a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_tensors(
+    path: Path, infos: Sequence[TensorInfo], tensors: Iterable[torch.Tensor], metadata: dict[str, str]
+) -> None:
+    """Write ``tensors``, which come in the order of ``infos``, on any device; cast to the dtype of their info.
+
+    Raises:
+        OSError: disk full, …
+        ValueError: a tensor has another shape than its info, or their numbers differ.
+    """
+    header: dict[str, object] = {"__metadata__": metadata}
+    end = 0
+    for info in infos:
+        begin, end = end, end + info.bytes
+        header[info.name] = {
+            "dtype": _NAMES[info.dtype],
+            "shape": list(info.shape),
+            "data_offsets": [begin, end],
+        }
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for info, tensor in zip(infos, tensors, strict=True):
+            if tuple(tensor.shape) != info.shape:
+                raise ValueError(f"{info.name} has shape {tuple(tensor.shape)}, expected {info.shape}")
+            flat = tensor.detach().contiguous().view(-1)
+            for start in range(0, flat.numel(), _CHUNK_ELEMENTS):
+                part = flat[start : start + _CHUNK_ELEMENTS].to("cpu", info.dtype)
+                file.write(part.view(torch.uint8).numpy().data)

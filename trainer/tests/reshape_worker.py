@@ -1,0 +1,67 @@
+"""One rank of the tests of saved engines: does the jobs it is given, writes what it saw to ``<out>/<name>-<r>.pt``.
+
+``save``  3 steps, save, 3 more: what an uninterrupted run of this shape comes to
+``load``  load what another shape saved, save it again, 3 more steps
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from engine_worker import SETTINGS, parameters, share
+
+from scalerl_trainer.algo.losses import Cispo
+from scalerl_trainer.engine import Engine, EngineSettings, Rank, join, leave
+from scalerl_trainer.models import load_model
+
+given: dict[str, Any] = WORKER  # type: ignore[name-defined]  # noqa: F821
+out: Path = given["out"]
+rank: int = given["rank"]
+world: int = given["world"]
+
+torch.set_num_threads(1)
+device = join(Rank(rank, world, rank, "127.0.0.1", given["port"]), device="cpu", timeout_seconds=90)
+
+
+def folder(name: str) -> Path:
+    if rank == 0:
+        (out / name).mkdir()
+    torch.distributed.barrier()
+    return out / name
+
+
+def steps(engine: Engine, first: int) -> list[float]:
+    return [engine.step(share(step, rank, world), Cispo()).loss for step in range(first, first + 3)]
+
+
+results = {}
+for job in given["jobs"]:
+    _, stage, dtype = job["shape"]
+    settings = EngineSettings(zero_stage=stage, dtype=dtype, **SETTINGS)
+    engine = Engine(load_model(given["model"], dtype="float32"), settings, device)
+    found: dict[str, Any] = {}
+    if job["do"] == "save":
+        found["before"] = steps(engine, 0)
+        if job.get("native"):
+            state = {"steps_done": 3, "world": world, "zero_stage": stage, "dtype": dtype}
+            engine._deepspeed.engine.save_checkpoint(
+                str(folder(job["name"])), tag="state", client_state=state, save_latest=False
+            )
+        else:
+            engine.save(folder(job["name"]))
+    else:
+        engine.load(out / job["source"])
+        engine.save(folder(job["name"]))
+        found["loaded"] = parameters(engine)
+    found["steps_done"] = engine.steps_done
+    found["after"] = steps(engine, 3)
+    found["parameters"] = parameters(engine)
+    engine.close()
+    results[job["name"]] = found
+torch.save(results, out / f"{given['name']}-{rank}.pt")
+leave()

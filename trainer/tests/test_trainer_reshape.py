@@ -1,0 +1,177 @@
+"""What one number of ranks and one ZeRO stage saved, another loads and goes on from."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scalerl_api.spec import ScratchModel
+from scalerl_trainer.models import write_scratch
+from scalerl_trainer.saved_state import KEYS, SavedState
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+Shape = tuple[int, int, str]
+"""Ranks, ZeRO stage, dtype."""
+
+SHAPES: list[Shape] = [(world, stage, "float32") for world in (1, 2) for stage in range(4)]
+HALF: list[Shape] = [(world, stage, "bfloat16") for world in (1, 2) for stage in (1, 2, 3)]
+
+
+def name(shape: Shape) -> str:
+    return "{}-ranks-zero-{}-{}".format(*shape)
+
+
+def on(source: Shape, target: Shape) -> str:
+    return f"{name(source)}-on-{name(target)}"
+
+
+def pairs() -> list[Any]:
+    """Who saves, who loads; those that a change is tried with first, and the others."""
+    first = [(SHAPES[(i + 5) % 8], target) for i, target in enumerate(SHAPES)]
+    first.append((HALF[5], HALF[0]))
+    others = [(source, target) for source in SHAPES for target in SHAPES if source != target]
+    others += [(source, target) for source in HALF for target in HALF if source != target]
+    others += [(SHAPES[7], HALF[1]), (HALF[3], SHAPES[0])]
+    return [
+        pytest.param(
+            *pair, id=f"{name(pair[0])}-on-{name(pair[1])}", marks=[] if pair in first else [pytest.mark.full]
+        )
+        for pair in dict.fromkeys([*first, *others])
+    ]
+
+
+class Ranks:
+    """Runs jobs on 1 or 2 ranks, one process a rank."""
+
+    def __init__(self, processes: Any, model: Path, out: Path) -> None:
+        self._processes, self._model, self.out = processes, model, out
+        self.results: dict[str, Any] = {}
+        self._runs = 0
+
+    def run(self, world: int, jobs: list[dict[str, Any]]) -> None:
+        self._runs += 1
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        common = {"out": self.out, "world": world, "port": port, "model": str(self._model), "jobs": jobs}
+        started = [
+            self._processes.run("reshape_worker.py", WORKER=common | {"rank": r, "name": f"run{self._runs}"})
+            for r in range(world)
+        ]
+        for process in started:
+            process.join(200)
+            assert process.exitcode == 0
+        self.results |= torch.load(self.out / f"run{self._runs}-0.pt", weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    folder.mkdir()
+    # Sizes that do not divide by two: pieces begin and end inside of parameters, and the last rank's are padded.
+    sizes = ScratchModel(
+        layers=2, hidden_size=34, attention_heads=1, intermediate_size=51, vocabulary_size=64
+    )
+    texts = [f"{i} + {i} = {2 * i}" for i in range(50)]
+    write_scratch(folder, sizes, texts, seed=3, dtype="float32", context_tokens=64)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(
+    request: pytest.FixtureRequest,
+    module_processes: Any,
+    model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Ranks:
+    """What the tests that are selected need, and no more."""
+    selected = [i.callspec.params for i in request.session.items if i.path == request.path]
+    wanted = dict.fromkeys((p["source"], p["target"]) for p in selected if "source" in p)
+    natives = dict.fromkeys(p["native"] for p in selected if "native" in p)
+    saves: dict[int, list[dict[str, Any]]] = {1: [], 2: []}
+    loads: dict[int, list[dict[str, Any]]] = {1: [], 2: []}
+    for shape in dict.fromkeys(shape for pair in wanted for shape in pair):
+        saves[shape[0]].append({"do": "save", "name": name(shape), "shape": shape})
+    for source, target in wanted:
+        job = {"do": "load", "name": on(source, target), "source": name(source), "shape": target}
+        loads[target[0]].append(job)
+    for shape in natives:
+        saves[2].append({"do": "save", "name": f"native-{name(shape)}", "shape": shape, "native": True})
+        loads[2].append(
+            saves[2][-1] | {"do": "load", "name": f"old-{name(shape)}", "source": saves[2][-1]["name"]}
+        )
+    ranks = Ranks(module_processes, model, tmp_path_factory.mktemp("saved"))
+    ranks.run(1, saves[1])
+    ranks.run(2, [*saves[2], *loads[2]])
+    ranks.run(1, loads[1])
+    return ranks
+
+
+def whole(directory: Path) -> dict[str, torch.Tensor]:
+    """Weights and moments of all parameters."""
+    saved = SavedState(directory)
+    found = {"steps": torch.tensor(saved.header.optimizer_steps)}
+    for parameter, shape in saved.header.parameters.items():
+        for key in KEYS:
+            found[f"{parameter}/{key}"] = torch.empty(torch.Size(shape).numel())
+            saved.read(parameter, key, 0, found[f"{parameter}/{key}"])
+    return found
+
+
+@pytest.mark.parametrize(("source", "target"), pairs())
+class TestEveryShapeLoadsEveryOther:
+    def test_not_a_bit_is_lost(self, source: Shape, target: Shape, ranks: Ranks) -> None:
+        """What is saved again after the load is what was saved before it."""
+        before = whole(ranks.out / name(source))
+        after = whole(ranks.out / on(source, target))
+        assert before.keys() == after.keys()
+        for key, expected in before.items():
+            torch.testing.assert_close(after[key], expected, rtol=0, atol=0, msg=key)
+
+    def test_the_weights_computed_with_are_the_saved_ones(
+        self, source: Shape, target: Shape, ranks: Ranks
+    ) -> None:
+        saved = whole(ranks.out / name(source))
+        loaded = ranks.results[on(source, target)]["loaded"]
+        for parameter, weights in loaded.items():
+            expected = saved[f"{parameter}/weight"].view(weights.shape).to(getattr(torch, target[2])).float()
+            torch.testing.assert_close(weights, expected, rtol=0, atol=0, msg=parameter)
+
+    def test_it_goes_on_as_an_uninterrupted_run_of_its_shape(
+        self, source: Shape, target: Shape, ranks: Ranks
+    ) -> None:
+        got = ranks.results[on(source, target)]
+        straight = ranks.results[name(target)]
+        assert got["steps_done"] == straight["steps_done"] == 3
+        exact = source[2] == target[2] == "float32"
+        assert got["after"] == pytest.approx(
+            straight["after"], rel=2e-5 if exact else 0.1, abs=0 if exact else 0.02
+        )
+        if not exact:
+            return  # AdamW turns the last bit of a small gradient into a whole step
+        for parameter, expected in straight["parameters"].items():
+            torch.testing.assert_close(
+                got["parameters"][parameter], expected, rtol=1e-4, atol=2e-5, msg=parameter
+            )
+
+
+@pytest.mark.parametrize(
+    "native",
+    [
+        (2, 1, "bfloat16"),
+        pytest.param((2, 0, "float32"), marks=pytest.mark.full),
+        pytest.param((2, 3, "float32"), marks=pytest.mark.full),
+    ],
+)
+def test_what_deepspeed_itself_saved_still_loads(native: Shape, ranks: Ranks) -> None:
+    """Checkpoints of earlier releases, at the shape they were saved with."""
+    got, straight = ranks.results[f"old-{name(native)}"], ranks.results[f"native-{name(native)}"]
+    assert got["steps_done"] == 3
+    assert got["after"] == straight["after"]
+    for parameter, expected in straight["parameters"].items():
+        torch.testing.assert_close(got["parameters"][parameter], expected, rtol=0, atol=0, msg=parameter)
