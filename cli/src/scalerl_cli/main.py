@@ -53,6 +53,15 @@ def parser() -> argparse.ArgumentParser:
     plot = commands.add_parser("plot", help="draw DIR/curve.png from DIR/curve.csv")
     plot.add_argument("dir", type=Path, metavar="DIR")
 
+    export = commands.add_parser("export", help="write a checkpoint's model as transformers and vLLM load it")
+    export.add_argument("dir", type=Path, metavar="DIR", help="the run's directory")
+    export.add_argument(
+        "--to", type=Path, required=True, metavar="PATH", help="a folder that does not exist yet"
+    )
+    export.add_argument(
+        "--step", type=int, metavar="N", help="a checkpoint that was kept (default: the newest)"
+    )
+
     replay = commands.add_parser("replay", help="make the autoscaler's recorded decisions of a run again")
     replay.add_argument(
         "source",
@@ -100,6 +109,10 @@ def main(argv: Sequence[str] | None = None, *, planner: Callable[[ScaleRLRun], P
             from scalerl_cli.curves.plan import run_plan
 
             return run_plan(arguments)
+        if arguments.command == "export":
+            from scalerl_cli.export import export
+
+            return export(arguments.dir, arguments.to, arguments.step)
         if arguments.command == "replay":
             from scalerl_cli.replay import replay
 

@@ -1,0 +1,219 @@
+"""Models that anyone can load: safetensors, config, tokenizer and chat template in one folder.
+
+``python -m scalerl_trainer.export DIR --to PATH`` (``scalerl export`` runs it) writes one from a checkpoint that was
+kept, on any machine with the run's directory: no accelerator, no process group, one parameter in memory at a time.
+While a run trains, :mod:`.exporting` writes one of each evaluation.
+
+A folder appears under its name only when it is whole: it is written beside, flushed and renamed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scalerl_api.load import SpecError, load_run
+from scalerl_api.paths import RunPaths
+from scalerl_api.spec import RunSpec
+from scalerl_trainer.checkpoint import FIXED_SHAPE, CheckpointError, CheckpointStore
+from scalerl_trainer.errors import EngineError, TrainerError
+from scalerl_trainer.saved_state import SavedState
+from scalerl_trainer.tensor_files import TensorInfo, write_tensors
+
+log = logging.getLogger("scalerl_trainer.export")
+
+STAGED = ".tmp-"
+SHARD_BYTES = 5 * 10**9
+"""Largest weights file, unless one tensor alone is larger; hubs and loaders expect about this."""
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SOURCES = ("*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt")
+_NOT_COPIED = {"prepared.json", _INDEX, "config.json"}
+
+
+class ExportError(TrainerError):
+    """There is nothing to export, or not to there."""
+
+
+def write_model(
+    target: Path,
+    base_model: Path,
+    infos: Sequence[TensorInfo],
+    tensors: Iterable[torch.Tensor],
+    spec: RunSpec,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """The folder ``target``, whole or not at all; see :func:`stage_model` and :func:`commit_model`."""
+    commit_model(stage_model(target, base_model, infos, tensors, spec, shard_bytes=shard_bytes), target)
+
+
+def stage_model(
+    target: Path,
+    base_model: Path,
+    infos: Sequence[TensorInfo],
+    tensors: Iterable[torch.Tensor],
+    spec: RunSpec,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Write what will be ``target`` into a folder beside it, which is returned.
+
+    ``tensors`` come in the order of ``infos``, with the names and shapes of the transformers model, tied ones once.
+    All else is ``base_model``'s, but the dtype and, with ``recipe.fp32Head``, vLLM's ``head_dtype``, so that
+    ``vllm serve`` of it computes what the run's generators did.
+
+    Raises:
+        OSError: disk full, …; nothing remains of it.
+    """
+    staged = target.with_name(f"{STAGED}{target.name}-{os.getpid()}")
+    shutil.rmtree(staged, ignore_errors=True)
+    try:
+        staged.mkdir(parents=True)
+        _write_weights(staged, infos, iter(tensors), shard_bytes)
+        for file in sorted({f for pattern in _SOURCES for f in base_model.glob(pattern) if f.is_file()}):
+            if file.name not in _NOT_COPIED:
+                shutil.copyfile(file, staged / file.name)
+        config = json.loads((base_model / "config.json").read_text(encoding="utf-8"))
+        _write_json(staged / "config.json", exported_config(config, spec))
+    except BaseException:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise
+    return staged
+
+
+def commit_model(staged: Path, target: Path) -> None:
+    """Flush ``staged`` and give it its name; what is there under that name is replaced.
+
+    Raises:
+        OSError: nothing remains of it.
+    """
+    old = target.with_name(f"{STAGED}old-{target.name}-{os.getpid()}")
+    try:
+        for path in [*staged.iterdir(), staged]:
+            flush(path)
+        if target.exists():
+            target.rename(old)
+        staged.rename(target)
+        flush(target.parent)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def exported_config(config: dict[str, Any], spec: RunSpec) -> dict[str, Any]:
+    """``config.json`` of the base model, as it holds for the exported weights."""
+    kept = {name: value for name, value in config.items() if name not in ("torch_dtype", "head_dtype")}
+    kept["dtype"] = spec.model.dtype
+    if spec.recipe.fp32_head and spec.model.dtype != "float32":
+        kept["head_dtype"] = "float32"
+    return kept
+
+
+def _write_weights(
+    directory: Path, infos: Sequence[TensorInfo], tensors: Iterator[torch.Tensor], shard_bytes: int
+) -> None:
+    shards: list[list[TensorInfo]] = [[]]
+    for info in infos:
+        if shards[-1] and sum(i.bytes for i in shards[-1]) + info.bytes > shard_bytes:
+            shards.append([])
+        shards[-1].append(info)
+    names = [_WEIGHTS]
+    if len(shards) > 1:
+        names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+        _write_json(
+            directory / _INDEX,
+            {
+                "metadata": {"total_size": sum(info.bytes for info in infos)},
+                "weight_map": {
+                    info.name: name for name, shard in zip(names, shards, strict=True) for info in shard
+                },
+            },
+        )
+    for name, shard in zip(names, shards, strict=True):
+        write_tensors(directory / name, shard, islice(tensors, len(shard)), {"format": "pt"})
+
+
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+def flush(path: Path) -> None:
+    """A file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- from a checkpoint -----------------------------------------------------------------------------------
+
+
+def export_checkpoint(paths: RunPaths, target: Path, step: int | None = None) -> int:
+    """The model of checkpoint ``step`` (None: the newest) into ``target``; returns the step.
+
+    Raises:
+        ExportError: no such checkpoint, a damaged one, or one that has to be loaded once by the run itself.
+        OSError: ``target`` cannot be written.
+    """
+    if target.exists():
+        raise ExportError(f"{target} exists already: choose a new folder, or remove it")
+    store = CheckpointStore(paths, keep=1)
+    steps = store.steps()
+    if not steps:
+        raise ExportError(f"{paths.checkpoints} holds no checkpoint")
+    if step is None:
+        step = steps[0]
+    if step not in steps:
+        raise ExportError(f"{paths.checkpoints} holds no checkpoint of step {step}, only of {steps}")
+    try:
+        manifest = store.manifest(step)
+        if manifest.format == FIXED_SHAPE:
+            raise ExportError(
+                f"checkpoint {step} was written by an earlier release: resume the run, its next checkpoint can be exported"
+            )
+        store.verify(manifest)
+        saved = SavedState(store.directory(step))
+    except (CheckpointError, EngineError) as error:
+        raise ExportError(str(error)) from error
+    spec = load_run(paths.run_file).spec
+    dtype = getattr(torch, spec.model.dtype)
+    infos = [TensorInfo(name, dtype, tuple(shape)) for name, shape in saved.header.parameters.items()]
+    write_model(target, paths.base_model, infos, (saved.whole(info.name) for info in infos), spec)
+    return step
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The process: 0, 1 when the target cannot be written, 2 for bad input."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    parser = argparse.ArgumentParser(prog="scalerl export", description=__doc__)
+    parser.add_argument("directory", type=Path, metavar="DIR", help="the run's directory")
+    parser.add_argument(
+        "--to", type=Path, required=True, metavar="PATH", help="a folder that does not exist yet"
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="checkpoint (default: the newest)")
+    arguments = parser.parse_args(argv)
+    try:
+        step = export_checkpoint(RunPaths(arguments.directory), arguments.to, arguments.step)
+    except (ExportError, SpecError) as problem:
+        log.error("%s", problem)
+        return 2
+    except OSError as problem:
+        log.error("%s: %s", problem.filename or arguments.to, problem.strerror or problem)
+        return 1
+    log.info("step %d is in %s", step, arguments.to)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
