@@ -55,6 +55,27 @@ def test_leases_end_with_their_deadline_and_late_groups_are_dropped_and_counted(
     assert world.push(other, make_group(again)) is PushResult.ACCEPTED
 
 
+def test_a_lease_whose_tokens_grow_has_its_whole_time_again(world):
+    growing, stuck = world.lease(world.member, 0, 2)
+    tokens = 0
+    for _ in range(5):
+        world.pass_time(60, {world.member: 0})
+        tokens += 7
+        world.beat(world.member, 0, progress={growing.lease_id: tokens, stuck.lease_id: 3})
+    # What is told once is no growth, and neither is what another member tells.
+    assert list(world.state.leases) == [growing.lease_id]
+    other = world.register("h")
+    world.beat(other, 0, progress={growing.lease_id: 1000})
+    world.pass_time(101, {world.member: 0})
+    assert world.state.leases == {}
+    counts = view(world.core).counts
+    assert (counts.expired_leases, counts.timed_out_leases) == (2, 2)
+    world.lease(world.member, 0, 1)
+    world.pass_time(10)  # silent
+    counts = view(world.core).counts
+    assert (counts.expired_leases, counts.timed_out_leases) == (3, 2)
+
+
 def test_a_late_group_is_welcome_while_nobody_else_has_its_slot(world):
     lease = world.lease(world.member, 0, 1)[0]
     world.pass_time(101, {world.member: 0})

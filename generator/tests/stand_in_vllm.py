@@ -5,13 +5,14 @@ the prompt, odd ones say its first token three times, each ends with token 1. It
 versions token by token, and can be killed. ``POST /stand-in`` sets how the next update fails.
 
 Some prompts it cannot serve well, by a token in them: :data:`REFUSED` answers 500, :data:`CLAMPED` gives the second
-token of every completion the log-probability that vLLM writes for one that is not finite.
+token of every completion the log-probability that vLLM writes for one that is not finite, :data:`ENDLESS` never ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import sys
 from typing import Any
 
@@ -22,6 +23,8 @@ REFUSED = 50
 """Token of ``?`` in the tests' tokenizer."""
 CLAMPED = 51
 """Token of ``!``."""
+ENDLESS = 49
+"""Token of ``>``: completions go on to ``max_tokens``."""
 
 
 class Server:
@@ -37,7 +40,7 @@ class Server:
         self.report: dict[str, Any] = {"state": "whole"}
         self.group: dict[str, Any] | None = None
 
-    async def generate(self, request: web.Request) -> web.Response:
+    async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         params = body["sampling_params"]
         self.salts.append(body.get("cache_salt"))
@@ -50,7 +53,40 @@ class Server:
         if REFUSED in prompt:
             return refusal("the engine cannot serve this prompt")
         texts = [[*prompt, END] if i % 2 == 0 else [*prompt[:1] * 3, END] for i in range(params["n"])]
-        versions = await self.decode(max(len(t) for t in texts))
+        if ENDLESS in prompt:
+            texts = [prompt[:1] * params["max_tokens"] for _ in texts]
+        if body.get("stream"):
+            return await self.stream(request, texts, params)
+        choices = self.choices(texts, params, await self.decode(max(len(t) for t in texts)))
+        return web.json_response({"choices": choices})
+
+    async def stream(
+        self, request: web.Request, texts: list[list[int]], params: dict[str, Any]
+    ) -> web.StreamResponse:
+        """One event a completion for its first token, for every ``stream_interval``, and for its end."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        longest, versions, sent = max(len(t) for t in texts), [], 0
+        while sent < longest:
+            end = min(longest, 1 if sent == 0 else sent + params["stream_interval"])
+            versions += await self.decode(end - sent)
+            for choice in self.choices(texts, params, versions):
+                ids, content = choice["token_ids"][sent:end], choice["logprobs"]["content"][sent:end]
+                if not ids:
+                    continue
+                last = end >= len(choice["token_ids"])
+                part = {**choice, "token_ids": ids, "logprobs": {"content": content}}
+                if not last:
+                    part |= {"finish_reason": None, "weight_versions": None}
+                await response.write(b"data: " + json.dumps({"choices": [part]}).encode() + b"\n\n")
+            sent = end
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def choices(
+        self, texts: list[list[int]], params: dict[str, Any], versions: list[str]
+    ) -> list[dict[str, Any]]:
+        prompt_clamped = any(CLAMPED in text for text in texts)
         choices = []
         for index, ids in enumerate(texts):
             cut = ids[: params["max_tokens"]]
@@ -66,14 +102,14 @@ class Server:
                     "finish_reason": "stop" if cut[-1] == END else "length",
                     "logprobs": {
                         "content": [
-                            {"logprob": -9999.0 if i == 1 and CLAMPED in prompt else -0.25, "token_id": t}
+                            {"logprob": -9999.0 if i == 1 and prompt_clamped else -0.25, "token_id": t}
                             for i, t in enumerate(cut)
                         ]
                     },
                     "weight_versions": spans,
                 }
             )
-        return web.json_response({"choices": choices})
+        return choices
 
     async def decode(self, tokens: int) -> list[str]:
         versions: list[str] = []

@@ -308,6 +308,31 @@ async def test_lease_that_runs_out(scene: Scene) -> None:
     assert 'scalerl_actor_groups_total{result="expired"} 1.0' in (await scene.get(endpoints.METRICS))[1]
 
 
+@pytest.mark.parametrize(
+    "scene",
+    [{"seconds_per_token": 0.01, "prompts": [*PROMPTS, "go>"], "model__contextTokens": 512}],
+    indirect=True,
+)
+async def test_a_generation_longer_than_its_lease_goes_on_while_its_tokens_grow(scene: Scene) -> None:
+    await scene.member()
+    await scene.trainer.publish(0)
+    for ids, split in ((scene.train, Split.TRAIN), (scene.held_out, Split.HELD_OUT)):
+        scene.coordinator.offer(len(ids), ids, split, remaining_seconds=1.2, max_tokens=200)
+    await until(lambda: len(scene.coordinator.groups) == 13)
+    longest = max(scene.coordinator.groups.values(), key=lambda g: g.generation_seconds)
+    assert longest.generation_seconds > 1.5
+    assert [c.tokens for c in longest.completions] == [200] * 4
+    assert {c.finish_reason for c in longest.completions} == {"length"}
+    told = [
+        beat.progress[longest.lease_id]
+        for beat in scene.coordinator.beats
+        if longest.lease_id in beat.progress
+    ]
+    assert told == sorted(told)
+    assert len(set(told)) > 2
+    await until(lambda: not scene.coordinator.beats[-1].progress)
+
+
 @pytest.mark.parametrize("scene", [{"generator__maxConcurrentSequences": 3}], indirect=True)
 async def test_group_larger_than_the_server(scene: Scene) -> None:
     await scene.member()

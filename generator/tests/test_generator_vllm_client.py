@@ -1,6 +1,7 @@
 """How the client reads a server's answers, against a small server on loopback."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from scalerl_generator.vllm_replies import (
     ServerDown,
     ServerRefused,
     Span,
+    StreamedCompletions,
     UpdateFailed,
     VllmError,
 )
@@ -228,3 +230,53 @@ async def test_a_failed_update_resumes_only_whole_weights(serve: Serve, state: s
     assert failed.value.torn == (state == "torn")
     expected = ["/pause", "/start_weight_update", "/update_weights"]
     assert called == expected + (["/resume"] if state == "whole" else [])
+
+
+# --- answers that come in parts --------------------------------------------------------------------
+
+
+def event(**part: Any) -> bytes:
+    return b"data: " + json.dumps({"choices": [part]}).encode() + b"\n\n"
+
+
+def in_parts(*, end: bytes = b"data: [DONE]\n\n") -> bytes:
+    logprob = {"logprob": -0.5}
+    spans = [{"version": "3", "start": 0, "end": 3}]
+    last = {"finish_reason": "stop", "weight_versions": spans}
+    return (
+        event(index=1, token_ids=[7], finish_reason=None, logprobs={"content": [logprob]})
+        + event(index=0, token_ids=[4], finish_reason=None, logprobs={"content": [logprob]})
+        + event(index=0, token_ids=[5, 6], logprobs={"content": [logprob] * 2}, **last)
+        + event(index=1, token_ids=[8, 9], logprobs={"content": [logprob] * 2}, **last)
+        + end
+    )
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_an_answer_in_parts_is_put_together_wherever_it_is_cut(size: int) -> None:
+    whole, reply = in_parts(), StreamedCompletions("/path", 2)
+    told = [reply.feed(whole[at : at + size]) for at in range(0, len(whole), size)]
+    assert sum(told) == 6
+    assert reply.done
+    first, second = reply.completions()
+    assert (first.token_ids.tolist(), second.token_ids.tolist()) == ([4, 5, 6], [7, 8, 9])
+    assert first.logprobs.tolist() == [-0.5] * 3
+    assert (first.weight_versions, first.finish_reason) == ((Span(3, 0, 3),), "stop")
+
+
+async def test_an_answer_in_parts_that_ends_in_the_middle_or_in_an_error(serve: Any) -> None:
+    async def stream(request: web.Request) -> web.Response:
+        assert (await request.json())["sampling_params"]["stream_interval"] == 64
+        return web.Response(body=bodies.pop(0), content_type="text/event-stream")
+
+    error = b'data: {"error": {"message": "the engine is dead", "code": 500}}\n\n'
+    bodies = [in_parts(end=b""), in_parts(end=error + b"data: [DONE]\n\n"), in_parts()]
+    client = await serve({"/inference/v1/generate": stream})
+    told: list[int] = []
+    ask = {"n": 2, "max_tokens": 100, "on_tokens": told.append}
+    with pytest.raises(ServerDown, match="ends in the middle"):
+        await client.generate([5], **ask)
+    with pytest.raises(ServerRefused, match="the engine is dead"):
+        await client.generate([5], **ask)
+    assert len(await client.generate([5], **ask)) == 2
+    assert sum(told) >= 6

@@ -226,7 +226,10 @@ async def test_publishing_into_generations_in_flight(server: Server) -> None:
     async with VllmClient(server.url, TOKEN) as client:
         assert await weight_version(client) == "default"
         sender = await connect(client, 1)
-        long = asyncio.create_task(client.generate([5, 6, 7], n=16, max_tokens=SPAN_LIMIT, cache_salt="0"))
+        told: list[int] = []
+        long = asyncio.create_task(
+            client.generate([5, 6, 7], n=16, max_tokens=SPAN_LIMIT, cache_salt="0", on_tokens=told.append)
+        )
         await asyncio.sleep(0.15)
         policy = new_weights(server.model, 1)
         before = await client.prompt_logprobs(PROBE)
@@ -236,7 +239,10 @@ async def test_publishing_into_generations_in_flight(server: Server) -> None:
         assert np.abs(after - score(policy, PROBE)).max() < 1e-4
         assert np.abs(after - before).max() > 0.1
 
-        crossed = [c for c in await long if len(c.weight_versions) > 1]
+        sampled = await long
+        assert sum(told) == sum(len(c.token_ids) for c in sampled)
+        assert len(told) > 2
+        crossed = [c for c in sampled if len(c.weight_versions) > 1]
         assert crossed, "every completion ended before the update"
         for completion in crossed:
             old, new = completion.weight_versions
@@ -246,6 +252,19 @@ async def test_publishing_into_generations_in_flight(server: Server) -> None:
         assert (report.state, report.version, report.tensors) == ("whole", 1, len(manifest(policy)))
         assert report.buckets == len(lay_out(manifest(policy), BUCKET_BYTES)) > 3
         await client._call("POST", "/shutdown_weight_transfer_engine", {}, 30)
+
+
+async def test_an_answer_in_parts_is_the_answer_as_a_whole(server: Server) -> None:
+    ask: dict[str, Any] = {"n": 1, "max_tokens": SPAN_LIMIT, "temperature": 0.0}
+    async with VllmClient(server.url, TOKEN) as client:
+        told: list[int] = []
+        (whole,) = await client.generate([5, 6, 7], **ask)
+        (parts,) = await client.generate([5, 6, 7], **ask, on_tokens=told.append)
+        assert parts.token_ids.tolist() == whole.token_ids.tolist()
+        np.testing.assert_allclose(parts.logprobs, whole.logprobs, atol=1e-5)
+        assert (parts.weight_versions, parts.finish_reason) == (whole.weight_versions, whole.finish_reason)
+        assert sum(told) == len(whole.token_ids)
+        assert len(told) <= 2 + len(whole.token_ids) // 64
 
 
 async def test_sampled_logprobs_are_of_the_distribution_sampled_from(server: Server) -> None:

@@ -77,6 +77,8 @@ class Fates(msgspec.Struct, array_like=True):
     """Of acknowledged rollouts."""
     held_out_given_up: int = 0
     """Evaluation rollouts that count 0 because they could not be generated."""
+    timed_out_leases: int = 0
+    """Of ``expired_leases``: by their deadline."""
 
 
 class Line(msgspec.Struct, array_like=True, frozen=True):

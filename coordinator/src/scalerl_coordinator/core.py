@@ -189,7 +189,7 @@ class Core:
             self.wake.add(TRAINER)
         for lease_id in self.book.expired(now):
             lease = self.state.leases[lease_id]
-            self.close_lease(lease_id, r.Why.EXPIRED)
+            self.close_lease(lease_id, r.Why.TIMED_OUT)
             seconds = self.settings.lease_seconds
             self.spoil(lease, f"{lease.holder} generated nothing for {seconds:g} s", now, failed=True)
         if self.book.wait_over(before, now):

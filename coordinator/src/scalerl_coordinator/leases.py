@@ -31,6 +31,7 @@ class _Open:
     told_at: float | None
     """When the answer that carries it went out; None while that is still to come."""
     prompt_id: str | None = None
+    progress: int = 0
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ class Spoiled:
 
 @dataclass(slots=True)
 class LeaseBook:
-    """Open leases by id. Times are logical seconds, and never go back, so leases expire in the order of issue."""
+    """Open leases by id, in the order in which they expire. Times are logical seconds, and never go back."""
 
     lease_seconds: float
     spoiled: dict[Place, Spoiled] = field(default_factory=dict)
@@ -71,6 +72,14 @@ class LeaseBook:
             lease = self._open.get(lease_id)
             if lease is not None:
                 lease.told_at = now
+
+    def extend(self, lease_id: str, holder: str, progress: int, now: float) -> None:
+        """``holder`` has come to ``progress`` with the lease; it has its whole time again if that is news."""
+        lease = self._open.get(lease_id)
+        if lease is not None and lease.holder == holder and progress > lease.progress:
+            del self._open[lease_id]
+            lease.progress, lease.deadline = progress, now + self.lease_seconds
+            self._open[lease_id] = lease
 
     def remaining_seconds(self, lease_id: str, now: float) -> float | None:
         """Until the deadline; None for a lease that is not open any more."""

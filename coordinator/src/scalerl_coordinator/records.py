@@ -49,7 +49,9 @@ class Why(enum.StrEnum):
     """Why a lease ended without a group; decides which counter moves."""
 
     EXPIRED = "expired"
-    """Deadline over, or its holder lost, unhealthy or replaced."""
+    """Its holder lost, unhealthy or replaced. In journals of before: or its deadline over."""
+    TIMED_OUT = "timed-out"
+    """Deadline over: its holder was there, and came no further with it."""
     RELEASED = "released"
     STALE = "stale"
     INVALID = "invalid"

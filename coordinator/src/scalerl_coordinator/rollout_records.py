@@ -61,8 +61,9 @@ def lease_closed(state: State, record: r.LeaseClosed) -> None:
             state.fates.held_out_invalid += record.rollouts
         return
     bisect.insort(state.reissue, lease.slot)
-    if record.why is r.Why.EXPIRED:
+    if record.why in (r.Why.EXPIRED, r.Why.TIMED_OUT):
         state.fates.expired_leases += 1
+        state.fates.timed_out_leases += record.why is r.Why.TIMED_OUT
         state.lapsed[lease.slot] = record.lease_id
     elif record.why is r.Why.STALE:
         state.fates.stale += record.rollouts

@@ -81,6 +81,8 @@ class Rollouts:
         ):
             core.wake |= {WORK, TRAINER}
         member.healthy = request.healthy
+        for lease_id, progress in request.progress.items():
+            core.book.extend(lease_id, member.name, progress, now)
         if not member.healthy:
             core.give_away(member.name)
         elif request.held_leases is not None:

@@ -38,6 +38,7 @@ def view(core: Core) -> wire.Status:
             ungraded=fates.ungraded,
             masked_tokens=fates.masked_tokens,
             held_out_given_up=fates.held_out_given_up,
+            timed_out_leases=fates.timed_out_leases,
         ),
         members=[
             wire.Member(

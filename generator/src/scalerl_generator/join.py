@@ -128,12 +128,17 @@ class Membership:
         """Since the process began; whoever generates adds to it."""
         self.held_leases: set[str] = set()
         """From the answer that brought them to the answer to their push, or until they are given back."""
+        self._progress: dict[str, int] = {}
 
     async def member(self) -> str:
         """Wait until registered; the member id. The caller bounds the wait."""
         while self.member_id is None:
             await self._registered.wait()
         return self.member_id
+
+    def progress(self, lease_id: str, tokens: int) -> None:
+        """The lease came further by ``tokens``; the next heartbeat says so."""
+        self._progress[lease_id] = self._progress.get(lease_id, 0) + tokens
 
     def not_ready(self) -> str | None:
         """Why the actor takes no work yet, or None when it does (weights are work: it needs none to be ready)."""
@@ -208,6 +213,7 @@ class Membership:
         self._wake.set()  # the first heartbeat says at once which weights are held
 
     def _heartbeat(self, member_id: str, healthy: bool) -> Heartbeat:
+        self._progress = {i: n for i, n in self._progress.items() if i in self.held_leases}
         return Heartbeat(
             member_id=member_id,
             weight_version=self._state.version if healthy else NO_WEIGHTS,
@@ -215,6 +221,7 @@ class Membership:
             busy_seconds=self._busy.seconds - self._busy_before,
             generated_tokens=self.generated_tokens - self._tokens_before,
             held_leases=sorted(self.held_leases),
+            progress=self._progress,
         )
 
     def _forget(self) -> None:

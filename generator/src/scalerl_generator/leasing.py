@@ -10,7 +10,7 @@ what grows              what bounds it
 groups at the server    ``max_concurrent_sequences`` over occupancy, plus an eighth (or one group)
 groups in hand          twice that: grading or a coordinator that is away hold up new leases
 open lease requests     one; what becomes free meanwhile is asked for together
-age of a lease          its deadline; past it the group is someone else's and is dropped here
+age of a lease          its time, which begins anew whenever its tokens grow; past it the group is someone else's
 ======================  =====================================================================
 
 An answer that gets lost on its way leaves leases that nobody works on. Heartbeats name the leases in
@@ -95,8 +95,19 @@ def groups_wanted(capacity: int, per_group: int, share: float, at_server: int, i
 class _Held:
     lease: Lease
     member_id: str
+    deadline: float
     task: asyncio.Task[None] | None = field(default=None)
+    timeout: asyncio.Timeout | None = None
     generating: bool = True
+    began: bool = False
+    """The server has told of a token of its own."""
+
+    def renew(self) -> None:
+        """It came further: its whole time begins again."""
+        self.deadline = time.monotonic() + self.lease.remaining_seconds
+        if self.timeout is not None and not self.timeout.expired():
+            loop = asyncio.get_running_loop()
+            self.timeout.reschedule(loop.time() + self.lease.remaining_seconds)
 
 
 class Leasing:
@@ -216,23 +227,23 @@ class Leasing:
             return
         self._membership.held_leases.add(lease.lease_id)
         self._metrics.leases.labels(lease.split.value).inc()
-        held = self._held[lease.lease_id] = _Held(lease, member_id)
-        held.task = asyncio.create_task(self._serve(held, received + lease.remaining_seconds))
+        held = self._held[lease.lease_id] = _Held(lease, member_id, received + lease.remaining_seconds)
+        held.task = asyncio.create_task(self._serve(held))
         held.task.add_done_callback(lambda task: self._served(held, task))
 
     # --- serving -------------------------------------------------------------------------------
 
-    async def _serve(self, held: _Held, deadline: float) -> None:
+    async def _serve(self, held: _Held) -> None:
         lease = held.lease
         try:
-            async with asyncio.timeout(deadline - time.monotonic()):
-                generated = await self._maker.generate(lease)
+            async with asyncio.timeout(held.deadline - time.monotonic()) as held.timeout:
+                generated = await self._maker.generate(lease, lambda tokens: self._grew(held, tokens))
                 self._generated(held, generated)
-                self._delivery.put(await self._maker.grade(generated), deadline)
+                self._delivery.put(await self._maker.grade(generated), held.deadline)
                 self._failed_in_a_row = 0
         except TimeoutError:
             logger.warning(
-                "lease %s ran out after %.0f s and is dropped", lease.lease_id, lease.remaining_seconds
+                "lease %s came no further for %.0f s and is dropped", lease.lease_id, lease.remaining_seconds
             )
             self._metrics.groups.labels("expired").inc()
             self._membership.held_leases.discard(lease.lease_id)
@@ -255,7 +266,16 @@ class Leasing:
             if self._failed_in_a_row >= _FAILURES_IN_A_ROW:
                 raise
 
+    def _grew(self, held: _Held, tokens: int) -> None:
+        """The server sampled tokens of ``held``: it came further, and so did all that wait in its queue."""
+        held.began = True
+        for other in self._held.values():
+            if other is held or (other.generating and not other.began):
+                self._membership.progress(other.lease.lease_id, tokens)
+                other.renew()
+
     def _generated(self, held: _Held, generated: Generated) -> None:
+        self._grew(held, 1)  # what was generated has its whole time to be graded and delivered
         held.generating = False
         lengths = [len(c.token_ids) for c in generated.completions]
         self._membership.generated_tokens += sum(lengths)

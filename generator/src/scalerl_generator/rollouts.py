@@ -74,6 +74,8 @@ class SampleRequest:
     """:attr:`ServerState.cache_salt <scalerl_generator.state.ServerState.cache_salt>` as the request is sent."""
     max_sequences: int
     """The server takes no more completions than this in one request."""
+    on_tokens: Callable[[int], None]
+    """To be told of new tokens, as far as the server tells."""
 
 
 Strategy = Callable[[VllmClient, SampleRequest], Awaitable[list[Sampled]]]
@@ -97,6 +99,7 @@ async def sample_plain(server: VllmClient, request: SampleRequest) -> list[Sampl
             stop_token_ids=request.stop_token_ids,
             cache_salt=request.cache_salt,
             timeout_seconds=lease.remaining_seconds + _AFTER_THE_LEASE_SECONDS,
+            on_tokens=request.on_tokens,
         )
         for start in range(0, lease.completions, most)
     ]
@@ -147,8 +150,10 @@ class RolloutMaker:
         self._max_sequences = max_sequences
         self._strategy = strategy
 
-    async def generate(self, lease: Lease) -> Generated:
+    async def generate(self, lease: Lease, on_tokens: Callable[[int], None]) -> Generated:
         """Sample the completions of a lease; waits while the server holds no weights or takes new ones.
+
+        ``on_tokens`` is told of tokens as they are sampled, unless completions are short.
 
         Raises:
             ServerLost: the lease cannot be served by this server any more.
@@ -160,7 +165,8 @@ class RolloutMaker:
         for attempt in range(1, _ATTEMPTS + 1):
             await self._state.serving()
             salt = self._state.cache_salt
-            request = SampleRequest(lease, encoded, self._codec.stop_token_ids, salt, self._max_sequences)
+            stop = self._codec.stop_token_ids
+            request = SampleRequest(lease, encoded, stop, salt, self._max_sequences, on_tokens)
             started = time.monotonic()
             self._busy.enter()
             try:

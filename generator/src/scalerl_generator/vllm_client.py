@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -23,6 +23,7 @@ from scalerl_generator.vllm_replies import (
     Sampled,
     ServerDown,
     ServerRefused,
+    StreamedCompletions,
     UpdateFailed,
     VllmError,
     read_completions,
@@ -39,6 +40,9 @@ _GENERATE = "/inference/v1/generate"
 _KEEP_ALIVE_SECONDS = 30.0
 """Shorter than the server's, so that it is always the client that closes an idle connection."""
 
+_LEAST_INTERVAL_TOKENS = 64
+"""Shorter completions are answered as a whole: what is told on the way costs the server a little."""
+
 _ENCODE = msgspec.json.Encoder().encode
 
 Result = TypeVar("Result")
@@ -54,6 +58,13 @@ async def together(calls: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]
     else:
         return [task.result() for task in tasks]
     raise first  # out here, so that it keeps its own cause
+
+
+def _generate_body(
+    token_ids: Sequence[int], params: dict[str, Any], cache_salt: str | None
+) -> dict[str, Any]:
+    body: dict[str, Any] = {"token_ids": list(token_ids), "sampling_params": params}
+    return body if cache_salt is None else body | {"cache_salt": cache_salt}
 
 
 class VllmClient:
@@ -105,6 +116,7 @@ class VllmClient:
         stop_token_ids: Sequence[int] = (),
         cache_salt: str | None = None,
         timeout_seconds: float = 600.0,
+        on_tokens: Callable[[int], None] | None = None,
     ) -> list[Sampled]:
         """Sample ``n`` completions of one prompt.
 
@@ -113,6 +125,9 @@ class VllmClient:
                 model's own end-of-sequence token ends it too.
             cache_salt: cached prefixes are shared among equal salts only. Give every installation of weights
                 one of its own: an update does not drop what older weights have cached.
+            timeout_seconds: for the whole answer; where it comes in parts, from each to the next.
+            on_tokens: called with every number of new tokens that the server tells of. It does a dozen times or so
+                a completion, and not at all where completions are short.
 
         Raises:
             ServerDown, ServerRefused, BadReply, GenerationFailed
@@ -125,8 +140,13 @@ class VllmClient:
             "stop_token_ids": list(stop_token_ids),
             "detokenize": False,
         }
-        reply = await self._generate(prompt_token_ids, params, cache_salt, timeout_seconds)
-        return read_completions(reply, n)
+        interval = max(_LEAST_INTERVAL_TOKENS, max_tokens // 16)
+        if on_tokens is None or max_tokens <= interval:
+            return read_completions(
+                await self._generate(prompt_token_ids, params, cache_salt, timeout_seconds), n
+            )
+        body = _generate_body(prompt_token_ids, params | {"stream_interval": interval}, cache_salt)
+        return await self._stream(body | {"stream": True}, n, timeout_seconds, on_tokens)
 
     async def prompt_logprobs(
         self, token_ids: Sequence[int], *, cache_salt: str | None = None, timeout_seconds: float = 60.0
@@ -237,10 +257,31 @@ class VllmClient:
     async def _generate(
         self, token_ids: Sequence[int], params: dict[str, Any], cache_salt: str | None, timeout_seconds: float
     ) -> bytes:
-        body: dict[str, Any] = {"token_ids": list(token_ids), "sampling_params": params}
-        if cache_salt is not None:
-            body["cache_salt"] = cache_salt
+        body = _generate_body(token_ids, params, cache_salt)
         return await self._call("POST", _GENERATE, body, timeout_seconds)
+
+    async def _stream(
+        self, body: dict[str, Any], n: int, timeout_seconds: float, on_tokens: Callable[[int], None]
+    ) -> list[Sampled]:
+        timeout = aiohttp.ClientTimeout(sock_connect=min(5.0, timeout_seconds), sock_read=timeout_seconds)
+        reply = StreamedCompletions(_GENERATE, n)
+        url = self._base + _GENERATE
+        try:
+            async with self._session_for(_GENERATE).post(
+                url, data=_ENCODE(body), timeout=timeout
+            ) as response:
+                if response.status != 200:
+                    raise ServerRefused(_GENERATE, response.status, read_error(await response.read()))
+                async for content in response.content.iter_any():
+                    if tokens := reply.feed(content):
+                        on_tokens(tokens)
+        except TimeoutError as error:
+            raise ServerDown(f"{url}: nothing for {timeout_seconds:g} s") from error
+        except aiohttp.ClientError as error:
+            raise ServerDown(f"{url}: {error}") from error
+        if not reply.done:
+            raise ServerDown(f"{url}: the answer ends in the middle")
+        return reply.completions()
 
     def _session_for(self, path: str) -> aiohttp.ClientSession:
         """Generation shares a pool; all else gets a connection of its own.

@@ -160,10 +160,54 @@ def read_completions(content: bytes, n: int) -> list[Sampled]:
     Raises:
         BadReply, GenerationFailed
     """
-    choices = _decoded(_GENERATE, content).choices
+    return _all_sampled(_decoded(_GENERATE, content).choices, n)
+
+
+def _all_sampled(choices: list[_ChoiceReply], n: int) -> list[Sampled]:
     if len(choices) != n:
         raise GenerationFailed(f"asked for {n} completions, got {len(choices)}")
     return [_sampled(choice) for choice in sorted(choices, key=lambda choice: choice.index)]
+
+
+class StreamedCompletions:
+    """The ``n`` completions of an answer that comes as server-sent events; each event goes on with one of them.
+
+    Raises of every method: BadReply, GenerationFailed, ServerRefused.
+    """
+
+    def __init__(self, path: str, n: int) -> None:
+        self._path, self._n = path, n
+        self._rest = b""
+        self._choices: dict[int, _ChoiceReply] = {}
+        self.done = False
+        """The server has said that there is no more."""
+
+    def feed(self, content: bytes) -> int:
+        """Take in what arrived; how many new tokens that was."""
+        *events, self._rest = (self._rest + content).split(b"\n\n")
+        return sum(self._event(event.removeprefix(b"data: ")) for event in events)
+
+    def completions(self) -> list[Sampled]:
+        """All of them, in the order of their indices."""
+        return _all_sampled(list(self._choices.values()), self._n)
+
+    def _event(self, content: bytes) -> int:
+        if content == b"[DONE]":
+            self.done = True
+            return 0
+        if content.startswith(b'{"error"'):
+            raise ServerRefused(self._path, 500, read_error(content))
+        tokens = 0
+        for part in _decoded(_GENERATE, content).choices:
+            tokens += len(part.token_ids)
+            whole = self._choices.setdefault(part.index, part)
+            if whole is part:
+                continue
+            whole.token_ids += part.token_ids
+            if whole.logprobs is not None and part.logprobs is not None:
+                whole.logprobs.content += part.logprobs.content
+            whole.finish_reason, whole.weight_versions = part.finish_reason, part.weight_versions
+        return tokens
 
 
 def read_prompt_logprobs(content: bytes, token_ids: Sequence[int]) -> NDArray[np.float32]:

@@ -43,6 +43,9 @@ class Heartbeat(Struct, frozen=True, kw_only=True):
     held_leases: list[str] | None = None
     """Leases this actor works on, up to the acknowledged push. Given, older leases of its own that are not among
     them are given away: their answer never arrived. None says nothing."""
+    progress: dict[str, int] = {}
+    """Of leases held, by id: tokens generated so far, its own and, before its first, those it waited for. A lease
+    whose number has grown has its whole time again."""
 
 
 # --- leases ---------------------------------------------------------------------------------------

@@ -76,6 +76,8 @@ class Counts(Struct, frozen=True, kw_only=True):
     """Tokens of acknowledged rollouts that have no gradient of their own accord: their log-probability is of no use."""
     held_out_given_up: int = 0
     """Evaluation rollouts that could not be generated and count 0 at their point."""
+    timed_out_leases: int = 0
+    """Of ``expired_leases``: their holder was well, and generated nothing for ``leaseSeconds``."""
 
 
 class Phase(enum.StrEnum):
