@@ -141,7 +141,7 @@ ROLLOUTS = Section(
     (
         lines(
             "By fate",
-            "Trained, filtered, queued for a step, leased.",
+            "Trained, filtered, given up, queued for a step, leased.",
             (f"max by (fate) (scalerl_coordinator_rollouts{{{RUN}}})", "{{fate}}"),
         ),
         lines(
@@ -151,9 +151,19 @@ ROLLOUTS = Section(
             unit="cps",
         ),
         lines(
-            "Expired leases, verifier failures",
-            "Work that had to be given to someone else; completions that could not be scored.",
+            "Given up",
+            "Share of slots that trained nothing: their prompt is too long for the context, or failed again and again.",
+            (f"max by (why) (scalerl_coordinator_given_up_fraction{{{RUN}}})", "{{why}}"),
+            unit="percentunit",
+        ),
+        lines(
+            "Expired leases, failures",
+            "Work that had to be given to someone else; groups that could not be generated; completions without a "
+            "verdict; tokens without a log-probability. None of the latter three is trained on.",
             (rate("scalerl_coordinator_expired_leases_total"), "expired leases"),
+            (rate("scalerl_coordinator_timed_out_leases_total"), "of those, no token for leaseSeconds"),
+            (rate("scalerl_actor_failed_groups_total"), "failed groups"),
+            (rate("scalerl_actor_masked_tokens_total"), "masked tokens"),
             (rate("scalerl_actor_grading_errors_total"), "verifier failures"),
             unit="cps",
         ),

@@ -114,6 +114,14 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         found.append(("checkpoints not written", f"{summary['checkpoint_failures']:,}"))
     if summary["grading_errors"]:
         found.append(("completions not graded", f"{summary['grading_errors']:,}"))
+    if counts["given_up"]:
+        found.append(
+            ("rollouts given up", f"{counts['given_up']:,}, {counts['too_long']:,} for their length")
+        )
+    if counts["masked_tokens"]:
+        found.append(("tokens masked", f"{counts['masked_tokens']:,}"))
+    if counts["timed_out_leases"]:
+        found.append(("leases timed out", f"{counts['timed_out_leases']:,}"))
     if summary["restarts"]:
         found.append(("restarts", ", ".join(f"{name} {n}" for name, n in summary["restarts"].items())))
     return found

@@ -70,7 +70,7 @@ class _RunCollector(Collector):
         status, journal = self._status(), self._journal
         counts = status.counts
         rollouts = GaugeMetricFamily(_PREFIX + "rollouts", "Training rollouts by fate.", labels=("fate",))
-        for fate in ("trained", "filtered", "queued", "leased"):
+        for fate in ("trained", "filtered", "given_up", "queued", "leased"):
             rollouts.add_metric((fate,), getattr(counts, fate))
         yield rollouts
         dropped = CounterMetricFamily(
@@ -108,6 +108,15 @@ class _RunCollector(Collector):
         ):
             if value is not None:
                 yield GaugeMetricFamily(_PREFIX + name, text, value=float(value))
+        given_up = GaugeMetricFamily(
+            _PREFIX + "given_up_fraction",
+            "Share of rollouts that are not there since their slot was given up, by why.",
+            labels=("why",),
+        )
+        slots = max(1, counts.acknowledged + counts.given_up)
+        given_up.add_metric(("failed",), (counts.given_up - counts.too_long) / slots)
+        given_up.add_metric(("too_long",), counts.too_long / slots)
+        yield given_up
         mismatch = GaugeMetricFamily(
             _PREFIX + "mismatch_kl",
             "KL estimate (k3) of trainer against generators, of late, by what was measured and token position.",
@@ -118,6 +127,11 @@ class _RunCollector(Collector):
         yield mismatch
         for name, total, text in (
             ("expired_leases", counts.expired_leases, "Training leases given away."),
+            (
+                "timed_out_leases",
+                counts.timed_out_leases,
+                "Of those: nothing was generated for leaseSeconds.",
+            ),
             ("grading_errors", status.grading_errors, "Accepted rollouts whose verifier failed."),
             ("checkpoint_failures", status.checkpoint_failures, "Checkpoints that could not be written."),
             ("generated_tokens", status.tokens_generated, "By all generators."),
