@@ -150,6 +150,17 @@ def test_every_rank_takes_an_example_of_a_warm_start() -> None:
     parse_run(yaml.safe_dump(run), "run.yaml")
 
 
+def test_a_lease_outlives_one_grading() -> None:
+    run = copy.deepcopy(GOOD)
+    run["spec"] |= {"generator": {"leaseSeconds": 10}}
+    assert problems(yaml.safe_dump(run)) == [
+        "spec: generator.leaseSeconds (10) must be more than task.verifier.timeoutSeconds (10): one completion that hangs "
+        "the verifier would cost its whole group the lease"
+    ]
+    run["spec"]["generator"]["leaseSeconds"] = 11
+    parse_run(yaml.safe_dump(run), "run.yaml")
+
+
 def test_what_is_written_means_the_same_to_every_reader() -> None:
     manifest = parse_run(yaml.safe_dump(GOOD), "run.yaml").to_manifest()
     text = to_yaml(manifest)

@@ -190,7 +190,8 @@ class GeneratorSpec(Model):
     memory_fraction: PositiveUnitDecimal = "0.9"
     """GPU only: share of the device's memory that vLLM takes."""
     lease_seconds: Annotated[int, Field(ge=5, le=86400)] = 1800
-    """A group not delivered by then is given to another generator."""
+    """A group that comes no further for so long is given to another generator. Its time begins anew whenever its
+    completions grow, so it may be less than a generation takes; it has to be more than a weight update takes."""
     extra_args: Annotated[list[Annotated[str, Field(max_length=1024)]], Field(max_length=64)] = []
     """Appended to the vLLM command line as they are."""
     max_restarts: MaxRestarts = 20
@@ -344,6 +345,12 @@ class RunSpec(Model):
             raise ValueError(
                 f"warmStart.batchSize ({self.warm_start.batch_size}) must be at least trainer.replicas "
                 f"({self.trainer.replicas}): each rank takes an example or more"
+            )
+        if self.generator.lease_seconds <= self.task.verifier.timeout_seconds:
+            raise ValueError(
+                f"generator.leaseSeconds ({self.generator.lease_seconds}) must be more than "
+                f"task.verifier.timeoutSeconds ({self.task.verifier.timeout_seconds}): one completion that hangs the "
+                "verifier would cost its whole group the lease"
             )
         allowed = self.autoscaling.generators
         if allowed is not None and not allowed.min <= self.generator.replicas <= allowed.max:

@@ -36,7 +36,15 @@ if TYPE_CHECKING:
 
 _TROUBLES: Final = {
     "checkpoint_failures": (1, "a checkpoint could not be written ({count} so far); the last good one stays"),
-    "grading_errors": (2, "the verifier failed on a completion ({count} so far), whose score says nothing"),
+    "grading_errors": (2, "the verifier failed on a completion ({count} so far), which is left out"),
+    "given_up": (
+        2,
+        "{count} rollouts are given up so far: too long, or failed; the coordinator's log says which",
+    ),
+    "timed_out_leases": (
+        2,
+        "{count} leases timed out so far: their generators came no further for leaseSeconds",
+    ),
 }
 """What goes wrong without ending anything, as the coordinator's status counts it: in which words a person hears
 of it, and when: once the count is above so many times what was told last."""
@@ -216,7 +224,12 @@ class LocalRun:
         return True
 
     def _tell_troubles(self, status: Status) -> None:
-        counts = {"checkpoint_failures": status.checkpoint_failures, "grading_errors": status.grading_errors}
+        counts = {
+            "checkpoint_failures": status.checkpoint_failures,
+            "grading_errors": status.grading_errors,
+            "given_up": status.counts.given_up,
+            "timed_out_leases": status.counts.timed_out_leases,
+        }
         for name, (growth, text) in _TROUBLES.items():
             if counts[name] > growth * self._told[name]:
                 self._on_event(Event("run", text.format(count=counts[name]), is_problem=True))

@@ -105,6 +105,12 @@ OF_MODELS: Final[Mapping[type[BaseModel], tuple[Rule, ...]]] = {
             field="warmStart.batchSize",
         ),
         Rule(
+            "self.generator.leaseSeconds > self.task.verifier.timeoutSeconds",
+            "generator.leaseSeconds must be more than task.verifier.timeoutSeconds: one completion that hangs the verifier "
+            "would cost its whole group the lease",
+            field="generator.leaseSeconds",
+        ),
+        Rule(
             "!has(self.autoscaling.generators) || (self.autoscaling.generators.min <= self.generator.replicas && "
             "self.generator.replicas <= self.autoscaling.generators.max)",
             "generator.replicas must lie within autoscaling.generators",
