@@ -20,6 +20,7 @@ class Case:
     by: Literal["schema", "cel", "operator"]
     run: Object
     changed: Object | None
+    status: Object | None = None
     field: str = ""
     says: str = ""
     given: tuple[Object, ...] = ()
@@ -27,12 +28,32 @@ class Case:
     reason: str = ""
     nodes: bool = False
     scheduled: bool = False
+    queued: bool = False
 
 
 def cases(*by: str) -> list[Case]:
     """The rows that one of ``by`` refuses."""
     table = yaml.safe_load((Path(__file__).parent / "invalid.yaml").read_text(encoding="utf-8"))
     return [_case(table["base"], row) for row in table["cases"] if row["by"] in by]
+
+
+@dataclass(frozen=True)
+class Warned:
+    """One row of ``warnings``."""
+
+    name: str
+    run: Object
+    field: str
+    says: str
+
+
+def warned() -> list[Warned]:
+    """The runs that are taken with a warning."""
+    table = yaml.safe_load((Path(__file__).parent / "invalid.yaml").read_text(encoding="utf-8"))
+    return [
+        Warned(row["name"], merged(table["base"], {"spec": row["with"]}), row["field"], row["says"])
+        for row in table["warnings"]
+    ]
 
 
 def _case(base: Object, row: Object) -> Case:

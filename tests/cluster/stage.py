@@ -143,7 +143,7 @@ class Stage:
         self._own = own  # the test's own requests are not counted
         self.now = 0.0
         self.images = Images("trainer:1", "generator:1", "coordinator:1")
-        self.leads = True
+        self.leads, self.namespaced = True, False
         self.writes_left: int | None = None
         """The operator is cut off after so many, in the midst of whatever it does; None: never."""
         self.coordinator = Coordinator()
@@ -161,6 +161,7 @@ class Stage:
             self.cache,
             images=self.images,
             operator_namespace="scalerl",
+            namespaced=self.namespaced,
             clock=self.clock,
         )
 

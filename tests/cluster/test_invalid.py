@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from invalid_runs import Case, Object, cases, merged
+from invalid_runs import Case, Object, Warned, cases, merged, warned
 from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 
@@ -53,6 +53,10 @@ class Server:
                 *self.where, name, run, field_validation="Strict", **options
             )
         )
+
+    def write_status(self, run: Object, status: Object) -> Object:
+        name, body = run["metadata"]["name"], merged(run, {"status": status})
+        return dict(self.runs.replace_namespaced_custom_object_status(*self.where, name, body))
 
     def delete(self, name: str) -> None:
         self.runs.delete_namespaced_custom_object(*self.where, name)
@@ -124,11 +128,18 @@ def test_a_run_that_cannot_be_is_refused_at_once(server: Server, case: Case) -> 
     assert_refused(case, refused.value)
 
 
+@pytest.mark.parametrize("row", warned(), ids=lambda row: row.name)
+def test_a_run_with_a_warning_is_taken(server: Server, row: Warned) -> None:
+    server.create(row.run, dry_run="All")
+
+
 @pytest.mark.parametrize("case", CHANGES, ids=lambda case: case.name)
 def test_a_change_that_cannot_be_is_refused_at_once(server: Server, case: Case) -> None:
     assert case.changed is not None
     created = server.create(case.run)
     try:
+        if case.status is not None:
+            created = server.write_status(created, case.status)
         version = created["metadata"]["resourceVersion"]
         with pytest.raises(ApiException) as refused:
             server.replace(merged(case.changed, {"metadata": {"resourceVersion": version}}))
@@ -207,6 +218,13 @@ def test_generators_are_scaled_within_their_range(server: Server) -> None:
         assert "generator.replicas must lie within autoscaling.generators" in refusal(refused.value)
     finally:
         server.delete(name)
+
+
+def test_a_run_may_be_limited_to_its_present_step_and_pass_its_limit(server: Server, stored: Object) -> None:
+    at_step = server.write_status(stored, {"step": 2})
+    limited = server.replace(merged(at_step, {"spec": {"budget": {"maxSteps": 2}}}))
+    beyond = server.write_status(limited, {"step": 3})
+    assert server.replace(merged(beyond, {"spec": {"suspend": True}}))["spec"]["budget"]["maxSteps"] == 2
 
 
 def test_a_status_is_stored_whole_and_leaves_the_spec_alone(server: Server, stored: Object) -> None:

@@ -159,3 +159,23 @@ async def test_a_name_of_63_characters_is_no_trouble(control_plane: Any) -> None
 
 def namespace(case: Case) -> str:
     return f"invalid-{ROWS.index(case)}"
+
+
+async def test_a_storage_class_that_is_not_there_is_named_by_an_operator_of_a_few_namespaces(
+    without_devices: Cluster,
+) -> None:
+    """Its role sees nothing of the cluster: the claim's own events say it."""
+    async with stage(without_devices, "invalid-class") as at:
+        at.namespaced = True
+        await at.fresh_operator()
+        try:
+            await at.create(merged(ROWS[0].run, {"spec": {"task": {"reasoningGym": {"parameters": None}}, "storage": {"storageClassName": "none"}}}))  # fmt: skip
+
+            def named(run: Object) -> bool:
+                at.now += 1.0
+                return said(run, "Prepared").get("reason") == "StorageClassNotFound"
+
+            run = await at.looks(named, name="invalid", times=400)
+            assert 'storageclass.storage.k8s.io "none" not found' in said(run, "Prepared")["message"]
+        finally:
+            await is_gone(at)

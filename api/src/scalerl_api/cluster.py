@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from scalerl_api.fields import Matches, Model, PositiveQuantity
+from scalerl_api.fields import ClaimQuantity, Matches, Model
 from scalerl_api.pods import ObjectName
 
 
@@ -15,7 +15,7 @@ class StorageSpec(Model):
 
     claim_name: ObjectName | None = None
     """A claim that exists, used below a folder of the run's name; without one the operator makes ``<run>-data``."""
-    size: PositiveQuantity = "10Gi"
+    size: ClaimQuantity = "10Gi"
     """Of the claim that the operator makes: checkpoints × (weights + optimizer state), and the prepared model."""
     storage_class_name: ObjectName | None = None
     """Of the claim that the operator makes; none: the cluster's default."""

@@ -56,7 +56,7 @@ class ConditionType(_Explained):
     PREPARED = (
         "Prepared",
         "Model, tokenizer and task are on the volume.",
-        "Wait; a download takes as long as it takes. The reason says what the pod lacks, its log how far it is.",
+        "Wait, if the reason is Preparing; else it says why the pod does not start, or what its last try ended with.",
     )
     COORDINATOR_READY = (
         "CoordinatorReady",
@@ -128,9 +128,18 @@ class Reason(_Explained):
 
     # Accepted
     ACCEPTED = "Accepted", NOTHING_TO_DO
+    ACCEPTED_WITH_WARNINGS = (
+        "AcceptedWithWarnings",
+        "The run goes on. The message names fields that are seldom meant so, each with what to do; `scalerl validate` prints "
+        "the same.",
+    )
     SPEC_INVALID = (
         "SpecInvalid",
         "Change the field that the message names; until then nothing of the change is acted upon.",
+    )
+    DEADLINE_PASSED = (
+        "DeadlinePassed",
+        "spec.autoscaling.deadline was over when the run was created: set a later time, or leave it out.",
     )
     CLAIM_NOT_FOUND = "ClaimNotFound", "Create the claim that spec.storage.claimName names, or name another."
     CLAIM_TAKEN = (
@@ -173,10 +182,18 @@ class Reason(_Explained):
         "WaitingForQuota",
         "Wait for Kueue, or see `kubectl describe workload` for what is short.",
     )
+    QUEUE_NOT_FOUND = (
+        "QueueNotFound",
+        "The namespace has no LocalQueue of that name, or the cluster no Kueue. With Kueue the run waits for ever; without, it "
+        "begins at once, past every quota. Create the queue, or take the label kueue.x-k8s.io/queue-name off the run.",
+    )
     QUEUE_ADMITTED = "QueueAdmitted", NOTHING_TO_DO
 
     # pods of any role
-    NOT_STARTED = "NotStarted", "Nothing to do: what comes before it is not done yet."
+    NOT_STARTED = "NotStarted", "Wait: the run is not accepted, admitted and prepared yet."
+    RUN_SUSPENDED = "RunSuspended", "Nothing to do: the run is suspended, and so has no pods."
+    RUN_COMPLETED = "RunCompleted", "Nothing to do: the run has completed."
+    RUN_FAILED = "RunFailed", "The run has failed: the condition Failed says why."
     STARTING = "Starting", "Wait; a first start loads images, weights and compiled kernels."
     READY = "Ready", NOTHING_TO_DO
     SOME_READY = "SomeReady", "The run goes on with those that are; the message says what the others lack."
@@ -193,6 +210,16 @@ class Reason(_Explained):
     CONTAINER_CONFIG_INVALID = (
         "ContainerConfigInvalid",
         "A Secret, ConfigMap or key that a podTemplate refers to is missing: create it, or change the template.",
+    )
+    CONTAINER_START_FAILED = (
+        "ContainerStartFailed",
+        "The node has the image and cannot start its program: the message is the container runtime's. Check that spec.images "
+        "names the image of that role, built for the node's architecture.",
+    )
+    VOLUME_NOT_WRITABLE = (
+        "VolumeNotWritable",
+        "The coordinator cannot write its journal: a full disk, a quota, or a volume that has become read-only; the message "
+        "says which. Make room or enlarge the volume. The run goes on by itself then, and has lost nothing.",
     )
     VOLUME_NOT_READY = (
         "VolumeNotReady",
@@ -217,7 +244,10 @@ class Reason(_Explained):
     )
 
     # Prepared
-    PREPARING = "Preparing", "Wait; a model from a hub is downloaded now."
+    PREPARING = (
+        "Preparing",
+        "Wait; the message says where the model comes from, and the pod's log how far it is.",
+    )
     PREPARED = "Prepared", NOTHING_TO_DO
     PREPARE_FAILED = (
         "PrepareFailed",
@@ -238,6 +268,10 @@ class Reason(_Explained):
         "CoordinatorRefused",
         "The coordinator is reached and does not listen; the message has its words. Another wire version: see Upgrade. A wrong "
         "token: somebody changed the run's Secret, which its pods read when they start; put it back, or delete them.",
+    )
+    TRAINER_NOT_READY = (
+        "TrainerNotReady",
+        "No step is trained while ranks of the trainer are missing: TrainerReady says what they lack.",
     )
     NOT_RUNNING = "NotRunning", "Nothing to do: the run is not meant to train now."
 
@@ -316,7 +350,7 @@ class Reason(_Explained):
         "StoppedByForecast",
         "Going on was predicted not to pay; the decision has its reasons.",
     )
-    NOT_FINISHED = "NotFinished", "Nothing to do: the run is under way."
+    NOT_FINISHED = "NotFinished", "Nothing to do: the run has not ended."
 
     # Failed
     BAD_INPUT = (

@@ -102,6 +102,12 @@ DecimalString = Annotated[
 """A decimal number as a string (an integer is accepted); compute with ``float(value)``."""
 
 PositiveDecimal = Annotated[DecimalString, AfterValidator(InRange(above=0.0))]
+LearningRateDecimal = Annotated[DecimalString, AfterValidator(InRange(above=0.0, most=1.0))]
+"""A step of AdamW moves each weight by about as much: beyond 1, whatever the model knew is gone after it."""
+TemperatureDecimal = Annotated[DecimalString, AfterValidator(InRange(above=0.0, most=100.0))]
+"""Beyond 100 every token is as likely as any other."""
+SmallDecimal = Annotated[DecimalString, AfterValidator(InRange(above=0.0, most=1.0))]
+WeightDecayDecimal = Annotated[DecimalString, AfterValidator(InRange(least=0.0, most=100.0))]
 NonNegativeDecimal = Annotated[DecimalString, AfterValidator(InRange(least=0.0))]
 UnitDecimal = Annotated[DecimalString, AfterValidator(InRange(least=0.0, most=1.0))]
 OpenUnitDecimal = Annotated[DecimalString, AfterValidator(InRange(above=0.0, below=1.0))]
@@ -150,6 +156,22 @@ class AtLeast:
         return value
 
 
+@dataclass(frozen=True)
+class AtMost:
+    """The most that a quantity may be, itself a quantity."""
+
+    most: str
+
+    def __call__(self, value: str) -> str:
+        if quantity_bytes(value) > quantity_bytes(self.most):
+            raise ValueError(f"must be at most {self.most}, got {value}")
+        return value
+
+
 PositiveQuantity = Annotated[Quantity, AfterValidator(AtLeast("1"))]
+ClaimQuantity = Annotated[Quantity, AfterValidator(AtLeast("64Mi")), AfterValidator(AtMost("1024Ti"))]
+"""Of a run's volume: less holds no model and no journal, and more is no disk's."""
+MemoryQuantity = Annotated[Quantity, AfterValidator(AtLeast("1Mi")), AfterValidator(AtMost("64Ti"))]
+"""Of a part of a machine's memory that a run uses."""
 GraderQuantity = Annotated[Quantity, AfterValidator(AtLeast("64Mi"))]
 """Memory of a process that grades: less than this and it cannot even import what it needs."""

@@ -7,12 +7,13 @@ paths, labels and variables) is refused here. The local runtime makes no pods an
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from scalerl_api.fields import Matches, Model, PositiveQuantity, quantity_input
+from scalerl_api.fields import Matches, MemoryQuantity, Model, quantity_input
 
 RESERVED_VARIABLES = "SCALERL_"
 """Start of the names of the variables that a runtime gives."""
@@ -20,8 +21,11 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_POR
 """By these a rank of the trainer finds its place among the others: the runtime gives them too."""
 RESERVED_LABELS = ("scalerl.dev/", "app.kubernetes.io/", "batch.kubernetes.io/")
 """Start of the names of the labels and annotations by which a run's objects are found."""
-RESERVED_PATHS = ("/run/scalerl", "/etc/scalerl", "/tmp", "/dev/shm")  # noqa: S108
-"""Where the operator mounts: the run's volume, its spec and token, and what a role may write to."""
+RESERVED_PATHS = ("/run/scalerl", "/etc/scalerl", "/tmp", "/dev/shm", "/opt/scalerl", "/opt/scalerl-members")  # noqa: S108
+"""Where the operator mounts (the run's volume, its spec and token, what a role may write to), and where the images have
+their programs. Neither they, nor what is below, nor what is above them can be mounted over."""
+SYSTEM_PATHS = ("/bin", "/lib", "/lib64", "/proc", "/sbin", "/sys", "/usr")
+"""Without these no program starts; what is below them can be mounted over."""
 RESERVED_VOLUMES = "scalerl-"
 """Start of the names of the operator's own volumes."""
 
@@ -32,6 +36,11 @@ _QUALIFIED_NAME = (
 )
 _AMOUNT = r"^([0-9]+(\.[0-9]*)?|\.[0-9]+)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei|[eE][+-]?[0-9]+)?$"
 _OBJECT_NAME = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
+
+PLAIN_PATH = re.compile(r"(/|(/([^/.][^/]*|\.[^/.][^/]*|\.\.[^/]+))+/?)")
+PLAIN_PATH_WORDS = "must be written plainly: no //, no /./ and no /../"
+RESERVED_PATH_WORDS = "the operator mounts there itself, or below it; choose another path"
+SYSTEM_PATH_WORDS = "a mount there hides the image's own programs; choose another path"
 
 Raw = dict[str, Any]
 """An object of Kubernetes' own, as its reference documents it."""
@@ -72,8 +81,13 @@ def own_path(mount: Raw) -> Raw:
         raise ValueError("every mount needs a name (of a volume) and a mountPath")
     if not path.startswith("/"):
         raise ValueError(f"mountPath {path} must be absolute")
-    if any(path == taken or path.startswith(taken + "/") for taken in RESERVED_PATHS):
-        raise ValueError(f"mountPath {path}: the operator mounts there itself; choose another path")
+    if not PLAIN_PATH.fullmatch(path):
+        raise ValueError(f"mountPath {path}: {PLAIN_PATH_WORDS}")
+    below = path if path.endswith("/") else path + "/"
+    if any(below.startswith(taken + "/") or taken.startswith(below) for taken in RESERVED_PATHS):
+        raise ValueError(f"mountPath {path}: {RESERVED_PATH_WORDS}")
+    if below[:-1] in SYSTEM_PATHS:
+        raise ValueError(f"mountPath {path}: {SYSTEM_PATH_WORDS}")
     return mount
 
 
@@ -184,7 +198,7 @@ class PodTemplate(Model):
     """Added to the pods' annotations; ``scalerl.dev/`` is the operator's."""
     image_pull_secrets: Annotated[list[PullSecret], Field(max_length=16), AfterValidator(Unique("name"))] = []
     """Secrets with which the images are pulled."""
-    shm_size: PositiveQuantity | None = None
+    shm_size: MemoryQuantity | None = None
     """Most of ``/dev/shm``, taken from the container's memory; none: 1Gi, which NCCL between the devices of a pod outgrows."""
 
     def over(self, base: PodTemplate | None) -> PodTemplate:

@@ -173,6 +173,11 @@ class TaskSpec(Model):
     @model_validator(mode="after")
     def _check(self) -> Self:
         exactly_one(self, "reasoning_gym", "jsonl")
+        if self.reasoning_gym is not None and self.held_out.size >= self.reasoning_gym.size:
+            raise ValueError(
+                f"heldOut.size ({self.held_out.size}) must be less than reasoningGym.size "
+                f"({self.reasoning_gym.size}): problems to train on have to be left"
+            )
         if self.verifier.name == "reasoning-gym" and self.reasoning_gym is None:
             raise ValueError(
                 "verifier reasoning-gym scores reasoningGym data only; use exact, number or math-verify"

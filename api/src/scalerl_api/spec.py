@@ -15,13 +15,18 @@ from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.cluster import ImagesSpec, StorageSpec
 from scalerl_api.fields import (
     DecayDecimal,
+    LearningRateDecimal,
     Matches,
+    MemoryQuantity,
     Model,
     NonNegativeDecimal,
     PositiveDecimal,
     PositiveQuantity,
     PositiveUnitDecimal,
+    SmallDecimal,
+    TemperatureDecimal,
     UnitDecimal,
+    WeightDecayDecimal,
 )
 from scalerl_api.pods import ObjectName, PodTemplate
 from scalerl_api.source import (
@@ -94,20 +99,24 @@ class LossSpec(Model):
 class OptimizerSpec(Model):
     """AdamW with a linear warm-up, then constant (ScaleRL's values [P])."""
 
-    learning_rate: PositiveDecimal = "5e-7"
+    learning_rate: LearningRateDecimal = "5e-7"
     """After the warm-up."""
-    weight_decay: NonNegativeDecimal = "0.01"
+    weight_decay: WeightDecayDecimal = "0.01"
     """Decoupled from the gradient."""
     beta1: DecayDecimal = "0.9"
     """Memory of the gradient's mean."""
     beta2: DecayDecimal = "0.999"
     """Memory of the gradient's square."""
-    epsilon: PositiveDecimal = "1e-15"
+    epsilon: SmallDecimal = "1e-15"
     """Added to the root of that; so small because gradients of a mean over a large batch are."""
     warmup_steps: Annotated[int, Field(ge=0, le=100_000_000)] = 100
     """Steps from 0 to the full learning rate."""
     max_gradient_norm: PositiveDecimal = "1"
     """Longer gradients are scaled down to this norm."""
+
+
+MAX_BATCH_COMPLETIONS: Final = 1_048_576
+"""Completions of one step: 32 times the largest batch of the paper."""
 
 
 class RecipeSpec(Model):
@@ -127,7 +136,7 @@ class RecipeSpec(Model):
     """At least 2: a completion is worth what it has over the mean of its prompt's, and one alone has nothing."""
     max_completion_tokens: Annotated[int, Field(ge=1, le=1_048_576)] = 14336
     """Longest completion; less than ``model.contextTokens``, because the prompt needs room too."""
-    temperature: PositiveDecimal = "1"
+    temperature: TemperatureDecimal = "1"
     """Of sampling, in training."""
     max_staleness_steps: Annotated[int, Field(ge=0, le=64)] = 8
     """k of PipelineRL-k: no token is trained on more than k updates after it was sampled [P]; 0 is synchronous."""
@@ -144,7 +153,7 @@ class WarmStartSpec(Model):
     """Most supervised steps."""
     batch_size: Annotated[int, Field(ge=1, le=1_048_576)] = 64
     """Examples a step, over all ranks; at least one for each."""
-    learning_rate: PositiveDecimal = "3e-5"
+    learning_rate: LearningRateDecimal = "3e-5"
     """Highest of the warm start's own schedule."""
     stop_at_pass_rate: UnitDecimal | None = None
     """End early once this share of the last examples, each taken before it was trained on, would be solved by sampling."""
@@ -185,7 +194,7 @@ class GeneratorSpec(Model):
     """Compute threads on CPU; none leaves the choice to vLLM."""
     max_concurrent_sequences: Annotated[int, Field(ge=1, le=65536)] = 256
     """Completions that one server samples at once."""
-    kv_cache: PositiveQuantity | None = None
+    kv_cache: MemoryQuantity | None = None
     """CPU only: memory for the KV cache (on a GPU, vLLM takes what memoryFraction leaves)."""
     memory_fraction: PositiveUnitDecimal = "0.9"
     """GPU only: share of the device's memory that vLLM takes."""
@@ -351,6 +360,17 @@ class RunSpec(Model):
                 f"generator.leaseSeconds ({self.generator.lease_seconds}) must be more than "
                 f"task.verifier.timeoutSeconds ({self.task.verifier.timeout_seconds}): one completion that hangs the "
                 "verifier would cost its whole group the lease"
+            )
+        if self.trainer.replicas > self.recipe.prompts_per_step:
+            raise ValueError(
+                f"trainer.replicas ({self.trainer.replicas}) must be at most recipe.promptsPerStep "
+                f"({self.recipe.prompts_per_step}): each rank takes a prompt or more"
+            )
+        if self.recipe.prompts_per_step * self.recipe.completions_per_prompt > MAX_BATCH_COMPLETIONS:
+            raise ValueError(
+                f"recipe.promptsPerStep ({self.recipe.prompts_per_step}) times recipe.completionsPerPrompt "
+                f"({self.recipe.completions_per_prompt}) must be at most {MAX_BATCH_COMPLETIONS}: the coordinator holds "
+                "every completion of a step in memory"
             )
         allowed = self.autoscaling.generators
         if allowed is not None and not allowed.min <= self.generator.replicas <= allowed.max:

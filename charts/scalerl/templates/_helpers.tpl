@@ -131,6 +131,10 @@ exec:
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [kueue.x-k8s.io]
+  # Whether the queue that a run names exists.
+  resources: [localqueues]
+  verbs: [get]
 - apiGroups: [""]
   # list: why a pod of a run cannot start, in the kubelet's words.
   resources: [events]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from scalerl_api.load import SpecError, SpecProblem
 from scalerl_api.spec import ScaleRLRun
+from scalerl_api.spec_warnings import warnings_of
 from scalerl_api.wire import BROKEN
 from scalerl_cli.exits import BAD_INPUT, DONE, FAILED, INTERRUPTED
 from scalerl_cli.inputs import load, quick_problems
@@ -101,6 +102,8 @@ def _claim(file: Path, directory: Path | None, resume: bool) -> tuple[ScaleRLRun
     problems: list[SpecProblem] = quick_problems(spec)
     if problems:
         raise _Refused(*(f"{file}: {problem}" for problem in problems))
+    for warning in warnings_of(spec.spec):
+        say(f"{file}: warning: {warning}", error=True)
     name = spec.metadata.name
     try:
         if resume:

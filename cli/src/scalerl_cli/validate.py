@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from scalerl_api.load import SpecError, SpecProblem
+from scalerl_api.spec_warnings import past_deadline, warnings_of
 from scalerl_cli.exits import BAD_INPUT, DONE
 from scalerl_cli.inputs import load, machine_problems, model_problems, task_problems
 from scalerl_cli.output import say
@@ -23,6 +25,8 @@ def validate(files: Sequence[Path], *, any_machine: bool = False) -> int:
         for problem in found:
             say(f"{file}: {problem}", error=True)
         if not found:
+            for warning in warnings_of(load(file).spec):
+                say(f"{file}: warning: {warning}", error=True)
             say(f"{file}: ok")
     if bad and len(files) > 1:
         say(f"{bad} of {len(files)} files cannot be used", error=True)
@@ -35,7 +39,9 @@ def problems(file: Path, *, any_machine: bool = False) -> list[SpecProblem]:
         run = load(file)
     except SpecError as error:
         return error.problems
+    late = past_deadline(run.spec, time.time())
     return [
+        *(() if late is None else [late]),
         *model_problems(run.spec.model, run.spec),
         *task_problems(run.spec, answers=_ANSWERS),
         *(() if any_machine else machine_problems(run)),

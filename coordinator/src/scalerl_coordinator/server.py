@@ -386,7 +386,10 @@ class Server:
         return wire.Ack()
 
     async def _status(self, request: web.Request) -> web.Response:
-        return respond(msgspec.msgpack.encode(view(self._core)))
+        status, error = view(self._core), self._journal.refusing
+        if error is not None:
+            status = msgspec.structs.replace(status, journal_error=error.strerror or str(error))
+        return respond(msgspec.msgpack.encode(status))
 
     async def _health(self, request: web.Request) -> web.Response:
         if self.failure.done():

@@ -28,7 +28,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from scalerl_api.fields import AtLeast, InRange, Matches, decimal_input, quantity_input
+from scalerl_api.fields import AtLeast, AtMost, InRange, Matches, decimal_input, quantity_input
 from scalerl_api.load import to_yaml
 from scalerl_api.pods import Named, Unique, own_path, text_value, unreserved
 from scalerl_api.spec import GROUP, KIND, PLURAL, VERSION, RunSpec
@@ -80,6 +80,7 @@ def definition() -> dict[str, Any]:
             "status": status,
         },
     }
+    _add_rules(schema, crd_rules.OF_THE_OBJECT)
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
@@ -275,6 +276,8 @@ def _validator(schema: Schema, func: Callable[..., Any], where: str) -> None:
         _add_rules(schema, crd_rules.in_range(func))
     elif isinstance(func, AtLeast):
         _add_rules(schema, crd_rules.at_least(func))
+    elif isinstance(func, AtMost):
+        _add_rules(schema, crd_rules.at_most(func))
     elif isinstance(func, Unique):
         schema |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [func.key]}
     elif isinstance(func, Named):

@@ -17,8 +17,17 @@ from pydantic import BaseModel
 
 from scalerl_api.autoscaling import MOMENT, AutoscalingSpec, GeneratorRange, on_the_calendar, timestamp_input
 from scalerl_api.cluster import StorageSpec
-from scalerl_api.fields import A_DECIMAL, AtLeast, InRange, Matches
-from scalerl_api.pods import RESERVED_LABELS, RESERVED_PATHS, Named
+from scalerl_api.fields import A_DECIMAL, AtLeast, AtMost, InRange, Matches
+from scalerl_api.pods import (
+    PLAIN_PATH,
+    PLAIN_PATH_WORDS,
+    RESERVED_LABELS,
+    RESERVED_PATH_WORDS,
+    RESERVED_PATHS,
+    SYSTEM_PATH_WORDS,
+    SYSTEM_PATHS,
+    Named,
+)
 from scalerl_api.source import (
     JsonlSource,
     ModelSpec,
@@ -27,7 +36,7 @@ from scalerl_api.source import (
     TaskSpec,
     parameter_value,
 )
-from scalerl_api.spec import BudgetSpec, RunSpec
+from scalerl_api.spec import MAX_BATCH_COMPLETIONS, BudgetSpec, RunSpec
 
 
 @dataclass(frozen=True)
@@ -111,6 +120,17 @@ OF_MODELS: Final[Mapping[type[BaseModel], tuple[Rule, ...]]] = {
             field="generator.leaseSeconds",
         ),
         Rule(
+            "self.trainer.replicas <= self.recipe.promptsPerStep",
+            "trainer.replicas must be at most recipe.promptsPerStep: each rank takes a prompt or more",
+            field="trainer.replicas",
+        ),
+        Rule(
+            f"self.recipe.promptsPerStep * self.recipe.completionsPerPrompt <= {MAX_BATCH_COMPLETIONS}",
+            f"recipe.promptsPerStep times recipe.completionsPerPrompt must be at most {MAX_BATCH_COMPLETIONS}: the "
+            "coordinator holds every completion of a step in memory",
+            field="recipe.promptsPerStep",
+        ),
+        Rule(
             "!has(self.autoscaling.generators) || (self.autoscaling.generators.min <= self.generator.replicas && "
             "self.generator.replicas <= self.autoscaling.generators.max)",
             "generator.replicas must lie within autoscaling.generators",
@@ -128,6 +148,11 @@ OF_MODELS: Final[Mapping[type[BaseModel], tuple[Rule, ...]]] = {
     ModelSpec: (_one_of("hub", "path", "scratch"),),
     TaskSpec: (
         _one_of("reasoningGym", "jsonl"),
+        Rule(
+            "!has(self.reasoningGym) || self.heldOut.size < self.reasoningGym.size",
+            "heldOut.size must be less than reasoningGym.size: problems to train on have to be left",
+            field="heldOut.size",
+        ),
         Rule(
             "self.verifier.name != 'reasoning-gym' || has(self.reasoningGym)",
             "verifier reasoning-gym scores reasoningGym data only; use exact, number or math-verify",
@@ -177,6 +202,19 @@ OF_MODELS: Final[Mapping[type[BaseModel], tuple[Rule, ...]]] = {
     ),
 }
 """Rules that look at several fields, or at whether one is there."""
+
+OF_THE_OBJECT: Final = (
+    Rule(
+        # The status is written by itself, and may be ahead of a limit that it has reached: only a new limit is refused.
+        "!has(self.spec.budget.maxSteps) || !has(self.status) || !has(self.status.step) || "
+        "self.spec.budget.maxSteps >= self.status.step || "
+        "(has(oldSelf.spec.budget.maxSteps) && oldSelf.spec.budget.maxSteps == self.spec.budget.maxSteps)",
+        "maxSteps is below status.step, which the run has trained already; to end the run now, set it to that step",
+        field="spec.budget.maxSteps",
+        changes=True,
+    ),
+)
+"""Rules that hold the spec against the status."""
 
 OF_FIELDS: Final[Mapping[tuple[type[BaseModel], str], tuple[Rule, ...]]] = {
     (RunSpec, "model"): (_fixed("the model"),),
@@ -232,6 +270,13 @@ def at_least(bound: AtLeast) -> tuple[Rule, ...]:
     return (Rule(f"!isQuantity(string(self)) || {least}", f"must be at least {bound.least}"),)
 
 
+def at_most(bound: AtMost) -> tuple[Rule, ...]:
+    """The most that a quantity may be."""
+    amount = "quantity(string(self))"
+    most = f"{amount}.compareTo(quantity('{bound.most}')) <= 0"
+    return (Rule(f"!isQuantity(string(self)) || {most}", f"must be at most {bound.most}"),)
+
+
 # --- pod templates -------------------------------------------------------------------------------
 
 
@@ -270,9 +315,19 @@ MOUNT: Final[dict[str, Any]] = {
         "maxLength": 1024,
         "x-kubernetes-validations": [
             Rule("self.startsWith('/')", "must be absolute").as_validation(),
+            # What is not absolute is refused for that.
             Rule(
-                f"!{list(RESERVED_PATHS)}.exists(taken, self == taken || self.startsWith(taken + '/'))",
-                "the operator mounts there itself; choose another path",
+                f"!self.startsWith('/') || self.matches('^{PLAIN_PATH.pattern.replace(chr(92), chr(92) * 2)}$')",
+                PLAIN_PATH_WORDS,
+            ).as_validation(),
+            Rule(
+                f"!{list(RESERVED_PATHS)}.exists(taken, self == taken || self.startsWith(taken + '/') || "
+                "taken.startsWith(self.endsWith('/') ? self : self + '/'))",
+                RESERVED_PATH_WORDS,
+            ).as_validation(),
+            Rule(
+                f"!{list(SYSTEM_PATHS)}.exists(taken, self == taken || self == taken + '/')",
+                SYSTEM_PATH_WORDS,
             ).as_validation(),
         ],
     },

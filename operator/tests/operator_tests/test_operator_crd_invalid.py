@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
-from invalid_runs import Case, cases
+from invalid_runs import Case, Warned, cases, warned
 
-from scalerl_api.load import SpecError, run_from_object
+from operator_tests.test_operator_condition_messages import conditions
+from scalerl_api.conditions import Phase
+from scalerl_api.load import SpecError, load_run, run_from_object
+from scalerl_api.spec_warnings import past_deadline, warnings_of
 
 SERVER = cases("schema", "cel")
 NEW = [case for case in SERVER if case.changed is None]
@@ -52,3 +56,36 @@ def test_what_only_python_can_check_is_refused_by_its_models_and_nothing_else(ca
         assert case.says in str(refused.value)
     else:
         run_from_object(case.run)
+
+
+@pytest.mark.parametrize("row", warned(), ids=lambda row: row.name)
+def test_what_is_seldom_meant_is_a_warning_and_a_condition(row: Warned) -> None:
+    run = run_from_object(row.run)
+    assert any(
+        warning.where == row.field and row.says in warning.message for warning in warnings_of(run.spec)
+    )
+    accepted = conditions(Phase.PREPARING, run=run)["Accepted"]
+    assert (accepted.status, accepted.reason) == ("True", "AcceptedWithWarnings")
+    assert row.field in accepted.message
+    assert row.says in accepted.message
+
+
+EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*/run*.yaml"))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_no_example_has_a_warning(example: Path) -> None:
+    run = load_run(example)
+    assert warnings_of(run.spec) == []
+    assert conditions(Phase.PREPARING, run=run)["Accepted"].reason == "Accepted"
+
+
+def test_a_deadline_counts_where_forecasts_are_acted_on() -> None:
+    case = next(case for case in OPERATOR if case.reason == "DeadlinePassed")
+    spec = run_from_object(case.run).spec
+    assert past_deadline(spec, 1577836799.0) is None
+    late = past_deadline(spec, 1577836800.0)
+    assert late is not None
+    assert late.where == "spec.autoscaling.deadline"
+    off = spec.model_copy(update={"autoscaling": spec.autoscaling.model_copy(update={"mode": "Off"})})
+    assert past_deadline(off, 2e9) is None

@@ -156,7 +156,7 @@ def said(observed: Observed, phase: Phase, before: RunStatus, type_: ConditionTy
         (seen(suspend=False), Phase.RUNNING, "False", ("True", Reason.QUEUE_ADMITTED)),
         # Between two attempts.
         (nothing(), Phase.RUNNING, "True", ("True", Reason.QUEUE_ADMITTED)),
-        (nothing(), Phase.SUSPENDED, "True", ("False", Reason.NOT_STARTED)),
+        (nothing(), Phase.SUSPENDED, "True", ("False", Reason.RUN_SUSPENDED)),
     ],
 )
 def test_admitted_says_what_the_queue_has_done(

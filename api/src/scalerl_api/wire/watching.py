@@ -133,6 +133,8 @@ class Status(Struct, frozen=True, kw_only=True):
     """Checkpoints that could not be written, over all incarnations of the trainer; told with each step."""
     checkpoint_version: int = -1
     """Newest checkpoint that the trainer can go on from; -1: none."""
+    journal_error: str = ""
+    """The disk's error while the journal cannot be written; empty while it can."""
 
     def mismatch_kl(self, source: str, positions: str = ALL) -> float | None:
         """Mean over the run; None when it was never measured."""

@@ -25,7 +25,7 @@ _TROUBLE: Final = frozenset(
     {
         *(Reason.UNSCHEDULABLE, Reason.IMAGE_PULL_FAILED, Reason.CONTAINER_CONFIG_INVALID),
         *(Reason.VOLUME_NOT_READY, Reason.OUT_OF_MEMORY, Reason.EVICTED, Reason.REFUSED_BY_NODE),
-        *(Reason.SANDBOX_FAILED, Reason.COORDINATOR_REFUSED),
+        *(Reason.SANDBOX_FAILED, Reason.COORDINATOR_REFUSED, Reason.CONTAINER_START_FAILED),
     }
 )
 """What somebody has to see to, of whichever role: worth an event too."""
@@ -39,6 +39,8 @@ async def announce(api: KubeApi, run: Object, was: RunStatus, status: RunStatus)
         before = was.condition(condition.type)
         loudness = _LOUD.get((condition.type, condition.status))
         if condition.status == "False" and condition.reason in _TROUBLE:
+            loudness = "Warning"
+        if condition.reason == Reason.ACCEPTED_WITH_WARNINGS:
             loudness = "Warning"
         if loudness is None or (
             before is not None and (before.status, before.reason) == (condition.status, condition.reason)

@@ -13,6 +13,7 @@ from typing import Final
 
 from scalerl_api.conditions import Reason
 from scalerl_api.spec import ScaleRLRun
+from scalerl_api.spec_warnings import past_deadline
 from scalerl_operator.cluster import errors
 from scalerl_operator.cluster.api import KubeApi
 from scalerl_operator.cluster.cache import Cache
@@ -29,6 +30,7 @@ from scalerl_operator.cluster.observed import (
     Problem,
     is_settled,
     label,
+    seconds,
 )
 from scalerl_operator.cluster.ownership import applied
 from scalerl_operator.cluster.place import CLAIM, WORKLOADS, Place, leaving, not_mine, refused
@@ -100,6 +102,9 @@ class Applier:
         everything: all objects that the run will ever have, for one that brings raw Kubernetes of its own: those
         with pods are tried.
         """
+        created = seconds(place.run["metadata"].get("creationTimestamp"))
+        if (late := past_deadline(run.spec, created)) is not None:
+            return Problem(Reason.DEADLINE_PASSED, str(late))
         storage = run.spec.storage
         if storage.claim_name is not None:
             if await self._api.get(CLAIM, place.namespace, storage.claim_name) is None:
@@ -229,12 +234,13 @@ class Applier:
         name = Names(place.name).token
         # One that somebody has deleted comes back as it was: pods that run still hold it.
         token = self._tokens.get(place.uid) or secrets.token_urlsafe(32)
+        wanted = secret(run, place.uid, token)
         try:
-            held: Object | None = await self._api.create(secret(run, place.uid, token))
+            held: Object | None = await self._api.create(wanted)
         except errors.AlreadyExists:
             held = await self._api.get("Secret", place.namespace, name)
         except (errors.Invalid, errors.Forbidden) as error:
-            return self._refused(error, f"Secret {name}", place)
+            return self._refused(error, wanted, place)
         if held is None or not place.mine(held):
             return Problem(Reason.NAME_TAKEN, f"Secret {name} exists and is not this run's")
         self._tokens[place.uid] = _token(held)
@@ -289,7 +295,7 @@ class Applier:
             # Whoever made it, of whatever spec, it is compared like all that is known to be there.
             return None if frozen else await self._bring(obj, place)
         except (errors.Invalid, errors.Forbidden) as error:
-            return self._refused(error, f"{kind} {name}", place)
+            return self._refused(error, obj, place)
         if not dry_run:
             self._made(made, place)
         return None
@@ -356,7 +362,7 @@ class Applier:
             # To the object that was seen: another may have its name by now.
             made = await self._api.apply(obj, uid=uid)
         except (errors.Invalid, errors.Forbidden) as error:
-            return self._refused(error, f"{kind} {name}", place)
+            return self._refused(error, obj, place)
         left = differences(obj, made)
         if self.repairs.applied(place, (kind, name), left):
             said = told(obj, left[0])
@@ -371,10 +377,10 @@ class Applier:
         self._made(made, place)
         return None
 
-    def _refused(self, error: errors.ApiError, what: str, place: Place) -> Problem:
+    def _refused(self, error: errors.ApiError, obj: Object, place: Place) -> Problem:
         """What was taken in the namespace before may be so no longer."""
         self._trials = {at: when for at, when in self._trials.items() if at[0] != place.namespace}
-        return refused(error, what)
+        return refused(error, f"{obj['kind']} {obj['metadata']['name']}", obj, place.run)
 
 
 def _token(held: Object) -> str:

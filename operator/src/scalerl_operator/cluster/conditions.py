@@ -1,7 +1,7 @@
 """Report: from what was seen and decided to the run's status. Pure.
 
 A condition's time is when its ``status`` last changed. What nobody looks at while a run is at rest (its pods) keeps
-its last word as ``False``, ``NotStarted``.
+its last word as ``False``, with the reason why there are none.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from scalerl_api.conditions import NOTHING_TO_DO, ConditionType, Phase, Reason
-from scalerl_api.spec import ScaleRLRun
+from scalerl_api.spec import ModelSpec, ScaleRLRun
+from scalerl_api.spec_warnings import warnings_of
 from scalerl_api.status import Condition, GeneratorsStatus, RunStatus, TrainerStatus, UsageStatus
 from scalerl_api.wire import BROKEN, FORECAST, Status
 from scalerl_operator.cluster import trouble
@@ -25,6 +26,12 @@ STALLED_SECONDS: Final = 1800.0
 """So long without a step, and Progressing is False."""
 _MESSAGE_CHARACTERS: Final = 2000
 AT_REST: Final = frozenset({Phase.PENDING, Phase.SUSPENDED, Phase.COMPLETED, Phase.FAILED})
+_AT_REST_BECAUSE: Final = {
+    Phase.SUSPENDED: Reason.RUN_SUSPENDED,
+    Phase.COMPLETED: Reason.RUN_COMPLETED,
+    Phase.FAILED: Reason.RUN_FAILED,
+}
+"""Why a run at rest has no pods; in any other phase they are yet to come."""
 PROGRESS: Final = frozenset(
     {"step", "lastStepTime", "reward", "points", "usage", "trouble", "forecast", "decisions"}
 )
@@ -50,7 +57,8 @@ class Looked:
     invalid: why the spec is not accepted, while the run goes on with the one accepted before; None: it is accepted.
     spec: the one that was accepted last, as the status keeps it.
     blocked: what keeps the operator from making an object now. refused: the coordinator's words to the operator that it does
-    not listen to; empty where it answers, or does not.
+    not listen to; empty where it answers, or does not. queue_missing: why no queue holds the run; empty where there is one,
+    or the run has no queue label.
     """
 
     unix_seconds: float
@@ -64,6 +72,7 @@ class Looked:
     refused: str = ""
     invalid: Problem | None = None
     spec: str | None = None
+    queue_missing: str = ""
 
 
 def report(run: ScaleRLRun | None, before: RunStatus, seen: Looked) -> RunStatus:
@@ -241,9 +250,9 @@ def _said(run: ScaleRLRun | None, before: RunStatus, seen: Looked) -> Sequence[S
         why = seen.accepted or Problem(Reason.SPEC_INVALID, "")
         return [(ConditionType.ACCEPTED, False, why), *_ends(seen.course, before.stop_reason)]
     return [
-        (ConditionType.ACCEPTED, seen.invalid is None, seen.invalid or Problem(Reason.ACCEPTED, "")),
+        (ConditionType.ACCEPTED, seen.invalid is None, seen.invalid or _warnings(run)),
         _admitted(run, before, seen),
-        _prepared(before, seen),
+        _prepared(run, before, seen),
         _role(ConditionType.COORDINATOR_READY, Role.COORDINATOR, 1, seen),
         _role(ConditionType.GENERATORS_READY, Role.GENERATOR, seen.steered.replicas, seen),
         _role(ConditionType.TRAINER_READY, Role.TRAINER, run.spec.trainer.replicas, seen),
@@ -259,13 +268,22 @@ def _said(run: ScaleRLRun | None, before: RunStatus, seen: Looked) -> Sequence[S
     ]
 
 
+def _warnings(run: ScaleRLRun) -> Problem:
+    found = warnings_of(run.spec)
+    if not found:
+        return Problem(Reason.ACCEPTED, "")
+    return Problem(Reason.ACCEPTED_WITH_WARNINGS, "; ".join(str(warning) for warning in found))
+
+
 def _admitted(run: ScaleRLRun, before: RunStatus, seen: Looked) -> Said:
     """True is only what a queue has said: of an attempt that is yet to be made it is what was true of the last."""
     type_, observed = ConditionType.ADMITTED, seen.observed
     if QUEUE not in run.metadata.labels:
         return type_, True, Problem(Reason.NO_QUEUE, "")
     if observed is None or seen.course.phase is Phase.SUSPENDED:
-        return type_, False, Problem(Reason.NOT_STARTED, "")
+        return type_, False, _without_pods(seen)
+    if seen.queue_missing:
+        return type_, False, Problem(Reason.QUEUE_NOT_FOUND, seen.queue_missing)
     waiting = [
         role for role, job in ((Role.PREPARE, observed.prepare), (Role.TRAINER, observed.trainer)) if job.held
     ]
@@ -284,7 +302,11 @@ def _admitted(run: ScaleRLRun, before: RunStatus, seen: Looked) -> Said:
     return type_, True, Problem(Reason.QUEUE_ADMITTED, "")
 
 
-def _prepared(before: RunStatus, seen: Looked) -> Said:
+def _without_pods(seen: Looked) -> Problem:
+    return Problem(_AT_REST_BECAUSE.get(seen.course.phase, Reason.NOT_STARTED), "")
+
+
+def _prepared(run: ScaleRLRun, before: RunStatus, seen: Looked) -> Said:
     type_ = ConditionType.PREPARED
     job = seen.observed.prepare if seen.observed is not None else None
     outcome = seen.course.memory.outcome
@@ -300,9 +322,29 @@ def _prepared(before: RunStatus, seen: Looked) -> Said:
         return type_, False, Problem(Reason.WAITING_FOR_QUOTA, "")
     if seen.course.phase in AT_REST:
         was = _was(before, type_)
-        return type_, was, Problem(Reason.PREPARED if was else Reason.NOT_STARTED, "")
+        return type_, was, Problem(Reason.PREPARED, "") if was else _without_pods(seen)
     problem = seen.observed.problem(Role.PREPARE) if seen.observed is not None else None
-    return type_, False, problem or seen.blocked or Problem(Reason.PREPARING, "")
+    problem = _the_exact(problem, seen.blocked)
+    if problem is None and job is not None and job.ends and job.state is JobState.ACTIVE:
+        last = job.ends[-1]
+        problem = Problem(Reason.BACK_OFF, f"exit code {last.exit_code}: {last.message}")
+    return type_, False, problem or seen.blocked or Problem(Reason.PREPARING, _source(run.spec.model))
+
+
+def _the_exact(problem: Problem | None, blocked: Problem | None) -> Problem | None:
+    """The scheduler only says that a volume is missing; why it is, the claim's own events say."""
+    if problem is not None and problem.reason is Reason.VOLUME_NOT_READY:
+        return blocked or problem
+    return problem
+
+
+def _source(model: ModelSpec) -> str:
+    """What the preparation does now."""
+    if model.hub is not None:
+        return f"the model {model.hub.name} is downloaded to the run's volume"
+    if model.path is not None:
+        return f"the model is taken from {model.path}"
+    return "the model is made from scratch"
 
 
 def _pinned(steered: Steered) -> Said:
@@ -323,14 +365,16 @@ def _was(before: RunStatus, type_: ConditionType) -> bool:
 
 def _role(type_: ConditionType, role: Role, wanted: int, seen: Looked) -> Said:
     if seen.observed is None or seen.course.phase in AT_REST | {Phase.PREPARING}:
-        return type_, False, Problem(Reason.NOT_STARTED, "")
+        return type_, False, _without_pods(seen)
     pods = seen.observed.of(role)
     ready = sum(p.ready for p in pods)
     if role is Role.COORDINATOR and ready and seen.heard is None:
         return type_, False, _unheard(seen, "")
     if ready >= wanted:
         return type_, True, Problem(Reason.READY, "")
-    problem = seen.observed.problem(role)
+    problem = _the_exact(seen.observed.problem(role), seen.blocked)
+    if problem is None and role is Role.COORDINATOR:
+        problem = _unwritable(seen.heard)
     if problem is None and not pods:
         problem = seen.blocked
     if problem is None and role is Role.TRAINER and seen.observed.trainer.held:
@@ -344,6 +388,13 @@ def _role(type_: ConditionType, role: Role, wanted: int, seen: Looked) -> Said:
     if problem is None:
         problem = Problem(Reason.SOME_READY if ready else Reason.STARTING, f"{ready} of {wanted} are ready")
     return type_, False, problem
+
+
+def _unwritable(heard: Status | None) -> Problem | None:
+    if heard is None or not heard.journal_error:
+        return None
+    said = f"the disk of the run's volume takes nothing more: {heard.journal_error}"
+    return Problem(Reason.VOLUME_NOT_WRITABLE, said)
 
 
 def _next_attempt(seen: Looked) -> str:
@@ -362,6 +413,8 @@ def _progressing(before: RunStatus, seen: Looked) -> Said:
         return type_, False, Problem(Reason.NOT_RUNNING, "")
     if seen.heard is None:
         return type_, False, _unheard(seen, seen.course.note)
+    if (unwritable := _unwritable(seen.heard)) is not None:
+        return type_, False, unwritable
     if seen.heard.step == 0:
         return type_, False, Problem(Reason.NO_STEPS, _waiting(seen.heard))
     # Time without a trainer, as in a suspension, is not held against it.
@@ -373,6 +426,9 @@ def _progressing(before: RunStatus, seen: Looked) -> Said:
             False,
             Problem(Reason.NO_STEPS, f"none since {rfc3339(since)}; {_waiting(seen.heard)}"),
         )
+    # At the end the trainer leaves before the run is over.
+    if seen.course.phase is Phase.RUNNING and seen.observed is not None and not seen.observed.trainer.ready:
+        return type_, False, Problem(Reason.TRAINER_NOT_READY, f"after step {seen.heard.step}")
     return type_, True, Problem(Reason.STEPS_TRAINED, "")
 
 
@@ -391,6 +447,8 @@ def _degraded(run: ScaleRLRun, before: RunStatus, seen: Looked) -> Said:
     if seen.blocked is not None:
         return type_, True, seen.blocked
     if seen.course.phase in (Phase.RUNNING, Phase.FINISHING) and seen.observed is not None:
+        if (unwritable := _unwritable(seen.heard)) is not None:
+            return type_, True, unwritable
         generators = seen.observed.service(Role.GENERATOR)
         if generators.restarts > run.spec.generator.max_restarts:
             said = f"{generators.restarted} was restarted {generators.restarts} times"
@@ -421,8 +479,10 @@ def _ends(course: Course, stop_reason: str | None) -> Sequence[Said]:
         why = Problem(Reason.NOT_SUSPENDED, "")
     completed = outcome is not None and outcome.end is End.COMPLETED
     failed = outcome is not None and outcome.end is End.FAILED
-    none = Problem(Reason.NOT_FINISHED, "")
-    said = Problem(outcome.reason, outcome.message) if outcome is not None else none
+    said = none = Problem(Reason.NOT_FINISHED, "")
+    if outcome is not None:
+        said = Problem(outcome.reason, outcome.message)
+        none = Problem(Reason.RUN_COMPLETED if completed else Reason.RUN_FAILED, "")
     return [
         (ConditionType.SUSPENDED, suspended, why),
         (ConditionType.COMPLETED, completed, said if completed else none),

@@ -93,7 +93,8 @@ class Coordinators:
         # Imported only now, with aiohttp's client: the API server's schema needs neither.
         from scalerl_operator.observe.client import CoordinatorClient
 
-        pod = next((p for p in pods if p.ready and p.ip), None)
+        # One that cannot write its journal is not ready, and says why when asked.
+        pod = next((p for p in pods if (p.ready or p.started) and p.ip), None)
         if pod is None:
             self._refusals.pop(uid, None)
             return None

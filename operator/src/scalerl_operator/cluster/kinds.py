@@ -73,6 +73,8 @@ KINDS: Final[dict[str, Kind]] = {
         Kind("Lease", "coordination.k8s.io/v1", "leases"),
         # Read only, to say in a condition that the one which a spec names is not there.
         Kind("StorageClass", "storage.k8s.io/v1", "storageclasses", namespaced=False),
+        # The same, of a run that waits in it. Every Kueue since 0.3 serves this version.
+        Kind("LocalQueue", "kueue.x-k8s.io/v1beta1", "localqueues"),
     )
 }
 

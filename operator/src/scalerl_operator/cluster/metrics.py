@@ -142,7 +142,7 @@ _NEVER_BAD: Final = frozenset(
 )
 _FINE: Final = frozenset(
     {
-        Reason.NOT_STARTED, Reason.NOT_RUNNING, Reason.PREPARED, Reason.READY,
+        Reason.NOT_STARTED, Reason.RUN_SUSPENDED, Reason.RUN_COMPLETED, Reason.RUN_FAILED, Reason.NOT_RUNNING, Reason.PREPARED, Reason.READY,
         Reason.AUTOSCALING_OFF, Reason.TOO_FEW_POINTS, Reason.NO_FIT,
     }
 )  # fmt: skip

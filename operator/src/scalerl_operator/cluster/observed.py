@@ -36,10 +36,12 @@ _WAITING: Final = {
     "SignatureValidationFailed": Reason.IMAGE_PULL_FAILED,
     "ErrImageNeverPull": Reason.IMAGE_PULL_FAILED,
     "CreateContainerConfigError": Reason.CONTAINER_CONFIG_INVALID,
-    "CreateContainerError": Reason.CONTAINER_CONFIG_INVALID,
-    "RunContainerError": Reason.CONTAINER_CONFIG_INVALID,
+    "CreateContainerError": Reason.CONTAINER_START_FAILED,
+    "RunContainerError": Reason.CONTAINER_START_FAILED,
     "CrashLoopBackOff": Reason.BACK_OFF,
 }
+_NEVER_STARTED: Final = frozenset({"StartError", "ContainerCannotRun"})
+"""Reasons of containers that ended before their program began: it is not in the image, or is of another architecture."""
 _TAKEN: Final = frozenset({"Evicted", "Preempting", "Terminated", "NodeLost"})
 """Reasons of pods that failed because their place was taken away. A node that did not let one begin has many more: whatever
 it had too little of (OutOfcpu), a device that was not healthy (UnexpectedAdmissionError), its own end (NodeShutdown)."""
@@ -59,7 +61,8 @@ class Problem:
 class PodView:
     """One pod. over: all its containers have ended. restarts: of its worst container, in quick succession.
     ends: of containers that are over, not with 0. creating: scheduled, but its containers are not there yet: only events say
-    what is missing. disrupted: its place was taken away, or its node did not let it begin.
+    what is missing. disrupted: its place was taken away, or its node did not let it begin. started: its startup probes have
+    succeeded, so that it answers though it may not be ready.
     """
 
     name: str
@@ -77,6 +80,7 @@ class PodView:
     ends: tuple[Ended, ...]
     bad_input: Ended | None
     disrupted: bool = False
+    started: bool = False
 
 
 @dataclass(frozen=True)
@@ -217,6 +221,7 @@ def pod_view(pod: Object) -> PodView:
         ends=ends,
         bad_input=next((e for c in containers for e in _bad_inputs(c)), None),
         disrupted=_is_disrupted(status, conditions),
+        started=bool(containers) and all(c.get("started") is True for c in containers),
     )
 
 
@@ -251,6 +256,8 @@ def _problem(
         waiting = (state.get("waiting") or {}).get("reason", "")
         if over is not None and over.get("reason") == "OOMKilled" and not container.get("ready"):
             return Problem(Reason.OUT_OF_MEMORY, f"{name} was killed: it used more memory than its limit")
+        if over is not None and over.get("reason") in _NEVER_STARTED and not container.get("ready"):
+            return Problem(Reason.CONTAINER_START_FAILED, f"{name}: {_last_words(over)}")
         if waiting in _WAITING:
             words = _last_words(before) if waiting == "CrashLoopBackOff" and before is not None else ""
             message = words or state["waiting"].get("message", waiting)
@@ -321,7 +328,7 @@ def _attempt(job: Object) -> int:
 
 def _job(job: Object, pods: Iterable[PodView], spec_hash: str) -> Job:
     metadata, state = job["metadata"], _job_state(job)
-    own = [p for p in pods if p.job == metadata["name"]]
+    own = sorted((p for p in pods if p.job == metadata["name"]), key=lambda p: p.created)
     wanted = int(job["spec"].get("parallelism", 1))
     ends = tuple(end for pod in own for end in pod.ends)
     evicted = tuple(Ended(137, p.problem.message) for p in own if p.problem is not None and _was_evicted(p))

@@ -11,6 +11,7 @@ from scalerl_api.spec import KIND
 from scalerl_operator.cluster import errors
 from scalerl_operator.cluster.names import COMPONENT, IMAGE, RUN_UID
 from scalerl_operator.cluster.observed import Problem, label
+from scalerl_operator.cluster.spec_fields import in_terms_of_the_spec
 from scalerl_operator.cluster.types import Images, Object
 from scalerl_operator.cluster.words import creation_problem
 from scalerl_operator.workloads import Role
@@ -94,10 +95,10 @@ def not_mine(live: Object, kind: str, name: str, place: Place) -> Problem | None
     return Problem(Reason.NAME_TAKEN, f"{what} exists and is not this run's")
 
 
-def refused(error: errors.ApiError, what: str) -> Problem:
-    """What the API server's no comes to."""
+def refused(error: errors.ApiError, what: str, obj: Object, run: Object) -> Problem:
+    """What the API server's no to ``obj``, which was rendered from ``run``, comes to."""
     if isinstance(error, errors.QuotaExceeded):
         return Problem(Reason.QUOTA_EXCEEDED, f"{what}: {error.message}")
     if isinstance(error, errors.Forbidden) and "cannot" in error.message and "User" in error.message:
         return Problem(Reason.FORBIDDEN, f"{what}: {error.message}")
-    return Problem(creation_problem(error.message), f"{what}: {error.message}")
+    return Problem(creation_problem(error.message), f"{what}: {in_terms_of_the_spec(error, obj, run)}")

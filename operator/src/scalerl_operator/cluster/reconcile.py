@@ -35,6 +35,7 @@ from scalerl_operator.cluster.hearing import Coordinators
 from scalerl_operator.cluster.names import FINALIZER, QUEUE, selector
 from scalerl_operator.cluster.observed import Observed, Problem, label, observe, patient, seconds
 from scalerl_operator.cluster.place import WORKLOADS, leaving, pinned
+from scalerl_operator.cluster.queues import Queues
 from scalerl_operator.cluster.render import render
 from scalerl_operator.cluster.render.shared import spec_hash
 from scalerl_operator.cluster.runobject import RunObject
@@ -93,6 +94,7 @@ class Reconciler:
         self._run = RunObject(api, cache)
         self._applier = Applier(api, cache, namespaced=namespaced)
         self._stuck = Stuck(api, self._applier.doubt)
+        self._queues = Queues(api)
         self._coordinators = Coordinators(lambda what: self._api.must_lead(what))
         self._images = images
         self._operator_namespace = operator_namespace
@@ -209,6 +211,7 @@ class Reconciler:
             course = Course(Phase.PENDING, seen.memory, again_seconds=BLOCKED_SECONDS)
         blocked = self._blocked.get(seen.uid) if missing is None else None
         refused = self._coordinators.refusal(seen.uid)
+        queue_missing = await self._queues.missing(seen, course.phase)
         looked = Looked(
             *(
                 seen.unix_seconds,
@@ -223,6 +226,7 @@ class Reconciler:
             ),
             invalid=invalid,
             spec=spec if missing is None else seen.before.accepted_spec,
+            queue_missing=queue_missing,
         )
         if missing is None:
             if not seen.knows(course, steered, spec):
@@ -403,6 +407,7 @@ class Reconciler:
         self._hashes.pop(uid, None)
         self._applier.forget(uid)
         self._stuck.forget(uid)
+        self._queues.forget(uid)
         await self._coordinators.forget(uid)
 
 

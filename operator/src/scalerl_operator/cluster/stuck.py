@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from scalerl_api.conditions import Reason
 from scalerl_operator.cluster import errors
 from scalerl_operator.cluster.api import KubeApi
 from scalerl_operator.cluster.names import COMPONENT, Names
 from scalerl_operator.cluster.observed import Observed, Problem, label, seconds
-from scalerl_operator.cluster.place import Place, leaving
+from scalerl_operator.cluster.place import CLAIM, Place, leaving
 from scalerl_operator.cluster.types import Desired, Object
-from scalerl_operator.cluster.words import creation_problem, mount_problem
+from scalerl_operator.cluster.words import claim_problem, creation_problem, mount_problem
 from scalerl_operator.policy.course import JobState
 from scalerl_operator.workloads import Role
 
@@ -23,6 +24,9 @@ RECENT_SECONDS: Final = 300.0
 """What an event says that is older may be mended: those who cannot make or start a pod say so again and again."""
 _MAKING: Final = ("FailedCreate",)
 _BEGINNING: Final = ("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox")
+_BINDING: Final = ("ProvisioningFailed", "FailedBinding")
+_PROBLEM: Final = {_MAKING: creation_problem, _BEGINNING: mount_problem, _BINDING: claim_problem}
+"""By the reasons of the events that were asked for: what their message comes to."""
 
 
 class Stuck:
@@ -51,8 +55,7 @@ class Stuck:
         message = await self._last_event(place, uid, reasons)
         problem = None
         if message:
-            made = reasons is _MAKING
-            problem = Problem((creation_problem if made else mount_problem)(message), f"{what}: {message}")
+            problem = Problem(_PROBLEM[reasons](message), f"{what}: {message}")
             if Names(place.name).token in message:
                 self._doubt(place.uid)
         self._asked[place.uid] = (place.unix_seconds, problem)
@@ -74,6 +77,12 @@ class Stuck:
         for pod in observed.pods:
             if pod.creating and not pod.leaving and place.unix_seconds - pod.created > SILENT_SECONDS:
                 return pod.name, pod.uid, _BEGINNING
+        claim = place.objects.get((CLAIM, Names(place.name).claim))
+        waits = any(
+            p.problem is not None and p.problem.reason is Reason.VOLUME_NOT_READY for p in observed.pods
+        )
+        if waits and claim is not None and (claim.get("status") or {}).get("phase") == "Pending":
+            return f"{CLAIM} {claim['metadata']['name']}", claim["metadata"]["uid"], _BINDING
         return None
 
     async def _last_event(self, place: Place, uid: str, reasons: Sequence[str]) -> str:

@@ -42,6 +42,17 @@ def mount_problem(message: str) -> Reason:
     return Reason.VOLUME_NOT_READY
 
 
+def claim_problem(message: str) -> Reason:
+    """What the volume controller's words about a claim that it cannot bind come to.
+
+    >>> claim_problem('storageclass.storage.k8s.io "fast" not found').value
+    'StorageClassNotFound'
+    """
+    text = message.lower()
+    named = "storageclass" in text and "not found" in text
+    return Reason.STORAGE_CLASS_NOT_FOUND if named else Reason.VOLUME_NOT_READY
+
+
 def placing_problem(message: str) -> Reason:
     """What the scheduler's words about a pod that it cannot place come to.
 

@@ -1,0 +1,163 @@
+"""Warnings: what a run may do, and is seldom meant. Pure.
+
+``scalerl validate`` and ``scalerl run`` print them, and on a cluster they are the message of ``Accepted``, whose reason
+is then ``AcceptedWithWarnings``. Nothing is refused for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Final
+
+from scalerl_api.fields import quantity_bytes
+from scalerl_api.load import SpecProblem
+from scalerl_api.memory import ModelSize
+from scalerl_api.pods import PodTemplate
+from scalerl_api.spec import RunSpec
+
+HIGH_LEARNING_RATE: Final = 1e-3
+HIGH_TEMPERATURE: Final = 2.0
+CODE_VARIABLES: Final = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "LD_PRELOAD", "LD_LIBRARY_PATH")
+"""By these a container runs other code than its image has."""
+_CHECKPOINT_BYTES_A_WEIGHT: Final = 12
+"""A float32 copy of the weight and both moments of AdamW."""
+
+
+def past_deadline(spec: RunSpec, unix_seconds: float) -> SpecProblem | None:
+    """A deadline that is over at ``unix_seconds``: a run that starts then is stopped by its first forecast."""
+    scaling = spec.autoscaling
+    if scaling.deadline is None or scaling.mode == "Off":
+        return None
+    if datetime.fromisoformat(scaling.deadline).timestamp() > unix_seconds:
+        return None
+    return SpecProblem(
+        "spec.autoscaling.deadline", f"{scaling.deadline} is over", "set a later time, or leave it out"
+    )
+
+
+def warnings_of(spec: RunSpec) -> list[SpecProblem]:
+    """What is odd about a valid spec: where, what, and what to do."""
+    return [
+        *_of_the_recipe(spec),
+        *_of_steps(spec),
+        *_of_storage(spec),
+        *_of_pods(spec),
+        *_of_unread_fields(spec),
+    ]
+
+
+def _of_the_recipe(spec: RunSpec) -> Iterator[SpecProblem]:
+    recipe = spec.recipe
+    rate = float(recipe.optimizer.learning_rate)
+    if rate > HIGH_LEARNING_RATE:
+        yield SpecProblem(
+            "spec.recipe.optimizer.learningRate",
+            f"{recipe.optimizer.learning_rate} is more than policies are trained with",
+            "1e-7 to 1e-5 for pretrained models, at most 1e-3 for tiny ones",
+        )
+    if float(recipe.temperature) > HIGH_TEMPERATURE:
+        yield SpecProblem(
+            "spec.recipe.temperature",
+            f"at {recipe.temperature} completions are close to noise",
+            "1 samples the policy itself",
+        )
+
+
+def _of_steps(spec: RunSpec) -> Iterator[SpecProblem]:
+    recipe, most = spec.recipe, spec.budget.max_steps
+    if most is not None:
+        for field, steps, what in (
+            (
+                "evaluation.everySteps",
+                spec.evaluation.every_steps,
+                "the curve has points at its two ends only",
+            ),
+            ("checkpoint.everySteps", spec.checkpoint.every_steps, "a failure costs the whole run"),
+            (
+                "recipe.optimizer.warmupSteps",
+                recipe.optimizer.warmup_steps,
+                "the full learning rate is not reached",
+            ),
+        ):
+            if steps > most:
+                yield SpecProblem(f"spec.{field}", f"{steps} is more than budget.maxSteps ({most}): {what}")
+    batch = recipe.prompts_per_step * recipe.completions_per_prompt
+    evaluation = spec.task.held_out.size * spec.evaluation.samples_per_prompt
+    if evaluation > batch * spec.evaluation.every_steps:
+        yield SpecProblem(
+            "spec.evaluation",
+            f"an evaluation samples {evaluation} completions, more than the {batch * spec.evaluation.every_steps} "
+            f"that are trained on between two",
+            "evaluate less often, or lower samplesPerPrompt or task.heldOut.size",
+        )
+
+
+def _of_storage(spec: RunSpec) -> Iterator[SpecProblem]:
+    storage = spec.storage
+    if spec.model.scratch is not None and storage.claim_name is None:
+        needed = (
+            ModelSize.of_scratch(spec.model.scratch).parameters
+            * _CHECKPOINT_BYTES_A_WEIGHT
+            * (spec.checkpoint.keep + 1)
+        )
+        if needed > quantity_bytes(storage.size):
+            yield SpecProblem(
+                "spec.storage.size",
+                f"{storage.size} is less than the {needed / 2**30:.1f}Gi of {spec.checkpoint.keep} checkpoints and one "
+                "that is being written",
+                "raise it, or lower checkpoint.keep",
+            )
+    if storage.on_delete == "Delete" and spec.ttl_seconds_after_finished is not None:
+        yield SpecProblem(
+            "spec.ttlSecondsAfterFinished",
+            f"the run's volume is deleted with it, {spec.ttl_seconds_after_finished} s after the run has ended",
+            "storage.onDelete: Retain keeps the model",
+        )
+
+
+def _of_pods(spec: RunSpec) -> Iterator[SpecProblem]:
+    templates: dict[str, PodTemplate | None] = {
+        "spec.podTemplate": spec.pod_template,
+        "spec.coordinator.podTemplate": spec.coordinator.pod_template,
+        "spec.generator.podTemplate": spec.generator.pod_template,
+        "spec.trainer.podTemplate": spec.trainer.pod_template,
+    }
+    for where, template in templates.items():
+        if template is None:
+            continue
+        for index, entry in enumerate(template.env):
+            if entry["name"] in CODE_VARIABLES:
+                yield SpecProblem(
+                    f"{where}.env[{index}]",
+                    f"{entry['name']} makes the roles run other code than their image has",
+                    "put the code into the image that spec.images names",
+                )
+        if spec.device_resource in template.resources.limits | template.resources.requests:
+            yield SpecProblem(
+                f"{where}.resources",
+                f"{spec.device_resource} is set by generator.devices and trainer.devices; what is said here is not used "
+                "where they are above 0",
+            )
+
+
+def _of_unread_fields(spec: RunSpec) -> Iterator[SpecProblem]:
+    scaling = spec.autoscaling
+    if scaling.mode == "Off":
+        for name in ("deadline", "target", "price_per_device_hour", "generators"):
+            if getattr(scaling, name) is not None:
+                alias = type(scaling).model_fields[name].alias
+                yield SpecProblem(
+                    f"spec.autoscaling.{alias}", "is not used with mode: Off", "set mode to Advisory or Auto"
+                )
+    if spec.generator.devices and spec.generator.kv_cache is not None:
+        yield SpecProblem(
+            "spec.generator.kvCache",
+            "is for CPUs; on devices vLLM takes what memoryFraction leaves",
+            "leave it out",
+        )
+    if bool(spec.generator.devices) != bool(spec.trainer.devices):
+        without = "trainer" if spec.generator.devices else "generator"
+        yield SpecProblem(
+            f"spec.{without}.devices", f"the {without} runs on CPUs while the other side has accelerators"
+        )

@@ -1,0 +1,154 @@
+"""Messages of conditions name the cause: a full disk, a program that is not there, a run that has ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from operator_tests.manifests import UID, cluster_run
+from operator_tests.test_operator_trouble import QUIET
+from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.spec import ScaleRLRun
+from scalerl_api.status import Condition, RunStatus
+from scalerl_api.wire import Status
+from scalerl_operator.cluster.conditions import Looked, Steered, report
+from scalerl_operator.cluster.names import COMPONENT, RUN_UID
+from scalerl_operator.cluster.observed import JOB_NAME, Observed, Problem, observe
+from scalerl_operator.policy.course import Course, End, Memory, Outcome
+from scalerl_operator.workloads import Role
+
+Object = dict[str, Any]
+RUN = cluster_run()
+ROLES = (ConditionType.COORDINATOR_READY, ConditionType.GENERATORS_READY, ConditionType.TRAINER_READY)
+HASHES = {Role.PREPARE: "", Role.TRAINER: ""}
+
+
+def pod(name: str, role: Role, state: Object, *, ready: bool = False, **container: Any) -> Object:
+    metadata = {"name": name, "uid": name, "labels": {RUN_UID: UID, COMPONENT: role, JOB_NAME: role}}
+    status: Object = {
+        "phase": "Running",
+        "conditions": [{"type": "Ready", "status": str(ready)}],
+        "containerStatuses": [{"name": str(role), "state": state, "ready": ready} | container],
+    }
+    return {"metadata": metadata | {"creationTimestamp": "2026-01-01T00:00:00Z"}, "status": status}
+
+
+def job(role: Role) -> Object:
+    metadata = {"name": str(role), "uid": role, "labels": {RUN_UID: UID, COMPONENT: role}}
+    return {"metadata": metadata, "spec": {"parallelism": 1}, "status": {}}
+
+
+def observed(*pods: Object, jobs: tuple[Role, ...] = ()) -> Observed:
+    objects = {("Pod", p["metadata"]["name"]): p for p in pods} | {("Job", str(r)): job(r) for r in jobs}
+    return observe(objects, UID, HASHES)
+
+
+def conditions(
+    phase: Phase,
+    found: Observed | None = None,
+    *,
+    heard: Status | None = None,
+    outcome: Outcome | None = None,
+    blocked: Problem | None = None,
+    run: ScaleRLRun = RUN,
+    before: RunStatus | None = None,
+) -> dict[str, Condition]:
+    course = Course(phase, Memory(attempt=1, outcome=outcome))
+    looked = Looked(1e9, 1, None, blocked, found or observed(), course, heard, Steered(1))
+    return {c.type: c for c in report(run, before or RunStatus(), looked).conditions}
+
+
+@pytest.mark.parametrize(
+    ("phase", "end", "reason", "other"),
+    [
+        (Phase.COMPLETED, End.COMPLETED, "RunCompleted", ConditionType.FAILED),
+        (Phase.FAILED, End.FAILED, "RunFailed", ConditionType.COMPLETED),
+    ],
+)
+def test_conditions_of_an_ended_run_say_that_it_has_ended(
+    phase: Phase, end: End, reason: str, other: ConditionType
+) -> None:
+    found = conditions(phase, outcome=Outcome(end, Reason.BUDGET_REACHED, "maxSteps"))
+    for type_ in (*ROLES, other):
+        assert (found[type_].status, found[type_].reason) == ("False", reason), type_
+    said = " ".join(c.message for c in found.values())
+    assert "under way" not in said
+    assert "comes before" not in said
+
+
+def test_conditions_of_a_suspended_run_say_that_it_is_suspended() -> None:
+    found = conditions(Phase.SUSPENDED)
+    assert {found[type_].reason for type_ in ROLES} == {"RunSuspended"}
+    assert {conditions(Phase.PREPARING)[type_].reason for type_ in ROLES} == {"NotStarted"}
+
+
+def test_a_full_disk_is_named_where_the_coordinator_is_not_ready() -> None:
+    heard = msgspec.structs.replace(QUIET, journal_error="No space left on device")
+    running = pod("c-0", Role.COORDINATOR, {"running": {}}, started=True)
+    found = conditions(Phase.RUNNING, observed(running), heard=heard)
+    for type_, status in ((ConditionType.COORDINATOR_READY, "False"), (ConditionType.PROGRESSING, "False"), (ConditionType.DEGRADED, "True")):  # fmt: skip
+        condition = found[type_]
+        assert (condition.status, condition.reason) == (status, "VolumeNotWritable")
+        assert condition.message == "the disk of the run's volume takes nothing more: No space left on device"
+
+
+def test_steps_are_not_progressing_without_a_trainer() -> None:
+    running = pod("t-0", Role.TRAINER, {"running": {}}, ready=True)
+    up = conditions(Phase.RUNNING, observed(running, jobs=(Role.TRAINER,)), heard=QUIET)
+    assert (up["Progressing"].status, up["Progressing"].reason) == ("True", "StepsTrained")
+    down = conditions(Phase.RUNNING, observed(), heard=QUIET)["Progressing"]
+    assert (down.status, down.reason, down.message) == ("False", "TrainerNotReady", "after step 3")
+    assert conditions(Phase.FINISHING, observed(), heard=QUIET)["Progressing"].status == "True"
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ({"scratch": {"layers": 2}}, "the model is made from scratch"),
+        ({"hub": {"name": "a/b"}}, "the model a/b is downloaded to the run's volume"),
+        ({"path": "/models/a"}, "the model is taken from /models/a"),
+    ],
+)
+def test_prepared_says_where_the_model_comes_from(model: Object, says: str) -> None:
+    run = cluster_run(model=model)
+    assert conditions(Phase.PREPARING, run=run)["Prepared"].message == says
+
+
+def test_prepared_says_what_its_last_try_ended_with() -> None:
+    over = {"terminated": {"exitCode": 1, "message": "noise\nOSError: No space left on device"}}
+    found = observed(pod("p-1", Role.PREPARE, over), jobs=(Role.PREPARE,))
+    condition = conditions(Phase.PREPARING, found)["Prepared"]
+    assert (condition.reason, condition.message) == (
+        "BackOff",
+        "exit code 1: OSError: No space left on device",
+    )
+
+
+_NO_PROGRAM = 'exec: "python": executable file not found in $PATH: unknown'
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"terminated": {"exitCode": 128, "reason": "StartError", "message": _NO_PROGRAM}},
+        {"terminated": {"exitCode": 127, "reason": "ContainerCannotRun", "message": _NO_PROGRAM}},
+        {"waiting": {"reason": "RunContainerError", "message": _NO_PROGRAM}},
+    ],
+)
+def test_a_container_whose_program_cannot_start_is_named(state: Object) -> None:
+    found = observed(pod("p-1", Role.PREPARE, state), jobs=(Role.PREPARE,))
+    condition = conditions(Phase.PREPARING, found)["Prepared"]
+    assert (condition.reason, condition.message) == ("ContainerStartFailed", f"prepare: {_NO_PROGRAM}")
+
+
+def test_the_claims_own_event_says_more_than_the_scheduler() -> None:
+    pending = pod("p-1", Role.PREPARE, {})
+    scheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+    scheduled["message"] = "0/1 nodes are available: pod has unbound immediate PersistentVolumeClaims"
+    pending["status"] = {"phase": "Pending", "conditions": [scheduled]}
+    found = observed(pending, jobs=(Role.PREPARE,))
+    assert conditions(Phase.PREPARING, found)["Prepared"].reason == "VolumeNotReady"
+    why = Problem(Reason.STORAGE_CLASS_NOT_FOUND, 'storageclass.storage.k8s.io "fast" not found')
+    assert conditions(Phase.PREPARING, found, blocked=why)["Prepared"].reason == "StorageClassNotFound"
