@@ -36,16 +36,11 @@ def test_helm_finds_nothing_to_complain_about(helm, name):
         (["--set", "replica=3"], "replica"),
         (["--set", "metrics.rules.enabled=true", "--set", "metrics.rules.alerts.Typo.enabled=false"], "no such alert"),
         (["--set", "serviceAccount.create=false"], "serviceAccount.name"),
-        (["--set", "images.operator.digest=latest"], "digest"),
         (["--kube-version", "1.25.0"], "kubeVersion"),
         # What the schema says, helm says too, in place of what it could not read or render.
         (["--set", "curvefit=null"], "curvefit"),
         (["--set", "curvefit.metricsPort=null"], "metricsPort"),
-        (["--set", "metrics.serviceMonitor.interval=0s"], "interval"),
-        (["--set", "networkPolicy.apiServer.cidrs={999.1.1.1/99}"], "cidrs"),
-        (["--set", "priorityClassName=a: b"], "priorityClassName"),
         # What a schema cannot say.
-        (["--set-json", 'operator.extraEnv=[{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]'], "A is there twice"),
         (["--set", "podDisruptionBudget.minAvailable=5"], "no node of theirs can be drained"),
         (["--set", "podDisruptionBudget.minAvailable=2"], "at most 1"),
         (["--set", "podDisruptionBudget.minAvailable=99%"], "no node of theirs can be drained"),
@@ -56,6 +51,122 @@ def test_helm_finds_nothing_to_complain_about(helm, name):
 def test_helm_refuses_what_cannot_be_meant(helm, options, told):
     with pytest.raises(HelmError, match=told):
         render(helm, *options)
+
+
+ALERT = "metrics.rules.alerts.ScaleRLRunStalled"
+OWN_LABEL = (
+    "labels of app.kubernetes.io/ and helm.sh/ are the chart's own, by which its objects find each other"
+)
+BYTES = "must be an amount of bytes like 512Mi or 2Gi"
+CIDR = "must be a range of addresses like 10.0.0.0/8 or fd00::/8"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"curvefit": {"port": 8080}}, "curvefit.port: 8080 is the operator's own port in the same pod; choose another"),
+        ({"curvefit": {"metricsPort": 8080}}, "curvefit.metricsPort: 8080 is the operator's own port in the same pod"),
+        ({"curvefit": {"metricsPort": 8090}}, "curvefit.metricsPort: is curvefit.port too; choose another"),
+        ({"operator": {"extraEnv": [{"name": "SCALERL_LEASE", "value": "x"}]}}, "operator.extraEnv[0].name: SCALERL_LEASE: the chart itself sets variables that begin with SCALERL_ or POD_NAME"),
+        ({"operator": {"extraEnv": [{"name": "POD_NAME", "value": "x"}]}}, "operator.extraEnv[0].name: POD_NAME: the chart itself sets"),
+        ({"operator": {"extraEnv": [{"name": "A-B", "value": "x"}]}}, 'operator.extraEnv[0].name: "A-B": must be a variable\'s name'),
+        ({"operator": {"extraEnv": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]}}, "operator.extraEnv: A is there twice"),
+        ({"operator": {"extraEnv": [{"name": "A", "value": "1", "valueFrom": {}}]}}, "operator.extraEnv[0]: A has both value and valueFrom; give one"),
+        # Labels, and keys that are the chart's own: set again, they would be there twice.
+        ({"podLabels": {"app.kubernetes.io/name": "x"}}, f"podLabels: app.kubernetes.io/name: {OWN_LABEL}"),
+        ({"podLabels": {"team": "rl!"}}, 'podLabels.team: "rl!": must be at most 63 letters'),
+        ({"podLabels": {"te am": "rl"}}, 'podLabels: "te am": must be a name like team or example.com/team'),
+        ({"nodeSelector": {"zone": "a/b"}}, 'nodeSelector.zone: "a/b": must be at most 63'),
+        ({"podAnnotations": {"kubectl.kubernetes.io/default-container": "x"}}, "the chart itself sets it, to the operator; leave it out"),
+        ({"podAnnotations": {"no key": "x"}}, 'podAnnotations: "no key": must be a name like'),
+        ({"serviceAccount": {"annotations": {"no key": "x"}}}, 'serviceAccount.annotations: "no key"'),
+        ({"metrics": {"labels": {"app.kubernetes.io/name": "x"}}}, f"metrics.labels: app.kubernetes.io/name: {OWN_LABEL}"),
+        ({"metrics": {"dashboards": {"labels": {"helm.sh/chart": "x"}}}}, f"metrics.dashboards.labels: helm.sh/chart: {OWN_LABEL}"),
+        ({"metrics": {"rules": {"alerts": {"ScaleRLRunStalled": {"labels": {"severity": "x"}}}}}}, f"{ALERT}.labels: severity has a value of its own: {ALERT}.severity"),
+        ({"metrics": {"rules": {"alerts": {"ScaleRLRunStalled": {"labels": {"a-b": "x"}}}}}}, f'{ALERT}.labels: "a-b": must be a label of Prometheus'),
+        # Images, as a container runtime reads them.
+        ({"images": {"registry": "https://registry.example.com/"}}, "an image's name has no https:// before it; write registry.example.com"),
+        ({"images": {"registry": "registry.example.com/UPPER"}}, 'images.registry: "registry.example.com/UPPER": must be a host, with a port and a path in lower case'),
+        ({"images": {"operator": {"repository": "UPPER/Case"}}}, "images.operator.repository"),
+        ({"images": {"operator": {"repository": "/a"}}}, "images.operator.repository"),
+        ({"images": {"trainer": {"repository": ""}}}, "images.trainer.repository"),
+        ({"images": {"generator": {"repository": "repo:tag"}}}, 'images.generator.repository: "repo:tag": must be an image\'s name in lower case, without registry, tag and digest'),
+        ({"images": {"operator": {"tag": "with space"}}}, 'images.operator.tag: "with space": must be an image\'s tag'),
+        ({"images": {"operator": {"digest": "sha256:abc"}}}, "images.operator.digest: \"sha256:abc\": must be sha256: and 64 digits"),
+        ({"images": {"pullSecrets": [{"name": "A b"}]}}, 'images.pullSecrets[0].name: "A b": must be an object\'s name'),
+        # Names, as Kubernetes has them.
+        ({"fullnameOverride": "Bad_Name"}, "set fullnameOverride"),
+        ({"fullnameOverride": "---"}, "set fullnameOverride"),
+        ({"fullnameOverride": "1st"}, "set fullnameOverride"),
+        ({"nameOverride": "x.y/z"}, "nameOverride"),
+        ({"serviceAccount": {"name": "Bad Name"}}, 'serviceAccount.name: "Bad Name": must be an object\'s name'),
+        ({"metrics": {"dashboards": {"namespace": "Bad NS"}}}, 'metrics.dashboards.namespace: "Bad NS"'),
+        ({"priorityClassName": "a: b"}, 'priorityClassName: "a: b": must be an object\'s name'),
+        ({"watchNamespaces": ["a", "Research"]}, 'watchNamespaces[1]: "Research": must be a namespace\'s name'),
+        # Amounts.
+        ({"operator": {"resources": {"limits": {"memory": "100mi"}}}}, f'operator.resources.limits.memory: "100mi": {BYTES}'),
+        ({"operator": {"resources": {"limits": {"memory": "100m"}}}}, BYTES),
+        ({"operator": {"resources": {"limits": {"memory": "-5"}}}}, BYTES),
+        ({"operator": {"resources": {"limits": {"memory": -5}}}}, BYTES),
+        ({"operator": {"resources": {"limits": {"memory": "1 GB"}}}}, BYTES),
+        ({"curvefit": {"resources": {"limits": {"memory": "..."}}}}, f'curvefit.resources.limits.memory: "...": {BYTES}'),
+        ({"curvefit": {"resources": {"requests": {"cpu": "1 core"}}}}, 'curvefit.resources.requests.cpu: "1 core": must be an amount like 2 or 500m'),
+        ({"curvefit": {"resources": {"requests": {"memroy": "1Gi"}}}}, "curvefit.resources.requests.memroy: is no resource; there are cpu, memory"),
+        # Addresses.
+        ({"networkPolicy": {"apiServer": {"cidrs": ["999.1.1.1/99"]}}}, f'networkPolicy.apiServer.cidrs[0]: "999.1.1.1/99": {CIDR}'),
+        ({"networkPolicy": {"apiServer": {"cidrs": ["10.0.0.0/8", "10.0.0.0/33"]}}}, f'cidrs[1]: "10.0.0.0/33": {CIDR}'),
+        ({"networkPolicy": {"apiServer": {"cidrs": ["fd00:::/8"]}}}, CIDR),
+        ({"networkPolicy": {"apiServer": {"cidrs": [""]}}}, CIDR),
+        # Durations.
+        ({"metrics": {"serviceMonitor": {"interval": "0s"}}}, 'metrics.serviceMonitor.interval: "0s": must be more than nothing'),
+        ({"metrics": {"serviceMonitor": {"interval": "15"}}}, 'metrics.serviceMonitor.interval: "15": must be a duration like 15s'),
+        ({"metrics": {"podMonitor": {"interval": "15s1m"}}}, 'metrics.podMonitor.interval: "15s1m": must be a duration'),
+        ({"metrics": {"rules": {"alerts": {"ScaleRLRunStalled": {"for": ""}}}}}, f'{ALERT}.for: "": must be a duration like 15m or 0s'),
+        ({"podDisruptionBudget": {"minAvailable": 0}}, "podDisruptionBudget.minAvailable: 0: must be a number from 1, or a share"),
+        ({"podDisruptionBudget": {"minAvailable": "0%"}}, "podDisruptionBudget.minAvailable: 0%: must be a number from 1, or a share"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)  # fmt: skip
+def test_helm_names_the_value_and_the_reason(helm, tmp_path, wrong, told):
+    given = tmp_path / "values.yaml"
+    given.write_text(yaml.safe_dump(wrong))
+    with pytest.raises(HelmError) as refused:
+        render(helm, "--values", str(given))
+    said = str(refused.value)
+    assert told in said
+    assert "failed" not in said
+    assert "pattern" not in said
+
+
+def test_helm_names_all_wrong_values_at_once(helm):
+    with pytest.raises(HelmError, match=r"(?s)images.registry: .*curvefit.port: "):
+        render(helm, "--set", "curvefit.port=8080,images.registry=https://a.example.com")
+
+
+@pytest.mark.parametrize(
+    "meant",
+    [
+        {"images": {"registry": "localhost:5000"}},
+        {"images": {"registry": "registry.example.com/team/"}},
+        {"images": {"registry": "[fd00::1]:5000/a"}},
+        {"images": {"operator": {"repository": "a/b__c-d.e"}}},
+        {"operator": {"resources": {"limits": {"memory": "1.5Gi", "cpu": 2, "example.com/widget": "1"}}}},
+        {"operator": {"resources": {"limits": {"memory": 1e9, "cpu": "250m", "ephemeral-storage": "1e9"}}}},
+        {"operator": {"extraEnv": [{"name": "A", "valueFrom": {"secretKeyRef": {"name": "a", "key": "b"}}}]}},
+        {"networkPolicy": {"apiServer": {"cidrs": ["10.0.0.0/8", "0.0.0.0/0", "::/0", "fd00:1::2/64"]}}},
+        {"networkPolicy": {"apiServer": {"cidrs": ["255.255.255.255/32", "1:2:3:4:5:6:7:8/128"]}}},
+        {"metrics": {"serviceMonitor": {"interval": "1m30s"}, "podMonitor": {"interval": "500ms"}}},
+        {"metrics": {"rules": {"alerts": {"ScaleRLRunStalled": {"for": "0s"}}}}},
+        {"podLabels": {"example.com/Team_a": "", "x": "a.b-C_d"}, "nodeSelector": {"kubernetes.io/os": "linux"}},
+        {"serviceAccount": {"name": "rl.team-1"}, "priorityClassName": "system-cluster-critical"},
+        {"podDisruptionBudget": {"minAvailable": "50%"}, "fullnameOverride": "rl-2", "nameOverride": "2"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_helm_takes_what_can_be_meant(helm, tmp_path, meant):
+    given = tmp_path / "values.yaml"
+    given.write_text(yaml.safe_dump(meant))
+    assert render(helm, "--values", str(given))
 
 
 def test_the_crd_is_the_one_of_the_repository(helm):
