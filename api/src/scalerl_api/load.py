@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 import re
@@ -184,10 +183,18 @@ def _as_it_is(model: type[BaseModel], given: Mapping[str, Any]) -> Any:
         elif nested is not None and isinstance(value, list):
             value = [_as_it_is(nested, item) for item in value]
         else:
-            with contextlib.suppress(ValidationError):
+            try:
                 value = _of_field(model, name).validate_python(value)
+            except ValidationError:
+                # A decimal or a quantity may be given as an integer, and is text for all that reads it.
+                if type(value) is int and _is_text(field.annotation):
+                    value = str(value)
         values[name] = value
     return model.model_construct(**values)
+
+
+def _is_text(annotation: Any) -> bool:
+    return annotation is str or any(_is_text(part) for part in get_args(annotation))
 
 
 @functools.cache
