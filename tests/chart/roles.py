@@ -25,6 +25,7 @@ NEEDED: dict[str, set[str]] = {
     "Event": {"list", "create", "patch"},
     "Lease": {"get", "create", "update"},
     "StorageClass": {"get"},
+    "LocalQueue": {"get"},
 }
 """Verbs by kind; anything more would be somebody else's to do."""
 ELSEWHERE = {
@@ -34,6 +35,7 @@ ELSEWHERE = {
     ("delete", "Pod"),  # what a failed gang has left
     ("create", "Lease"),  # where there has been no operator before
     ("get", "StorageClass"),  # but an operator of a few namespaces
+    ("get", "LocalQueue"),  # of a run with a queue label
 }
 """Of these, (verb, kind) that one run from its first object to its last may not need."""
 

@@ -32,7 +32,7 @@ GOOD: dict[str, Any] = {
             "heldOut": {"size": 32},
         },
         "recipe": {"maxCompletionTokens": 8},
-        "budget": {"maxSteps": 10},
+        "budget": {"maxSteps": 200},
     },
 }
 REMOVE = object()
@@ -175,7 +175,7 @@ TASKS: list[tuple[str, str, str | None, list[str]]] = [
     ("unknown task", changed(spec__task__reasoningGym__name="chain_summ"), None, ["spec.task.reasoningGym.name", "chain_sum"]),
     ("unknown parameter", changed(spec__task__reasoningGym__parameters={"min_termz": 2}), None, ["spec.task.reasoningGym.parameters", "min_termz", "min_terms"]),
     ("bad parameter", changed(spec__task__reasoningGym__parameters={"min_terms": "two"}), None, ["spec.task.reasoningGym.parameters", "min_terms"]),
-    ("held-out too large", changed(spec__task__heldOut__size=500), None, ["spec.task.heldOut.size", "500"]),
+    ("held-out too large", changed(spec__task__heldOut__size=500), None, ["spec.task: heldOut.size (500) must be less than reasoningGym.size (500): problems to train on have to be left"]),
     ("strange placeholder", changed(spec__task__prompt={"template": "{prompt} {answer}"}), None, ["spec.task.prompt.template", "{answer}", "only {prompt} is known"]),
     ("no file", changed(**jsonl()), None, ["spec.task.jsonl.path", "data.jsonl", "o such file"]),
     ("bad line", changed(**jsonl()), LINES + "oops\n", ["spec.task.jsonl.path", "line 3"]),
@@ -284,7 +284,7 @@ def no_end(folder: Path) -> None:
         (lambda f: None, {"spec__task__prompt": {"format": "Chat"}}, ["spec.task.prompt.format", "chat template", "use format: Raw"]),
         (lambda f: None, {"spec__model__contextTokens": 129}, ["spec.model.contextTokens", "129 is more than the model's 128"]),
         (grow, {}, ["spec.model", "GiB are available", "take a smaller model", "trainer.zeroStage"]),
-        (lambda f: None, {"spec__trainer": {"devices": 1, "replicas": 4096}}, ["spec.trainer.devices", "4096 devices asked for", "set devices: 0 to run on CPU"]),
+        (lambda f: None, {"spec__trainer": {"devices": 1, "replicas": 4096}, "spec__recipe__promptsPerStep": 4096}, ["spec.trainer.devices", "4096 devices asked for", "set devices: 0 to run on CPU"]),
     ],
 )  # fmt: skip
 def test_models_and_machine(
@@ -310,7 +310,11 @@ def test_all_problems_of_all_files_are_reported(tmp_path: Path, capsys: pytest.C
     )
     (tmp_path / "b.yaml").write_text(changed())
     (tmp_path / "c.yaml").write_text(
-        changed(spec__task__reasoningGym__name="nope", spec__trainer={"devices": 1, "replicas": 4096})
+        changed(
+            spec__task__reasoningGym__name="nope",
+            spec__trainer={"devices": 1, "replicas": 4096},
+            spec__recipe__promptsPerStep=4096,
+        )
     )
     files = [str(tmp_path / name) for name in ("a.yaml", "b.yaml", "c.yaml", "missing.yaml")]
     assert main(["validate", *files]) == 2
@@ -482,3 +486,34 @@ def test_available_memory_is_the_smaller_of_machine_and_group(tmp_path: Path) ->
     assert machine.available_bytes(tmp_path) == 5000
     (group / "memory.max").write_text("max\n")
     assert machine.available_bytes(tmp_path) == 8192
+
+
+def test_validate_prints_warnings_and_takes_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        changed(spec__recipe__optimizer={"learningRate": "0.5"}, spec__checkpoint__everySteps=500)
+    )
+    assert main(["validate", str(file)]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{file}: ok\n"
+    assert err.splitlines() == [
+        f"{file}: warning: spec.recipe.optimizer.learningRate: 0.5 is more than policies are trained with "
+        "(1e-7 to 1e-5 for pretrained models, at most 1e-3 for tiny ones)",
+        f"{file}: warning: spec.checkpoint.everySteps: 500 is more than budget.maxSteps (200): "
+        "a failure costs the whole run",
+    ]
+
+
+@pytest.mark.parametrize(("mode", "code"), [("Auto", 2), ("Advisory", 2), ("Off", 0)])
+def test_validate_refuses_a_deadline_that_is_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: str, code: int
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(changed(spec__autoscaling={"mode": mode, "deadline": "2020-01-01T00:00:00Z"}))
+    assert main(["validate", str(file)]) == code
+    said = capsys.readouterr().err
+    over = "2020-01-01T00:00:00Z is over (set a later time, or leave it out)"
+    unread = "warning: spec.autoscaling.deadline: is not used with mode: Off (set mode to Advisory or Auto)"
+    assert (over if code else unread) in said
