@@ -160,7 +160,8 @@ async def test_that_a_new_pod_has_no_node_yet_is_no_news_before_a_while(there: S
     assert (there.calls.writes - writes, wait <= patience) == (0, True)
     there.now += patience + 1.0
     run = await there.looks(lambda r: condition(r, "Prepared") == "VolumeNotReady", times=1)
-    assert ("VolumeNotReady", f"Prepared: {unbound}") in await there.events()
+    told = [text for reason, text in await there.events() if reason == "VolumeNotReady"]
+    assert any(text.startswith(f"Prepared: {unbound}") for text in told), told
     assert run["status"]["phase"] == "Preparing"
 
 

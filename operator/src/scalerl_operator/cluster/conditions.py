@@ -333,8 +333,8 @@ def _prepared(run: ScaleRLRun, before: RunStatus, seen: Looked) -> Said:
 
 def _the_exact(problem: Problem | None, blocked: Problem | None) -> Problem | None:
     """The scheduler only says that a volume is missing; why it is, the claim's own events say."""
-    if problem is not None and problem.reason is Reason.VOLUME_NOT_READY:
-        return blocked or problem
+    if problem is not None and blocked is not None and problem.reason is Reason.VOLUME_NOT_READY:
+        return Problem(blocked.reason, f"{problem.message}; {blocked.message}")
     return problem
 
 
