@@ -280,7 +280,7 @@ class JournalWorld(World):
         self.close()
         self._begin(State())
         self.acknowledge()
-        self.journal.blobs.read(g.lease_id for g in self.state.groups.values())
+        self.journal.blobs.read(g.lease_id for g in self.state.groups.values() if not g.given_up)
 
     def lose_volume(self) -> None:
         self.write()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from coordinator_client import make_group
-from coordinator_world import World, check_consistency, make_settings, ready, train
+from coordinator_world import JournalWorld, World, check_consistency, make_settings, ready, train
 
 from scalerl_api import wire
 from scalerl_api.wire import NextAction, PushResult, Split
@@ -284,6 +284,19 @@ def test_a_prompt_that_is_too_long_is_given_up_at_once_and_a_lost_volume_finds_i
     check_consistency(world)
     copy = world.state.detached()
     assert (copy.fates.given_up, copy.fates.too_long, copy.reissue) == (0, 0, [0])
+
+
+@pytest.mark.parametrize("keep", [0, 1], ids=["replayed", "from-a-snapshot"])
+def test_a_slot_that_was_given_up_has_no_tokens_in_the_journal_and_a_restart_knows(tmp_path, keep):
+    world = ready(JournalWorld(make_settings(), tmp_path))
+    good, bad = world.lease(world.member, 0, 2)
+    assert world.push(world.member, make_group(good)) is PushResult.ACCEPTED
+    release(world, world.member, bad, wire.ReleaseCause.TOO_LONG)
+    world.acknowledge()
+    world.crash(keep)
+    assert (world.state.fates.given_up, sorted(world.state.groups)) == (2, [good.slot, bad.slot])
+    world.close()
+    world.loop.close()
 
 
 def test_a_step_of_which_every_slot_is_given_up_is_trained_without_rollouts(world):

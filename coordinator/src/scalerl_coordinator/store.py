@@ -37,7 +37,7 @@ def load_state(journal: Journal) -> State:
         state.apply(record)
         if isinstance(record, r.GroupAccepted):
             recovery.index(record.lease_id, item.location)
-    recovery.retain(group.lease_id for group in state.groups.values())
+    recovery.retain(group.lease_id for group in state.groups.values() if not group.given_up)
     return state
 
 
