@@ -259,6 +259,7 @@ class Generator:
     server_port: int = field(default_factory=free_port)
     control_port: int = field(default_factory=free_port)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
+    name: str = "generator-0"
     _runner: web.AppRunner | None = None
     _task: asyncio.Task[None] | None = None
 
@@ -279,9 +280,15 @@ class Generator:
 
     async def start_actor(self) -> None:
         arguments = Arguments(self.server_url, "127.0.0.1", self.control_port, self.control_url)
-        environment = ProcessEnvironment(RunPaths(self.directory), "generator-0", self.coordinator_url, TOKEN)
+        environment = ProcessEnvironment(RunPaths(self.directory), self.name, self.coordinator_url, TOKEN)
         spec = load_run(self.directory / "run.yaml").spec
         self._task = asyncio.create_task(run_actor(arguments, environment, spec, self.stop))
+
+    async def kill_actor(self) -> None:
+        """It ends at once, and says goodbye to nobody."""
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.wait([self._task])
 
     def terminate(self) -> None:
         self.stop.set()

@@ -70,7 +70,7 @@ class Trainer:
     def __init__(self, session: aiohttp.ClientSession, coordinator_url: str) -> None:
         self._session, self._url = session, coordinator_url
         self._headers = {"Authorization": f"Bearer {TOKEN}", WIRE_HEADER: str(WIRE_VERSION)}
-        self.version = 0
+        self.incarnation, self.version = "t", 0
         self.shards: list[Shard] = []
 
     async def call(self, path: str, message: Any, kind: type[Any], method: str = "POST") -> Any:
@@ -100,10 +100,10 @@ class Trainer:
         raise AssertionError("no group was acknowledged")
 
     async def run(self) -> None:
-        hello = TrainerHello(incarnation="t", version=0, world_size=1, snapshot=None)
+        hello = TrainerHello(incarnation=self.incarnation, version=self.version, world_size=1, snapshot=None)
         await self.call(endpoints.TRAINER_HELLO, hello, TrainerWelcome)
         while True:
-            request = NextRequest(incarnation="t", version=self.version, wait_seconds=5.0)
+            request = NextRequest(incarnation=self.incarnation, version=self.version, wait_seconds=5.0)
             answer: Next = await self.call(endpoints.TRAINER_NEXT, request, Next)
             match answer.action:
                 case NextAction.PUBLISH:
@@ -116,23 +116,23 @@ class Trainer:
                     return
 
     async def train(self, step: int) -> None:
-        request = ShardRequest(incarnation="t", step=step, rank=0, world_size=1)
+        request = ShardRequest(incarnation=self.incarnation, step=step, rank=0, world_size=1)
         self.shards.append(await self.call(endpoints.TRAINER_SHARD, request, Shard))
         report = StepReport(
-            incarnation="t", step=step, stats={"loss": 0.0}, busy_seconds=0.1, trained_tokens=1
+            incarnation=self.incarnation, step=step, stats={"loss": 0.0}, busy_seconds=0.1, trained_tokens=1
         )
         await self.call(endpoints.TRAINER_STEP, report, Ack)
         self.version = step + 1
 
     async def publish(self) -> None:
-        begin = PublishBegin(incarnation="t", version=self.version, wait_seconds=5.0)
+        begin = PublishBegin(incarnation=self.incarnation, version=self.version, wait_seconds=5.0)
         permit: PublishPermit = await self.call(endpoints.PUBLISH_BEGIN, begin, PublishPermit)
         while not permit.ready:
             permit = await self.call(endpoints.PUBLISH_BEGIN, begin, PublishPermit)
         for member in permit.members:
             await TrainerSide(self._session, member.control_url).publish(self.version)
         commit = PublishCommit(
-            incarnation="t",
+            incarnation=self.incarnation,
             version=self.version,
             updated=[m.member_id for m in permit.members],
             failed=[],
@@ -143,9 +143,11 @@ class Trainer:
     async def checkpoint(self) -> None:
         step = self.version
         await self.call(
-            endpoints.CHECKPOINT_BEGIN, CheckpointBegin(incarnation="t", step=step), CheckpointSnapshot
+            endpoints.CHECKPOINT_BEGIN,
+            CheckpointBegin(incarnation=self.incarnation, step=step),
+            CheckpointSnapshot,
         )
-        commit = CheckpointCommit(incarnation="t", step=step, kept_steps=[step])
+        commit = CheckpointCommit(incarnation=self.incarnation, step=step, kept_steps=[step])
         await self.call(endpoints.CHECKPOINT_COMMIT, commit, Ack)
 
 

@@ -1,0 +1,166 @@
+"""Fifty kills at random moments, with bad items mixed in: the run ends at its budget and the counts add up exactly.
+
+The coordinator's process, two actors and their graders are real; the servers and the trainer speak the real wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+from pathlib import Path
+
+import aiohttp
+import pytest
+import stand_in_vllm
+from actor_stand_ins import CHARACTERS, Generator, write_run
+from test_generator_actor_coordinator import Coordinator, Trainer
+
+from scalerl_api.load import load_run
+from scalerl_coordinator.curriculum import SeededEpochs
+from scalerl_tasks.sources import open_task
+
+KILLS = 50
+STEPS, PROMPTS_PER_STEP, COMPLETIONS, HELD_OUT = 25, 4, 4, 4
+GOOD = [f"say {i}" for i in range(40)]
+CLAMPED = [f"so {i}!" for i in range(3)]
+REFUSED = [f"why {i}?" for i in range(2)]
+TOO_LONG = [f"{i}" + "x" * 40 for i in range(3)]
+
+
+def test_the_tokens_of_bad_prompts_are_those_of_the_stand_in() -> None:
+    assert CHARACTERS.index("?") + 2 == stand_in_vllm.REFUSED
+    assert CHARACTERS.index("!") + 2 == stand_in_vllm.CLAMPED
+
+
+class MortalTrainer(Trainer):
+    """Comes back from its last checkpoint; its last step waits until everybody has been killed enough."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, over: asyncio.Event) -> None:
+        super().__init__(session, url)
+        self.over = over
+        self.saved = 0
+        self.begun = 0
+
+    async def live(self) -> None:
+        self.begun += 1
+        self.incarnation, self.version = f"t{self.begun}", self.saved
+        self.shards = [shard for shard in self.shards if shard.step < self.saved]
+        await self.run()
+
+    async def train(self, step: int) -> None:
+        if step == STEPS - 1:
+            await self.over.wait()
+        await super().train(step)
+        if self.version % 4 == 0:
+            await self.checkpoint()
+
+    async def checkpoint(self) -> None:
+        await super().checkpoint()
+        self.saved = self.version
+
+
+def stop_a_grader(dice: random.Random) -> None:
+    """It hangs with the next completion that it is given."""
+    graders: list[int] = []
+    for server in _children(os.getpid()):
+        with contextlib.suppress(OSError):
+            if b"scalerl_tasks.grading.fork_server" in Path(f"/proc/{server}/cmdline").read_bytes():
+                graders += _children(server)
+    if graders:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(dice.choice(graders), signal.SIGSTOP)
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.slow
+async def test_fifty_kills_with_bad_items_among_the_good(tmp_path: Path) -> None:
+    dice = random.Random(50)
+    write_run(
+        tmp_path,
+        [*GOOD, *CLAMPED, *REFUSED, *TOO_LONG],
+        task__verifier={"name": "exact", "timeoutSeconds": 1},
+        recipe__maxStalenessSteps=2,
+        evaluation={"everySteps": 8, "samplesPerPrompt": 2, "holdSeconds": 5},
+        budget={"maxSteps": STEPS},
+    )
+    spec = load_run(tmp_path / "run.yaml").spec
+    task = open_task(spec.task)
+    coordinator = Coordinator(tmp_path)
+    coordinator.start()
+    generators = [Generator(tmp_path, coordinator.url, 0.01, name=f"generator-{i}") for i in range(2)]
+    for generator in generators:
+        await generator.start_server()
+        await generator.start_actor()
+    over = asyncio.Event()
+    try:
+        async with aiohttp.ClientSession() as session:
+            trainer = MortalTrainer(session, coordinator.url, over)
+            training = asyncio.create_task(trainer.live())
+            for number in range(KILLS):
+                await asyncio.sleep(dice.uniform(0.1, 0.5))
+                victim = dice.choice(generators)
+                match dice.choices(["coordinator", "trainer", "server", "actor", "grader"], [1, 4, 4, 2, 4])[
+                    0
+                ]:
+                    case "coordinator":
+                        coordinator.kill()
+                        coordinator.start()
+                    case "trainer":
+                        training.cancel()
+                        await asyncio.wait([training])
+                        training = asyncio.create_task(trainer.live())
+                    case "server":
+                        await victim.kill_server()
+                        await victim.start_server()
+                    case "actor":
+                        await victim.kill_actor()
+                        await victim.start_actor()
+                    case "grader":
+                        stop_a_grader(dice)
+                assert not training.done(), (number, training)
+            over.set()
+            async with asyncio.timeout(120):
+                await training
+            status = await trainer.status()
+            assert [await g.exit_code() for g in generators] == [0, 0]
+    finally:
+        for generator in generators:
+            await generator.end()
+        coordinator.kill()
+
+    counts, slots = status.counts, STEPS * PROMPTS_PER_STEP
+    chosen = SeededEpochs(len(task.train), spec.seed)
+    texts = [task.train[chosen.choose(slot)].text for slot in range(slots)]
+    metas = [meta for shard in trainer.shards for meta in shard.groups]
+    assert [meta.slot for meta in metas] == list(range(slots))
+    given_up = [text for text, meta in zip(texts, metas, strict=True) if not meta.scores]
+    assert given_up == [text for text in texts if text in TOO_LONG or text in REFUSED]
+    assert counts.given_up == COMPLETIONS * len(given_up) > 0
+    assert counts.too_long == COMPLETIONS * sum(text in TOO_LONG for text in given_up) > 0
+    assert counts.trained + counts.filtered + counts.given_up == COMPLETIONS * slots
+    assert counts.acknowledged == counts.trained + counts.filtered
+    assert (counts.queued, counts.leased, counts.invalid) == (0, 0, 0)
+    assert counts.ungraded == sum(len(meta.ungraded) for meta in metas)
+    masked = [sum(meta.masked_tokens) for meta in metas]
+    assert masked == [COMPLETIONS * (text in CLAMPED) for text in texts]
+    assert counts.masked_tokens == sum(masked) > 0
+    bad = sum(task.held_out[i].text in (*TOO_LONG, *REFUSED) for i in range(HELD_OUT))
+    assert [(p.version, p.prompts, p.given_up_prompts) for p in status.points] == [
+        (version, HELD_OUT, bad) for version in (0, 8, 16, 24, 25)
+    ]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    assert sum(row["given_up_groups"] for row in rows) == len(given_up)
+    assert sum(row["rollouts"] for row in rows) == counts.acknowledged
