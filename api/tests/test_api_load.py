@@ -81,6 +81,12 @@ def test_defaults_survive_a_round_trip() -> None:
         ),
         ("spec.recipe.optimizer.beta1", "1", "spec.recipe.optimizer.beta1", "must be less than 1"),
         ("spec.recipe.optimizer.beta2", "1.0", "spec.recipe.optimizer.beta2", "must be less than 1"),
+        (
+            "spec.recipe.optimizer.maxGradientNorm",
+            "-1",
+            "spec.recipe.optimizer.maxGradientNorm",
+            "at least 0",
+        ),
         ("spec.weightSync.bucket", "0", "spec.weightSync.bucket", "must be at least 1, got 0"),
         ("spec.generator.kvCache", "0Gi", "spec.generator.kvCache", "must be at least 1Mi, got 0Gi"),
         ("spec.generator.memoryFraction", "0", "spec.generator.memoryFraction", "greater than 0"),

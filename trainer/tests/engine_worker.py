@@ -16,6 +16,7 @@ import torch
 
 from scalerl_trainer.algo.losses import Cispo, Loss, LossOutput, TokenBatch
 from scalerl_trainer.engine import Engine, EngineSettings, Rank, TrainBatch, join, leave
+from scalerl_trainer.engine.deepspeed_engine import DeepSpeedEngine
 from scalerl_trainer.engine.settings import Dtype
 from scalerl_trainer.errors import TrainerError
 from scalerl_trainer.models import load_model, load_tokenizer
@@ -94,6 +95,18 @@ class PoisonedLoss:
         return LossOutput(tokens.logprobs_n.sum() * float("nan"))
 
 
+class Products(torch.nn.Module):
+    """Its gradient is its input. The number of its parameters is odd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(64))
+        self.last = torch.nn.Parameter(torch.zeros(65))
+
+    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
+        return (self.weight * gradient).sum() + (self.last * gradient[0]).sum()
+
+
 def caught(action: Callable[[], object]) -> str:
     try:
         action()
@@ -141,6 +154,19 @@ class Scenarios:
             "resumed_steps": resumed.steps_done,
         }
 
+    def reduced(self, stage: int, dtype: Dtype) -> tuple[list[float], float]:
+        """The distinct gradients after one step of two micro-batches (Adam's first moment holds a tenth of them), and
+        their norm. Each contribution is exact in bfloat16, no sum of any two is."""
+        settings = EngineSettings(zero_stage=stage, dtype=dtype, max_gradient_norm=0.0)
+        engine = DeepSpeedEngine(Products(), settings, self.device)
+        for gradients in ((1.0, 2**-9), (2**-11, 2**-13)):
+            value = torch.full((64,), gradients[self.rank.rank], dtype=getattr(torch, dtype))
+            engine.backward(engine(value))
+        norm = engine.step(1e-3)
+        moments = torch.cat([s["exp_avg"].flatten() for s in engine._base_optimizer.state.values()])
+        engine.close()
+        return sorted({round(m / 0.1, 6) for m in moments.double().tolist() if m}), norm
+
     def refuse(self, stage: int) -> dict[str, Any]:
         """What must raise on all ranks, and leave the weights as they were."""
         engine = self.engine(stage)
@@ -172,8 +198,9 @@ class Scenarios:
             ("ratio", far, Cispo()),
         ]
         found["unchanged"] = [_same(before, after_bad_batches)]
+        poisons.append(("gradient not clipped", good, PoisonedGradient()))
         for name, batch, loss in poisons:
-            engine = self.engine(stage)
+            engine = self.engine(stage, **({"max_gradient_norm": 0.0} if "not clipped" in name else {}))
             found[name] = caught(lambda e=engine, b=batch, f=loss: e.step(b, f))
             found["unchanged"].append(_same(before, parameters(engine)))
             found[f"after {name}"] = caught(lambda e=engine: e.step(good, Cispo()))
@@ -222,6 +249,8 @@ def main() -> None:
     results["checkpointed 3"] = scenarios.train(3, activation_checkpointing=True)
     for stage in (1, 2, 3):
         results[f"bfloat16 {stage}"] = scenarios.train(stage, "bfloat16")
+    for stage in range(4):
+        results[f"reduced {stage}"] = scenarios.reduced(stage, "bfloat16" if stage else "float32")
     for stage in (0, 1, 3):
         results[f"refuse {stage}"] = scenarios.refuse(stage)
     results["warm"] = scenarios.warm(1)

@@ -161,6 +161,18 @@ def test_bfloat16_follows_float32_as_far_as_it_can(
         torch.testing.assert_close(got["resumed"][name], expected, rtol=0, atol=0, msg=name)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_are_reduced_in_float32_and_0_does_not_clip(
+    stage: int, ranks: list[dict[str, Any]]
+) -> None:
+    """In bfloat16 the smaller contributions would be rounded away: .5 or .500244."""
+    mean = (1 + 2**-9 + 2**-11 + 2**-13) / 2
+    for rank in ranks:
+        gradients, norm = rank[f"reduced {stage}"]
+        assert gradients == pytest.approx([mean], abs=2e-6)
+        assert norm == pytest.approx(mean * 129**0.5, rel=1e-5), "far beyond 1"
+
+
 def test_all_ranks_report_the_same_whole_batch(ranks: list[dict[str, Any]]) -> None:
     first, second = (rank["train 3"]["stats"][0] for rank in ranks)
     assert first.trainable_tokens == second.trainable_tokens == 35
@@ -217,9 +229,10 @@ class TestWhatIsRefused:
             assert found["gradient"].startswith("NonFiniteGradientError: step 0: gradient norm is ")
             assert found["loss"].startswith("NonFiniteLossError: step 0: loss is nan")
             assert found["ratio"].startswith("ExplodingRatioError: step 0: mean ratio is ")
-            for name in ("gradient", "loss", "ratio"):
+            assert found["gradient not clipped"] == found["gradient"]
+            for name in ("gradient", "loss", "ratio", "gradient not clipped"):
                 assert found[f"after {name}"].startswith("EngineError: the last step failed")
-            assert found["unchanged"] == [True, True, True, True]
+            assert found["unchanged"] == [True, True, True, True, True]
 
 
 def test_a_warm_start_learns_and_leaves_an_optimizer_as_new(ranks: list[dict[str, Any]]) -> None:

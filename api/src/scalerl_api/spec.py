@@ -111,8 +111,8 @@ class OptimizerSpec(Model):
     """Added to the root of that; so small because gradients of a mean over a large batch are."""
     warmup_steps: Annotated[int, Field(ge=0, le=100_000_000)] = 100
     """Steps from 0 to the full learning rate."""
-    max_gradient_norm: PositiveDecimal = "1"
-    """Longer gradients are scaled down to this norm."""
+    max_gradient_norm: NonNegativeDecimal = "1"
+    """Gradients with a larger norm are scaled down to it; 0 never scales."""
 
 
 MAX_BATCH_COMPLETIONS: Final = 1_048_576

@@ -238,8 +238,8 @@ class DeepSpeedEngine:
 
 def _config(settings: EngineSettings, world: int, parameters: int) -> dict[str, Any]:
     bfloat16 = settings.dtype == "bfloat16"
-    # Buckets are allocated whole, so no larger than the model.
-    bucket = max(1, min(_MAX_BUCKET_ELEMENTS, parameters))
+    # Buckets are allocated whole, so no larger than the model; DeepSpeed wants an even number.
+    bucket = min(_MAX_BUCKET_ELEMENTS, parameters + parameters % 2)
     return {
         "train_batch_size": world,
         "train_micro_batch_size_per_gpu": 1,
@@ -249,6 +249,8 @@ def _config(settings: EngineSettings, world: int, parameters: int) -> dict[str, 
         "gradient_clipping": settings.max_gradient_norm if settings.zero_stage else 0.0,
         "bf16": {"enabled": bfloat16, "check_grad_overflow": bfloat16},
         "data_types": {"grad_accum_dtype": "fp32"},
+        # DeepSpeed would take the model's: in bfloat16 what a rank adds to the sum of the others is rounded away.
+        "communication_data_type": "fp32",
         "zero_optimization": {
             "stage": settings.zero_stage,
             "overlap_comm": False,
