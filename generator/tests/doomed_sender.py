@@ -28,6 +28,7 @@ def main() -> None:
     options._timeout = timedelta(seconds=30)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     group = dist.ProcessGroupGloo(dist.PrefixStore(f"scalerl-{epoch}", store), 0, 2, options)
+    group.allreduce([torch.ones(1)]).wait()
     buffer = torch.zeros(first.total_bytes, dtype=torch.uint8)
     words = trailer(version, first.index, checksum_u8(buffer[: first.payload_bytes]))
     buffer[first.payload_bytes :].view(torch.int64).copy_(torch.tensor(words))

@@ -88,6 +88,7 @@ class Sender:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         store = dist.PrefixStore(f"scalerl-{self._epoch}", self._store)
         self._group = dist.ProcessGroupGloo(store, 0, 2, options)
+        self._group.allreduce([torch.ones(1)]).wait()
 
     async def join(self) -> None:
         message = GroupJoin(

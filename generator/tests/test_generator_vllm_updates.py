@@ -158,6 +158,7 @@ class Sender:
         self._group = dist.ProcessGroupGloo(
             dist.PrefixStore(f"scalerl-{self.epoch}", self._store), 0, 2, options
         )
+        self._group.allreduce([torch.ones(1)]).wait()
 
     def send(self, policy: LlamaForCausalLM, version: int, damaged_bucket: int | None = None) -> None:
         tensors = dict(policy.named_parameters())

@@ -257,10 +257,16 @@ def test_a_receiver_killed_in_a_broadcast_fails_alone(
     assert sorted(publisher.publish(5, as_weights(tensors), others).updated) == sorted(outcome.updated)
 
 
-def test_a_receiver_killed_while_joining_fails_alone(actors: FakeActors, make_publisher: Any) -> None:
-    members = actors.start([{"at": "join", "how": "kill"}], [])
-    outcome = make_publisher(timeout_seconds=20.0).publish(0, as_weights(sample_weights()), members)
+@pytest.mark.parametrize("at", ["join", "meet"])
+def test_a_receiver_killed_while_joining_fails_alone(
+    actors: FakeActors, make_publisher: Any, at: str
+) -> None:
+    members = actors.start([{"at": at, "how": "kill"}], [])
+    streams: list[int] = []
+    outcome = make_publisher(timeout_seconds=20.0).publish(0, as_weights(sample_weights(), streams), members)
     assert (outcome.updated, outcome.failed) == (["generator-1"], ["generator-0"])
+    assert outcome.stats["publish_rounds"] == 2
+    assert len(streams) == 1, "nothing is gathered for a group that is not open"
 
 
 def test_a_member_that_is_not_there_fails_alone(actors: FakeActors, make_publisher: Any) -> None:
@@ -293,7 +299,7 @@ def test_a_member_that_fails_once_takes_it_in_the_end(actors: FakeActors, make_p
     assert outcome.stats["publish_rounds"] == 2
 
 
-@pytest.mark.parametrize("at", ["join", "receive"])
+@pytest.mark.parametrize("at", ["join", "meet", "receive"])
 def test_a_frozen_member_holds_nobody_longer_than_the_timeout(
     actors: FakeActors, make_publisher: Any, at: str
 ) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import socket
+import threading
 import time
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -113,28 +114,63 @@ class PublishReport:
 
 
 class _Group:
-    """One process group with a deadline on every operation; closing it never hangs."""
+    """One process group with a deadline on every operation, opening included; closing it never hangs.
+
+    Raises ``RuntimeError`` when not all ranks have taken part in the first operation in time.
+    """
 
     def __init__(self, init: GroupInit, rank: int, device: torch.device) -> None:
+        self.epoch = init.epoch
+        self._on_gpu = init.backend == "nccl"
+        self._device = device
+        self._pg: Any = None
+        failed: list[Exception] = []
+
+        def open_group() -> None:
+            try:
+                self._construct(init, rank)
+                self._meet(init)
+            except Exception as error:
+                failed.append(error)
+
+        # NCCL makes its communicator in the first operation, which has no time-out of its own.
+        opening = threading.Thread(target=open_group, name=f"open-group-{init.epoch}", daemon=True)
+        opening.start()
+        opening.join(init.timeout_seconds)
+        if opening.is_alive() or failed:
+            threading.Thread(target=self.close, name="close-group", daemon=True).start()
+            raise RuntimeError(
+                f"the process group of epoch {init.epoch} was not opened in {init.timeout_seconds:g} s"
+                if not failed
+                else f"the process group of epoch {init.epoch} was not opened: {failed[0]}"
+            )
+
+    def _construct(self, init: GroupInit, rank: int) -> None:
         timeout = timedelta(seconds=init.timeout_seconds)
         store = dist.TCPStore(  # type: ignore[attr-defined]  # absent from its __all__
             init.store_host, init.store_port, is_master=False, timeout=timeout, wait_for_workers=False
         )
-        self.epoch = init.epoch
         self._store: Any = dist.PrefixStore(f"scalerl-{init.epoch}", store)  # type: ignore[attr-defined]
         if init.backend == "gloo":
             gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stub
             gloo._timeout = timeout
             address = _address_towards(init.store_host, init.store_port)
             gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-            self._pg: Any = dist.ProcessGroupGloo(self._store, rank, init.world_size, gloo)
+            self._pg = dist.ProcessGroupGloo(self._store, rank, init.world_size, gloo)
         else:
             nccl = dist.ProcessGroupNCCL.Options()
             # NCCL's watchdog ends the process when this runs out; ours (in `broadcast`) comes first.
             nccl._timeout = 4 * timeout + timedelta(minutes=1)
             self._pg = dist.ProcessGroupNCCL(self._store, rank, init.world_size, nccl)
-        self._on_gpu = init.backend == "nccl"
-        self._device = device
+
+    def _meet(self, init: GroupInit) -> None:
+        """The group's first operation: an all-reduce of ones (:class:`scalerl_api.wire.GroupJoin`)."""
+        ones = torch.ones(1, device=self._device)
+        options = dist.AllreduceOptions()
+        options.timeout = timedelta(seconds=init.timeout_seconds)
+        self._wait(self._pg.allreduce([ones], options), init.timeout_seconds)
+        if int(ones) != init.world_size:
+            raise RuntimeError(f"{int(ones)} ranks took part in the first operation, not {init.world_size}")
 
     def broadcast(self, buffer: torch.Tensor, timeout_seconds: float) -> None:
         """Receive rank 0's ``buffer``; raises ``RuntimeError`` on a lost peer or after the timeout."""
@@ -142,19 +178,21 @@ class _Group:
         options.rootRank = 0
         options.rootTensor = 0
         options.timeout = timedelta(seconds=timeout_seconds)
-        work = self._pg.broadcast([buffer], options)
+        self._wait(self._pg.broadcast([buffer], options), timeout_seconds)
+
+    def _wait(self, work: Any, timeout_seconds: float) -> None:
         if not self._on_gpu:
             work.wait(timedelta(seconds=timeout_seconds))
             return
         deadline = time.monotonic() + timeout_seconds
         while not work.is_completed():  # `wait` of NCCL only orders streams, it has no timeout
             if time.monotonic() > deadline:
-                raise RuntimeError(f"NCCL broadcast did not complete in {timeout_seconds:g} s")
+                raise RuntimeError(f"an NCCL operation did not complete in {timeout_seconds:g} s")
             time.sleep(_POLL_SECONDS)
         work.wait()
 
     def close(self) -> None:
-        if self._on_gpu:
+        if self._on_gpu and self._pg is not None:
             self._pg.abort()
         self._pg = None
         self._store = None

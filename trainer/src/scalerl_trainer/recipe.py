@@ -10,6 +10,8 @@ from scalerl_trainer.algo.losses import Cispo, Grpo, Loss
 from scalerl_trainer.engine import EngineSettings
 from scalerl_trainer.publish.publisher import PublishSettings
 
+COLLECTIVE_SECONDS = 600.0
+
 
 def engine_settings(spec: RunSpec) -> EngineSettings:
     """Raises ``EngineError`` for combinations that cannot train."""
@@ -28,6 +30,15 @@ def engine_settings(spec: RunSpec) -> EngineSettings:
         activation_checkpointing=trainer.activation_checkpointing,
         fp32_head=recipe.fp32_head,
     )
+
+
+def collective_seconds(spec: RunSpec) -> float:
+    """The limit of the ranks' process group on every collective; beyond it NCCL's watchdog ends the process.
+
+    Under ZeRO-3 the ranks wait in the gather of the next bucket while rank 0 broadcasts the present one, for as long
+    as ``weightSync.timeoutSeconds`` and the answers after it.
+    """
+    return max(COLLECTIVE_SECONDS, spec.weight_sync.timeout_seconds + 60.0)
 
 
 def make_loss(spec: LossSpec) -> Loss:

@@ -8,7 +8,10 @@ from scalerl_api.wire.base import Struct
 
 
 class GroupJoin(Struct, frozen=True, kw_only=True):
-    """``POST /v1/weights/join``: become ``rank`` of a new process group; leaves any older one."""
+    """``POST /v1/weights/join``: become ``rank`` of a new process group; leaves any older one.
+
+    All ranks begin with an all-reduce of a float32 one, so that the group's connections are open when this is answered.
+    """
 
     epoch: int
     store_host: str

@@ -98,21 +98,23 @@ class SenderGroup:
         """Leave: peers in an operation get an error at once. Never hangs."""
         pg, self._pg = self._pg, None
         self._store.close()
-        if pg is None:
-            return
-
-        def release(pg: Any) -> None:
-            if self._on_gpu:
-                pg.abort()
-            del pg  # gloo's destructor waits for the operation under way, which ends at its time-out
-
-        threading.Thread(target=release, args=(pg,), name="close-group", daemon=True).start()
+        if pg is not None:
+            _release(pg, self._on_gpu)
 
 
 def open_group(
-    epoch: int, backend: Backend, world_size: int, store: Store, timeout_seconds: float, check: Check
+    epoch: int,
+    backend: Backend,
+    world_size: int,
+    store: Store,
+    device: torch.device,
+    timeout_seconds: float,
+    check: Check,
 ) -> SenderGroup:
-    """Join as rank 0; returns when all ``world_size`` ranks are there.
+    """Join as rank 0; returns when all ``world_size`` ranks have taken part in the first operation.
+
+    Connections are opened here and not inside the first broadcast, while generation is paused: NCCL makes its
+    communicator in the first operation, and that has no time-out of its own.
 
     ``check`` is called while waiting: whatever it raises ends the wait. Closing the store ends that of
     the peers, which is left to the caller.
@@ -126,6 +128,7 @@ def open_group(
     def construct() -> None:
         try:
             opened.append(_construct(epoch, backend, world_size, store.address, timeout_seconds))
+            _meet(opened[0], world_size, device, timeout_seconds)
         except Exception as error:
             failed.append(error)
 
@@ -133,14 +136,44 @@ def open_group(
     thread = threading.Thread(target=construct, name=f"open-group-{epoch}", daemon=True)
     thread.start()
     deadline = time.monotonic() + timeout_seconds
-    while thread.is_alive():
-        check()
-        if time.monotonic() > deadline:
-            raise GroupError(f"group epoch {epoch}: not all of {world_size} ranks joined in time")
-        thread.join(timeout=POLL_SECONDS)
-    if failed:
-        raise GroupError(f"group epoch {epoch}: {_first_line(failed[0])}")
+    try:
+        while thread.is_alive():
+            check()
+            if time.monotonic() > deadline:
+                raise GroupError(f"group epoch {epoch}: not all of {world_size} ranks joined in time")
+            thread.join(timeout=POLL_SECONDS)
+        if failed:
+            raise GroupError(f"group epoch {epoch}: {_first_line(failed[0])}")
+    except BaseException:
+        if opened:
+            _release(opened[0], backend == "nccl")
+        raise
     return SenderGroup(epoch, backend, world_size, store, opened[0])
+
+
+def _meet(pg: Any, world_size: int, device: torch.device, timeout_seconds: float) -> None:
+    """The group's first operation: an all-reduce of ones (:class:`scalerl_api.wire.GroupJoin`)."""
+    ones = torch.ones(1, device=device)
+    options = c10d.AllreduceOptions()
+    options.timeout = timedelta(seconds=timeout_seconds)
+    work = pg.allreduce([ones], options)
+    deadline = time.monotonic() + timeout_seconds
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            raise RuntimeError("the first operation did not end in time")
+        time.sleep(POLL_SECONDS)
+    work.wait()
+    if int(ones) != world_size:
+        raise RuntimeError(f"{int(ones)} ranks took part in the first operation, not {world_size}")
+
+
+def _release(pg: Any, on_gpu: bool) -> None:
+    def release(pg: Any) -> None:
+        if on_gpu:
+            pg.abort()
+        del pg  # gloo's destructor waits for the operation under way, which ends at its time-out
+
+    threading.Thread(target=release, args=(pg,), name="close-group", daemon=True).start()
 
 
 def _construct(

@@ -54,8 +54,8 @@ class PublishSettings:
 class Weights:
     """What is published: the manifest, and how to get the tensors, once an attempt.
 
-    ``stream`` is called for each attempt and is always read to its end, because under ZeRO-3 other
-    ranks take part in it step by step.
+    ``stream`` is called once the group of an attempt is open and is always read to its end, because under ZeRO-3
+    other ranks take part in it step by step, each waiting in a collective of the trainer's own process group.
     """
 
     manifest: list[wire.TensorSpec]
@@ -157,11 +157,11 @@ class Publisher:
         clock: _Clock,
     ) -> dict[str, Answer]:
         """Everyone's answer to one attempt. No exception but :class:`SourceError` gets out."""
+        joined = self._join(members, deadline, clock)
+        if joined is not None:
+            return joined
         stream = weights.stream()
         try:
-            joined = self._join(members, deadline, clock)
-            if joined is not None:
-                return joined
             return self._send(version, weights, buckets, stream, members, deadline, clock)
         finally:
             for _ in stream:  # the other ranks are in it until its end
@@ -194,7 +194,13 @@ class Publisher:
         calls = self._control.start(members, endpoints.WEIGHTS_JOIN, joins, timeout_seconds)
         try:
             group = open_group(
-                self._epoch, s.backend, world_size, store, timeout_seconds, lambda: _raise_failure(calls)
+                self._epoch,
+                s.backend,
+                world_size,
+                store,
+                s.device,
+                timeout_seconds,
+                lambda: _raise_failure(calls),
             )
         except GroupError as error:
             log.warning("%s", error)
