@@ -40,6 +40,14 @@ def until(true: Callable[[], Any], seconds: float = 60.0, what: str = "it") -> N
         time.sleep(0.05)
 
 
+def answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
 class Run:
     """A run directory and the processes of its roles."""
 
@@ -117,7 +125,8 @@ class Run:
     def start_coordinator(self) -> None:
         self.coordinator = self._role("scalerl_coordinator.main", "coordinator-0", self.port)
 
-    def start_trainer(self) -> None:
+    def start_trainer(self, only: set[int] | None = None) -> None:
+        """``only``: the other ranks are not started."""
         world = self.spec.trainer.replicas
         master = free_port()
         self.listens = [free_port() for _ in range(world)]
@@ -133,7 +142,7 @@ class Run:
                 MASTER_ADDR="127.0.0.1",
                 MASTER_PORT=str(master),
             )
-            for rank in range(world)
+            for rank in (range(world) if only is None else sorted(only))
         ]
 
     def start_generator(
@@ -302,6 +311,31 @@ def test_sigterm_checkpoints_and_the_next_trainer_goes_on(new_run: Any) -> None:
     assert run.wait_trainer() == [0, 0]
     assert f"hello: version {step}," in run.log("trainer-0")
     assert run.step() == 9
+
+
+@pytest.mark.parametrize(
+    ("come", "told"), [({0}, 0), ({1}, 0), ({0, 2}, 0), ({0, 2}, 1)], ids=["0", "1", "0 of 0,2", "2 of 0,2"]
+)
+def test_sigterm_ends_the_rendezvous(new_run: Any, come: set[int], told: int) -> None:
+    """Rank 1, or 0 and 2, never come. One of those who wait is told to stop; the others leave with it."""
+    run = new_run(trainer__replicas=3)
+    run.start_trainer(come)
+    for rank in come:
+        until(lambda listen=run.listens[rank]: answers(listen), what=f"rank {rank}")
+    time.sleep(1.0)
+    os.kill(run.ranks[told].pid, signal.SIGTERM)
+    assert run.wait_trainer(10) == [0] * len(come)
+
+
+def test_sigterm_ends_the_warm_start(new_run: Any) -> None:
+    run = new_run(warmStart__steps=100_000, warmStart__batchSize=4)
+    run.start_trainer()
+    until(lambda: "warm start 50/" in run.log("trainer-0"), what="step 50")
+    os.kill(run.ranks[1].pid, signal.SIGTERM)
+    assert run.wait_trainer(10) == [0, 0]
+    for rank in (0, 1):
+        assert "of the warm start; the next start begins it again" in run.log(f"trainer-{rank}")
+    assert run.checkpoints() == []
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -13,6 +13,7 @@
     ├── ModelError                 the model or tokenizer cannot be used
     │   ├── ModelNotFoundError
     │   └── TokenizerError         a needed token is missing
+    ├── Stopped                    SIGTERM came before the training loop, which would have written a checkpoint
     ├── EngineError                the engine cannot do what was asked in its present state or settings
     └── WarmStartError             the task's solutions cannot be trained on
 """
@@ -100,6 +101,10 @@ class TokenizerError(ModelError):
 
 class EngineError(TrainerError):
     """The engine cannot do what was asked in its present state or with its settings."""
+
+
+class Stopped(TrainerError):
+    """SIGTERM came before the training loop began; there is nothing to save."""
 
 
 class WarmStartError(TrainerError):

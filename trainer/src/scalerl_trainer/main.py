@@ -1,6 +1,7 @@
 """``python -m scalerl_trainer.main --listen HOST:PORT``: one rank of the trainer.
 
-Exit codes: 0 when the run has finished or after SIGTERM (a checkpoint is written first); 2 when starting
+Exit codes: 0 when the run has finished or after SIGTERM (a checkpoint is written first; in the rendezvous and in the
+warm start there is nothing to write); 2 when starting
 again would not help (environment, run file, model, solutions of a warm start, checkpoints of another
 model, all damaged or lost while the coordinator knows of some); 1 for everything else (also when the last
 checkpoint could not be written), after which all ranks are started again and go on from the last checkpoint.
@@ -33,14 +34,14 @@ from scalerl_api.process import (
 from scalerl_trainer.checkpoint import CheckpointStore
 from scalerl_trainer.coordinator_client import Coordinator, Superseded, Unresumable
 from scalerl_trainer.engine import Engine, Rank, join
-from scalerl_trainer.errors import DivergedError, EngineError, ModelError, WarmStartError
+from scalerl_trainer.errors import DivergedError, EngineError, ModelError, Stopped, WarmStartError
 from scalerl_trainer.leader import COORDINATOR_SECONDS, Leader
 from scalerl_trainer.metrics import Metrics, StatusServer
 from scalerl_trainer.models import load_model
 from scalerl_trainer.publish.control import ActorControl
 from scalerl_trainer.publish.publisher import PATIENCE, Publisher
 from scalerl_trainer.ranks import Ranks
-from scalerl_trainer.recipe import engine_settings, make_loss, publish_settings
+from scalerl_trainer.recipe import collective_seconds, engine_settings, make_loss, publish_settings
 from scalerl_trainer.saving import Saver, Unusable
 from scalerl_trainer.start import warm_up
 from scalerl_trainer.worker import Worker
@@ -65,7 +66,12 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
         torch.set_num_threads(spec.trainer.cpu_threads)
     metrics = Metrics()
     status = StatusServer(host, port, metrics)
-    device = join(rank, device="cuda" if spec.trainer.devices else "cpu")
+    device = join(
+        rank,
+        device="cuda" if spec.trainer.devices else "cpu",
+        timeout_seconds=collective_seconds(spec),
+        stopped=stop.is_set,
+    )
     timeout_seconds = 2 * COORDINATOR_SECONDS + PATIENCE * spec.weight_sync.timeout_seconds
     ranks = Ranks(rank.rank, rank.world, timeout_seconds)
     incarnation = ranks.from_leader(uuid.uuid4().hex if ranks.leads else None)
@@ -78,7 +84,7 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     version = saver.load()
     warm = version is None and spec.warm_start is not None
     if warm:
-        warm_up(engine, spec, environment.paths.base_model, ranks)
+        warm_up(engine, spec, environment.paths.base_model, ranks, stop)
 
     coordinator = Coordinator(
         environment.coordinator_url, environment.token, incarnation, COORDINATOR_SECONDS, stop.is_set
@@ -124,6 +130,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DivergedError as problem:
         log.critical("BROKEN: %s", problem)
         return DIVERGED_EXIT_CODE
+    except Stopped as problem:
+        log.info("%s", problem)
+        return 0
     except Superseded as problem:
         log.error("%s", problem)
         return 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from scalerl_api.spec import RunSpec
 from scalerl_tasks import Task, open_task
 from scalerl_trainer.engine import Engine, StepStats
-from scalerl_trainer.errors import BadBatchError, WarmStartError
+from scalerl_trainer.errors import BadBatchError, Stopped, WarmStartError
 from scalerl_trainer.models import load_tokenizer
 from scalerl_trainer.ranks import Ranks
 from scalerl_trainer.sft import warm_start
@@ -21,10 +22,11 @@ log = logging.getLogger(__name__)
 _LOG_EVERY_STEPS = 50
 
 
-def warm_up(engine: Engine, spec: RunSpec, model: Path, ranks: Ranks) -> None:
+def warm_up(engine: Engine, spec: RunSpec, model: Path, ranks: Ranks, stop: threading.Event) -> None:
     """``spec.warmStart`` on training prompts, which all ranks choose alike. A collective.
 
     Raises:
+        Stopped: on all ranks, once ``stop`` is set on one.
         WarmStartError: an example cannot be trained on: empty, or longer than a micro-batch.
     """
     wanted = spec.warm_start
@@ -34,6 +36,8 @@ def warm_up(engine: Engine, spec: RunSpec, model: Path, ranks: Ranks) -> None:
     def show(step: int, stats: StepStats) -> None:
         if ranks.leads and (step + 1) % _LOG_EVERY_STEPS == 0:
             log.info("warm start %d/%d: loss %.4f", step + 1, wanted.steps, stats.loss)
+        if any(ranks.all(stop.is_set())):
+            raise Stopped(f"stopped after step {step + 1} of the warm start; the next start begins it again")
 
     try:
         done = warm_start(

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from scalerl_trainer.errors import EngineError
+from scalerl_trainer.errors import EngineError, Stopped
+
+POLL_SECONDS = 0.05
+FAREWELL_SECONDS = 1.0
+"""Rank 0 keeps the store open for so long after a stop, for the others to read why."""
+_STOPPED = "stopped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +52,22 @@ class Rank:
         return cls(rank, world, local, environment["MASTER_ADDR"], port)
 
 
-def join(rank: Rank, *, device: Literal["cpu", "cuda"], timeout_seconds: float = 600.0) -> torch.device:
+def join(
+    rank: Rank,
+    *,
+    device: Literal["cpu", "cuda"],
+    timeout_seconds: float = 600.0,
+    stopped: Callable[[], bool] = lambda: False,
+) -> torch.device:
     """Open the default process group (gloo on CPUs, NCCL on GPUs) and return this rank's device.
 
     We open it ourselves: DeepSpeed, given an open group, uses it. Blocks until all ranks came, at most
     ``timeout_seconds``, which is also the limit of every later collective.
+
+    Raises:
+        Stopped: ``stopped`` is true on this rank, or was on another that has come.
+        EngineError: this rank's device is missing.
+        OSError: not all ranks came in time.
     """
     # DeepSpeed insists on reading this one from the environment.
     os.environ["LOCAL_RANK"] = str(rank.local_rank)
@@ -60,15 +78,66 @@ def join(rank: Rank, *, device: Literal["cpu", "cuda"], timeout_seconds: float =
                 f"{torch.cuda.device_count()}"
             )
         torch.cuda.set_device(rank.local_rank)
+    store = _rendezvous(rank, timeout_seconds, stopped)
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
-        init_method=f"tcp://{rank.address}:{rank.port}",
+        store=store,
         rank=rank.rank,
         world_size=rank.world,
         timeout=timedelta(seconds=timeout_seconds),
         device_id=torch.device("cuda", rank.local_rank) if device == "cuda" else None,
     )
     return torch.device(device, rank.local_rank) if device == "cuda" else torch.device("cpu")
+
+
+def _rendezvous(rank: Rank, timeout_seconds: float, stopped: Callable[[], bool]) -> Any:
+    """A store that all ranks have come to.
+
+    Torch's own wait for the others runs no signal handler, so what blocks is on a thread of its own.
+    """
+    stores: list[Any] = []
+    failed: list[Exception] = []
+
+    def connect() -> None:
+        try:
+            stores.append(
+                dist.TCPStore(  # type: ignore[attr-defined]  # absent from its __all__
+                    rank.address,
+                    rank.port,
+                    rank.world,
+                    is_master=rank.rank == 0,
+                    timeout=timedelta(seconds=timeout_seconds),
+                    wait_for_workers=False,
+                )
+            )
+        except Exception as error:
+            failed.append(error)
+
+    deadline = time.monotonic() + timeout_seconds
+    connecting = threading.Thread(target=connect, name="rendezvous", daemon=True)
+    connecting.start()
+    while connecting.is_alive():
+        connecting.join(POLL_SECONDS)
+        if stopped():
+            raise Stopped("stopped while connecting to rank 0")
+    if failed:
+        raise ConnectionError(f"no rendezvous at {rank.address}:{rank.port}: {failed[0]}") from failed[0]
+    store = stores[0]
+    store.set(f"here/{rank.rank}", "")
+    everyone = [f"here/{other}" for other in range(rank.world)]
+    while not store.check(everyone):
+        if stopped():
+            store.set(_STOPPED, "")
+            if rank.rank == 0:
+                time.sleep(FAREWELL_SECONDS)
+            raise Stopped("stopped while the ranks were gathering")
+        if store.check([_STOPPED]):
+            raise Stopped("another rank was stopped while the ranks were gathering")
+        if time.monotonic() > deadline:
+            missing = [other for other in range(rank.world) if not store.check([f"here/{other}"])]
+            raise TimeoutError(f"ranks {missing} of {rank.world} did not come within {timeout_seconds:g} s")
+        time.sleep(POLL_SECONDS)
+    return store
 
 
 def leave() -> None:
