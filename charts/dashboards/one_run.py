@@ -208,6 +208,31 @@ TRAINER = Section(
     ),
 )
 
+PROCESSES = Section(
+    "Processes",
+    (
+        lines(
+            "Memory",
+            "Resident memory of each process of the run; vLLM's servers are not among them.",
+            (f"max by (role, pod) (process_resident_memory_bytes{{{RUN}}})", "{{role}} {{pod}}"),
+            unit="bytes",
+        ),
+        lines(
+            "CPU",
+            "Cores in use by each process.",
+            (
+                f"sum by (role, pod) (rate(process_cpu_seconds_total{{{RUN}}}[$__rate_interval]))",
+                "{{role}} {{pod}}",
+            ),
+        ),
+        lines(
+            "Open files",
+            "File descriptors: a count that only grows is a leak.",
+            (f"max by (role, pod) (process_open_fds{{{RUN}}})", "{{role}} {{pod}}"),
+        ),
+    ),
+)
+
 GENERATORS = Section(
     "Generators",
     (
@@ -313,7 +338,7 @@ BOARD = Board(
     uid="scalerl-run",
     title="ScaleRL / run",
     description="One run, from its curve down to its disk.",
-    sections=(CURVE, POLICY, ROLLOUTS, TRAINER, GENERATORS, COORDINATOR),
+    sections=(CURVE, POLICY, ROLLOUTS, TRAINER, GENERATORS, COORDINATOR, PROCESSES),
     variables=(
         Variable("namespace", "scalerl_coordinator_step"),
         Variable("run", 'scalerl_coordinator_step{namespace="$namespace"}'),

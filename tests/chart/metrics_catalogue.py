@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from prometheus_client import generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import CollectorRegistry
@@ -46,6 +47,11 @@ class Registered:
 def registered() -> list[Registered]:
     """All of them."""
     return [metric for registry in _registries() for metric in _of(registry)]
+
+
+def expositions() -> list[str]:
+    """What Prometheus reads from each process, once everything without labels has been counted."""
+    return [generate_latest(registry).decode() for registry in _registries()]
 
 
 def _registries() -> Iterator[CollectorRegistry]:

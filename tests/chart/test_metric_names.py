@@ -6,7 +6,7 @@ import itertools
 import re
 
 import pytest
-from metrics_catalogue import Registered, registered
+from metrics_catalogue import Registered, expositions, registered
 
 # The client library names its own.
 METRICS = [metric for metric in registered() if not metric.name.startswith("process_")]
@@ -32,6 +32,16 @@ BASE_UNITS = {
 
 def named(metric: Registered) -> str:
     return metric.name
+
+
+def test_every_process_shows_its_own_memory_and_cpu_and_no_series_of_when_it_began_to_count():
+    """A `_created` series beside each counter and histogram doubles what Prometheus stores, and nothing reads it."""
+    shown = expositions()
+    assert len(shown) == len(PREFIXES)
+    for text in shown:
+        assert "\nprocess_resident_memory_bytes " in text
+        assert "\nprocess_cpu_seconds_total " in text
+        assert "_created" not in text
 
 
 def test_no_name_is_registered_twice():

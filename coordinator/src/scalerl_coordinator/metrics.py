@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -29,7 +36,9 @@ class Metrics:
         refusing: Callable[[], bool],
         staleness_bound: int,
     ) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
         self._registry.register(_RunCollector(status, journal, refusing, staleness_bound))
         self.requests = Counter(
             _PREFIX + "requests",

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
@@ -19,7 +27,9 @@ class ActorMetrics:
     """Counters of one actor, in a registry of its own (so that tests can have several in a process)."""
 
     def __init__(self, state: ServerState, busy: BusyClock) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
         r = self.registry
         self.rollouts = Counter(
             "scalerl_actor_rollouts", "Completions sampled and graded", ["split"], registry=r

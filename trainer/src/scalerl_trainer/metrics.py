@@ -7,7 +7,15 @@ import threading
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from scalerl_api import endpoints
@@ -22,7 +30,9 @@ class Metrics:
     """Metrics of one rank, all named ``scalerl_trainer_*``."""
 
     def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
         self.version = Gauge("scalerl_trainer_version", "Optimizer updates applied.", registry=self.registry)
         self.published_version = Gauge(
             "scalerl_trainer_published_version", "Version last published.", registry=self.registry
