@@ -254,6 +254,22 @@ def test_prompts_without_room_for_a_completion_are_named(tmp_path: Path, source:
     prepare(paths, spec, one_machine=True)
 
 
+def test_few_prompts_without_room_are_warned_of_and_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths, spec = make(tmp_path / "run", None)
+    words = " ".join(str(n) for n in range(1000, 1100))
+    jsonl(paths.root, {"prompt": words, "answer": "8", "id": "long"})
+    more = "".join(json.dumps({"prompt": f"{i}+2=", "answer": f"{i + 2}"}) + "\n" for i in range(100))
+    with (paths.root / "task.jsonl").open("a") as file:
+        file.write(more)
+    prepare(paths, spec, one_machine=True)
+    (told,) = [m for m in caplog.messages if "too long" in m]
+    assert "prompt 'long' has" in told
+    assert "1 of 141 prompts are too long" in told
+    assert told.endswith("The run skips them.")
+
+
 def test_prompts_are_looked_at_again_when_the_run_is_resumed(tmp_path: Path) -> None:
     paths, spec = make(tmp_path)
     prepare(paths, spec, one_machine=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -35,6 +36,10 @@ from scalerl_trainer.errors import ModelError, TokenizerError, TrainerError
 from scalerl_trainer.models.logits import biased_logits, transformed_logits
 from scalerl_trainer.models.tokens import TokenCounter
 
+log = logging.getLogger(__name__)
+
+TOO_LONG_FRACTION = 0.01
+"""So many prompts without room for a completion are skipped; the alert ScaleRLSlotsGivenUp begins there, too."""
 GENERATED_PROMPTS = 2000
 """Prompts of a generated task that are looked at, spread evenly; those of a file all are."""
 PARSED_ANSWERS = 200
@@ -73,11 +78,12 @@ def check_grading(spec: RunSpec) -> None:
 
 
 def check_prompts(directory: Path, spec: RunSpec, task: Task) -> None:
-    """Every prompt leaves room for its completion, and has what a warm start needs, in the tokens of the model in
-    ``directory``.
+    """Prompts leave room for their completions, and have what a warm start needs, in the tokens of the model in
+    ``directory``. Actors skip a prompt that does not; so few are only warned of.
 
     Raises:
-        PrepareError: one does not: which, its tokens and the limit.
+        PrepareError: more than :data:`TOO_LONG_FRACTION` of the prompts do not: the first, its tokens and the limit.
+            Or an example of the warm start does not fit.
     """
     chat = spec.task.prompt.format == "Chat"
     try:
@@ -99,12 +105,15 @@ def check_prompts(directory: Path, spec: RunSpec, task: Task) -> None:
     if too_long:
         index, tokens = too_long[0]
         most = max(n for _, n in too_long)
-        raise PrepareError(
+        problem = (
             f"{_place(spec, source, index)} has {tokens} tokens, model.contextTokens ({spec.model.context_tokens}) less "
             f"recipe.maxCompletionTokens ({spec.recipe.max_completion_tokens}) leaves {room}; {len(too_long)} of "
             f"{seen} prompts are too long: raise contextTokens to {most + spec.recipe.max_completion_tokens}, lower "
             "maxCompletionTokens, or drop them"
         )
+        if len(too_long) > TOO_LONG_FRACTION * seen:
+            raise PrepareError(problem)
+        log.warning("%s. The run skips them.", problem)
 
 
 def _check_examples(
