@@ -126,6 +126,7 @@ class Prompts:
     def __init__(self, name: str, size: int) -> None:
         self.digest = name
         self.bad: set[int] = set()
+        self.error: type[SourceError] = SourceError
         self.seconds = 0.0
         self._size = size
 
@@ -135,7 +136,7 @@ class Prompts:
     def __getitem__(self, index: int) -> Prompt:
         time.sleep(self.seconds)
         if index in self.bad:
-            raise SourceError(f"prompt {index} of {self.digest} cannot be made")
+            raise self.error(f"prompt {index} of {self.digest} cannot be made")
         return Prompt(id=f"{self.digest}/{index}", text="", answer="")
 
 

@@ -15,7 +15,7 @@ from scalerl_api import endpoints, wire
 from scalerl_coordinator import server as server_module
 from scalerl_coordinator.frames import CorruptJournal
 from scalerl_coordinator.state import State
-from scalerl_tasks import SourceError
+from scalerl_tasks import PromptError, SourceError
 
 
 async def join(client: Client, digest: str = "train") -> str:
@@ -50,6 +50,19 @@ async def test_prompts_that_cannot_be_made_end_the_coordinator_with_their_reason
     await no_answer_but(500, "failed", visitor.lease(member, 0, 64))
     async with visitor.session.get(visitor.url + endpoints.HEALTH) as response:
         assert response.status == 503
+
+
+async def test_a_prompt_that_cannot_be_made_costs_its_slot_and_no_more(local, visitor):
+    member = await join(visitor)
+    local.train.error = PromptError
+    local.train.bad = {local.server._core.curriculum.choose(slot) for slot in (1, 2)}
+    leases = (await visitor.lease(member, 0, 64)).leases
+    training = [lease.slot for lease in leases if lease.split is wire.Split.TRAIN]
+    assert training == [0, *range(3, len(training) + 2)]
+    counts = (await visitor.status()).counts
+    per_slot = leases[-1].completions
+    assert (counts.given_up, counts.too_long) == (2 * per_slot, 0)
+    assert not local.server.failure.done()
 
 
 async def test_a_damaged_group_ends_the_coordinator_with_where_it_is(local, visitor):

@@ -218,6 +218,14 @@ class Rollouts:
             else:
                 core.spoil(lease, reason, now, failed=failed)
 
+    def give_up_prompts(self, failed: dict[str, str], now: float) -> None:
+        """The prompts of these leases cannot be made, for the reason beside each: nobody can serve them."""
+        for lease_id, reason in failed.items():
+            lease = self._core.state.leases.get(lease_id)
+            if lease is not None:
+                self._core.close_lease(lease_id, r.Why.RELEASED)
+                self._core.give_up(lease, r.GivenUpFor.FAILED, reason, now)
+
     # --- pushes ---------------------------------------------------------------------------------
 
     def push(self, member_id: str, group: wire.Group, payload: bytes, now: float) -> Verdict:

@@ -36,7 +36,7 @@ from scalerl_coordinator.rollouts import Rollouts
 from scalerl_coordinator.status import view
 from scalerl_coordinator.store import load_state, new_member_id
 from scalerl_coordinator.training import ShardPlan, Training, fill_shard
-from scalerl_tasks import PromptSource, TaskError
+from scalerl_tasks import PromptError, PromptSource, TaskError
 
 log = logging.getLogger(__name__)
 
@@ -263,7 +263,9 @@ class Server:
             if leases is None or not leases.leases:
                 return leases or wire.Leases(leases=[])
             # Generated tasks make a prompt to know its id: not on the event loop.
-            ids = await asyncio.to_thread(self._prompt_ids, given)
+            ids, failed = await asyncio.to_thread(self._prompt_ids, given)
+            if failed:
+                await self._decided(lambda now: self._rollouts.give_up_prompts(failed, now))
         except TaskError as problem:
             raise self._fail(problem) from problem
         finally:
@@ -271,8 +273,16 @@ class Server:
             self._core.book.tell((lease.lease_id for lease in given), self._now())
         return wire.Leases(leases=self._named(given, ids))
 
-    def _prompt_ids(self, leases: list[wire.Lease]) -> list[str]:
-        return [self._prompts[lease.split][lease.prompt_index].id for lease in leases]
+    def _prompt_ids(self, leases: list[wire.Lease]) -> tuple[list[str], dict[str, str]]:
+        """The id of each lease's prompt, and why some (with "" for an id) cannot be made."""
+        ids, failed = [], {}
+        for lease in leases:
+            try:
+                ids.append(self._prompts[lease.split][lease.prompt_index].id)
+            except PromptError as problem:
+                ids.append("")
+                failed[lease.lease_id] = str(problem)
+        return ids, failed
 
     def _named(self, leases: list[wire.Lease], ids: list[str]) -> list[wire.Lease]:
         """The leases as they go out; without those that ended while their prompts were looked up."""

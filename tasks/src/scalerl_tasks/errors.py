@@ -4,6 +4,7 @@
 
     TaskError
     ├── SourceError            a prompt source cannot be opened or read
+    │   ├── PromptError        one prompt of a source cannot be made; others can
     │   ├── UnknownTaskError   no reasoning-gym task of that name
     │   ├── ParameterError     a parameter of a task is unknown, of a wrong type, or out of range
     │   ├── JsonlError         a line of a JSONL file is bad (file, line, column, field)
@@ -28,6 +29,10 @@ class TaskError(Exception):
 
 class SourceError(TaskError):
     """A prompt source cannot be opened or read."""
+
+
+class PromptError(SourceError):
+    """One prompt of a source cannot be made, which says nothing about the others."""
 
 
 class UnknownTaskError(SourceError):

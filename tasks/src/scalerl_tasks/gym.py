@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from scalerl_tasks.difficulty import arithmetic_operations
-from scalerl_tasks.errors import ParameterError, SourceError, did_you_mean
+from scalerl_tasks.errors import ParameterError, PromptError, SourceError, did_you_mean
 from scalerl_tasks.gym_loader import load_task_classes
 from scalerl_tasks.prompts import Prompt, check_index
 
@@ -89,7 +89,7 @@ class ReasoningGymSource:
             try:
                 entry = self._data[index]
             except Exception as error:
-                raise SourceError(
+                raise PromptError(
                     f"reasoning-gym task {self.task.name!r} failed to generate prompt {index}: "
                     f"{type(error).__name__}: {error}; other parameters may help"
                 ) from error
