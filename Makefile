@@ -117,6 +117,10 @@ bench-trl: setup ## the comparison with TRL, which it installs beside
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --require-hashes -r requirements/bench.txt
 	$(BIN)/python benchmarks/against_trl.py $(if $(QUICK),--quick)
 
+# On whatever python is here: it needs torch and transformers, and none of this project's own installation.
+gpu-check: ## what runs on this machine's GPU, how exactly and how fast (at most ten minutes); GPU_CHECK="--only head"
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) benchmarks/gpu_check.py $(GPU_CHECK)
+
 crds: setup ## write crds/ again from the models in api, and the chart's copy
 	$(BIN)/python -m scalerl_operator.crd crds
 	cp crds/*.yaml charts/scalerl/files/crds/
@@ -133,4 +137,4 @@ lock: $(BIN)/uv ## write requirements/*.txt again from the members' pyproject fi
 clean: ## remove the environment and all runs
 	rm -rf $(VENV) runs
 
-.PHONY: help setup run run-autostop test test-full test-unit test-local test-cluster test-autostop test-kueue test-runs cluster cluster-down images lint format bench bench-trl crds dashboards docs lock clean
+.PHONY: help setup run run-autostop test test-full test-unit test-local test-cluster test-autostop test-kueue test-runs cluster cluster-down images lint format bench bench-trl gpu-check crds dashboards docs lock clean

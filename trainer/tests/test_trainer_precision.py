@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from scalerl_trainer.engine.precision import buffer_dtypes, cast_parameters, check_buffers
 from scalerl_trainer.errors import EngineError, ModelError
+from scalerl_trainer.models.precision import buffer_dtypes, cast_parameters, check_buffers
 
 WORKER = Path(__file__).with_name("precision_worker.py")
 POSITIONS = ((0, 64), (64, 256), (256, 1024), (1024, 4095))

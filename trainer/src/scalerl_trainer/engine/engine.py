@@ -33,7 +33,6 @@ from scalerl_trainer.algo.mismatch import (
 )
 from scalerl_trainer.engine.deepspeed_engine import DeepSpeedEngine
 from scalerl_trainer.engine.distributed import gather_vectors
-from scalerl_trainer.engine.precision import buffer_dtypes, cast_parameters, check_buffers
 from scalerl_trainer.engine.settings import EngineSettings
 from scalerl_trainer.engine.share import pack_share
 from scalerl_trainer.engine.stats import FlatLogprobs, ParameterBucket, StepStats, TrainBatch
@@ -43,6 +42,7 @@ from scalerl_trainer.errors import (
     NonFiniteLossError,
 )
 from scalerl_trainer.models.policy import PREFIX, Policy
+from scalerl_trainer.models.precision import buffer_dtypes, cast_parameters, check_buffers
 from scalerl_trainer.packing import MicroBatch, PackedBatch, Sequence
 from scalerl_trainer.saved_state import HEADER, EngineHeader, Piece, SavedState, write_header, write_pieces
 

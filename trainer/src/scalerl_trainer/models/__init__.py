@@ -2,7 +2,7 @@
 
 What lives here: loading (``load``), making a small model from scratch (``scratch``), the head that turns hidden
 states into log-probabilities (``head``), the module that the engine trains (``policy``), what its logits must not
-be (``logits``), prompts counted in tokens (``tokens``).
+be (``logits``), which of its tensors change their dtype (``precision``), prompts counted in tokens (``tokens``).
 What never lives here: ranks, optimizers, DeepSpeed; rewards or losses.
 
 torch and transformers are imported where they are needed, not here: they take seconds, and what prepares a

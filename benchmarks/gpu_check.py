@@ -1,0 +1,647 @@
+"""What runs on this machine's GPU, how exactly and how fast. No network; at most ten minutes on one GPU.
+
+    python benchmarks/gpu_check.py [--device cuda|cpu] [--tiny] [--only NAME,...] [--out FILE] [--list]
+
+It needs torch and transformers, pydantic and msgspec; neither an installation of this project nor DeepSpeed or vLLM: what
+cannot run without them says so, and the rest runs. Each check is a process of its own with a deadline, so that one that
+crashes or hangs costs nothing but itself:
+
+============ =====================================================================================================
+machine      versions, device, driver, speed of a bfloat16 matrix product
+positions    the trainer's log-probabilities in bfloat16 beside plain transformers, by position, for three kinds of models
+head         the float32 head: how far a bfloat16 one is off, its time, its share of a step
+step-0.5B    a training step of that shape beside plain transformers: tokens/s, share of the peak, memory
+step-1.5B    the same
+engine       the engine under DeepSpeed at ZeRO 1 and 3, one rank: loss, log-probabilities, gathered weights
+group-1      the process group of weight updates, of one process
+group-2      the same of two processes, each on a device of its own where there are two
+publish      vLLM: ``benchmarks/publish.py --quick``
+run          vLLM: the tiny example, shortened
+============ =====================================================================================================
+
+The result is JSON, in ``benchmarks/results/`` by device and day unless ``--out`` says where. ``--device cpu --tiny`` runs
+all of it at tiny shapes. Exit code 1 when a check failed; those that could not run fail nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import math
+import multiprocessing
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+for member in ("api", "tasks", "trainer", "coordinator", "curvefit", "generator", "operator", "cli"):
+    if importlib.util.find_spec(f"scalerl_{member}") is None:
+        sys.path.insert(0, str(HERE.parent / member / "src"))
+if str(HERE) not in sys.path:
+    sys.path.insert(0, str(HERE))
+
+TOTAL_SECONDS = 570.0
+POSITIONS = (0, 256, 1024, 4096)
+TOLERANCE = 0.02
+"""Mean difference of a log-probability, in nats, that rounding explains; a rotary table in bfloat16 gives .1 to 2."""
+
+
+@dataclass(frozen=True)
+class Options:
+    device: str
+    tiny: bool
+
+
+class CannotRun(Exception):
+    """Why a check cannot run on this machine."""
+
+
+def require(*modules: str) -> None:
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            raise CannotRun(f"{module} is not installed")
+
+
+def clock(device: Any) -> float:
+    """Now, with all that was asked of the device done."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def seconds_of(work: Callable[[], object], device: Any, repeats: int) -> float:
+    """The best of ``repeats``, after one that does not count."""
+    work()
+    best = math.inf
+    for _ in range(repeats):
+        begin = clock(device)
+        work()
+        best = min(best, clock(device) - begin)
+    return best
+
+
+def open_device(options: Options) -> Any:
+    import torch
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise CannotRun("torch sees no CUDA device")
+    torch.set_num_threads(min(4, torch.get_num_threads()))
+    return torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+
+
+def peak_bytes(device: Any) -> int | None:
+    import torch
+
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+# --- the checks ------------------------------------------------------------------------------------------
+
+
+def check_machine(options: Options) -> dict[str, Any]:
+    import torch
+    import transformers
+    from support.gpu_models import peak_tflops
+
+    device = open_device(options)
+    versions: dict[str, str | None] = {"torch": torch.__version__, "transformers": transformers.__version__}
+    for module in ("deepspeed", "vllm", "flash_attn"):
+        found = importlib.util.find_spec(module)
+        versions[module] = "installed" if found else None
+    size = 256 if options.tiny else 8192
+    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    seconds = seconds_of(lambda: left @ right, device, 10)
+    result: dict[str, Any] = {
+        "python": sys.version.split()[0],
+        "versions": versions,
+        "matmul_tflops": 2 * size**3 / seconds / 1e12,
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        result |= {
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory_bytes": properties.total_memory,
+            "cuda": torch.version.cuda,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "devices": torch.cuda.device_count(),
+            "peak_tflops": peak_tflops(properties.name),
+            "bfloat16": torch.cuda.is_bf16_supported(),
+        }
+    return result
+
+
+def policy_logprobs(policy: Any, ids: list[int], device: Any) -> Any:
+    """One sequence as the trainer computes it: packed, without the last token."""
+    import torch
+
+    from scalerl_trainer.packing import Sequence, pack
+
+    (micro,) = pack([Sequence(ids[:1], ids[1:])], len(ids), shared_rows=False).micro_batches
+    inputs = (micro.input_ids_bt, micro.position_ids_bt, micro.predict_at_m, micro.target_m)
+    with torch.no_grad():
+        logprobs, _ = policy(*(tensor.to(device) for tensor in inputs), 1.0, False)
+    return logprobs
+
+
+def check_positions(options: Options) -> dict[str, Any]:
+    import torch
+    from support.gpu_models import make, positions_shape
+
+    from scalerl_trainer.models.policy import Policy
+    from scalerl_trainer.models.precision import buffer_dtypes, cast_parameters, check_buffers
+
+    device = open_device(options)
+    result: dict[str, Any] = {"tolerance": TOLERANCE}
+    for kind in ("qwen2", "llama3", "gemma3"):
+        shape = positions_shape(kind, options.tiny)
+        model = make(shape, device, torch.bfloat16).eval()
+        ids = torch.randint(3, shape.vocabulary, (shape.sequence,)).tolist()
+        with torch.no_grad():
+            logits = model(torch.tensor([ids], device=device)).logits[0, :-1].float()
+        target = torch.tensor(ids[1:], device=device)[:, None]
+        expected = logits.log_softmax(-1).gather(1, target)[:, 0]
+        buffers = buffer_dtypes(model)
+        cast_parameters(model, torch.bfloat16)
+        for fp32 in (False, True):
+            policy = Policy(model, fp32_head=fp32).eval()
+            difference = (policy_logprobs(policy, ids, device) - expected).abs()
+            edges = [edge for edge in POSITIONS if edge < shape.sequence] + [shape.sequence]
+            result[f"{kind} {'float32' if fp32 else 'bfloat16'} head"] = {
+                f"{low}-{high}": float(difference[low:high].mean()) for low, high in pairwise(edges)
+            }
+        check_buffers(model, buffers)
+    worst = max(max(v.values()) for k, v in result.items() if k.endswith("bfloat16 head"))
+    if not worst < TOLERANCE:
+        raise AssertionError(f"log-probabilities differ by {worst:.3g} nats: {json.dumps(result)}")
+    return result
+
+
+def check_head(options: Options) -> dict[str, Any]:
+    import torch
+    from support.gpu_models import SHAPES, TINY
+
+    from scalerl_trainer.models.head import LogprobHead
+
+    device = open_device(options)
+    shape = (TINY if options.tiny else SHAPES)["0.5B"]
+    count = shape.sequence * shape.rows
+    linear = torch.nn.Linear(
+        shape.hidden, shape.vocabulary, bias=False, device=device, dtype=torch.bfloat16
+    ).requires_grad_(True)
+    torch.nn.init.normal_(linear.weight, std=0.05)
+    hidden = torch.randn(count, shape.hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
+    target = torch.randint(shape.vocabulary, (count,), device=device)
+    some = slice(0, min(count, 256))
+    exact = (hidden[some].double() @ linear.weight.double().t()).log_softmax(-1)
+    exact = exact.gather(1, target[some, None])[:, 0].detach()
+    result: dict[str, Any] = {"tokens": count, "vocabulary": shape.vocabulary, "hidden": shape.hidden}
+    for name, fp32, precision in (
+        ("bfloat16", False, "highest"),
+        ("float32", True, "highest"),
+        ("tf32", True, "high"),
+    ):
+        torch.set_float32_matmul_precision(precision)
+        head = LogprobHead(linear, fp32=fp32)
+
+        def work(head: LogprobHead = head) -> torch.Tensor:
+            linear.weight.grad = hidden.grad = None
+            logprobs, _ = head(hidden, target, 1.0, True)
+            logprobs.sum().backward()
+            return logprobs
+
+        logprobs = work().detach()
+        result[name] = {
+            "mean_error": float((logprobs[some] - exact).abs().mean()),
+            "max_error": float((logprobs[some] - exact).abs().max()),
+            "seconds": seconds_of(work, device, 3),
+        }
+    torch.set_float32_matmul_precision("highest")
+    result["peak_bytes"] = peak_bytes(device)
+    if not result["float32"]["mean_error"] <= result["bfloat16"]["mean_error"]:
+        raise AssertionError(f"the float32 head is further off than the bfloat16 one: {json.dumps(result)}")
+    return result
+
+
+def check_step(options: Options, name: str) -> dict[str, Any]:
+    """Rows are halved until a step fits into memory."""
+    import torch
+    from support.gpu_models import SHAPES, TINY, make, peak_tflops, step_flops
+
+    device = open_device(options)
+    shape = (TINY if options.tiny else SHAPES)[name]
+    peak = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    result: dict[str, Any] = {"sequence": shape.sequence}
+    for way in ("trainer", "trainer, bfloat16 head", "plain transformers"):
+        model = step = None
+        rows = shape.rows
+        while rows:
+            try:
+                model = make(shape, device, torch.bfloat16)
+                parameters = sum(p.numel() for p in model.parameters())
+                ids = torch.randint(3, shape.vocabulary, (rows, shape.sequence), device=device)
+                step = stepper(way, model, ids, device)
+                step()
+                if device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats(device)
+                seconds = seconds_of(step, device, 2 if options.tiny else 4)
+            except torch.OutOfMemoryError:
+                rows //= 2
+                model = step = None
+                torch.cuda.empty_cache()
+                continue
+            tokens = rows * shape.sequence
+            speed = step_flops(shape, parameters, tokens) / seconds / 1e12
+            result["parameters"] = parameters
+            result[way] = {
+                "rows": rows,
+                "seconds": seconds,
+                "tokens_per_second": tokens / seconds,
+                "tflops": speed,
+                "share_of_peak": speed / peak if peak else None,
+                "peak_bytes": peak_bytes(device),
+            }
+            break
+        else:
+            result[way] = {"rows": 0, "reason": "not even one row fits into memory"}
+        model = step = None
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    first, second = result["trainer"], result["trainer, bfloat16 head"]
+    if first["rows"] and first["rows"] == second["rows"]:
+        result["share_of_step_for_float32_in_head"] = 1 - second["seconds"] / first["seconds"]
+    return result
+
+
+def stepper(way: str, model: Any, ids: Any, device: Any) -> Callable[[], object]:
+    """A whole update: forward, backward, AdamW."""
+    import torch
+    from support.gpu_models import Masters
+
+    from scalerl_trainer.algo.losses import Cispo, TokenBatch
+    from scalerl_trainer.models.policy import Policy
+    from scalerl_trainer.models.precision import cast_parameters
+    from scalerl_trainer.packing import Sequence, pack
+
+    if way == "plain transformers":
+        model.train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+
+        def plain() -> None:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        return plain
+    cast_parameters(model, torch.bfloat16)
+    policy = Policy(model, fp32_head=way == "trainer").train()
+    masters = Masters(list(policy.parameters()))
+    rows, length = ids.shape
+    sequences = [Sequence(row[:16], row[16:]) for row in ids.tolist()]
+    micro_batches = pack(sequences, rows * length, shared_rows=False).micro_batches
+    loss = Cispo()
+
+    def train() -> None:
+        for micro in micro_batches:
+            inputs = (micro.input_ids_bt, micro.position_ids_bt, micro.predict_at_m, micro.target_m)
+            logprobs, _ = policy(*(t.to(device, non_blocking=True) for t in inputs), 1.0, True)
+            ones = torch.ones_like(logprobs)
+            batch = TokenBatch(
+                logprobs, logprobs.detach(), ones, ones / (rows * length), micro.sequence_m.to(device)
+            )
+            loss(batch).loss.backward()
+        masters.step()
+
+    return train
+
+
+def check_engine(options: Options) -> dict[str, Any]:
+    require("deepspeed")
+    import torch
+    from support.gpu_models import SHAPES, TINY, make
+
+    from scalerl_trainer.algo.losses import Cispo
+    from scalerl_trainer.engine import Engine, EngineSettings, Rank, TrainBatch, join, leave
+    from scalerl_trainer.packing import Sequence
+
+    open_device(options)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        rank = Rank(0, 1, 0, "127.0.0.1", probe.getsockname()[1])
+    device = join(rank, device="cuda" if options.device == "cuda" else "cpu", timeout_seconds=120)
+    shape = (TINY if options.tiny else SHAPES)["0.5B"]
+    ids = torch.randint(3, shape.vocabulary, (4, shape.sequence)).tolist()
+    sequences = [Sequence(row[:16], row[16:]) for row in ids]
+    count = sum(len(s.completion) for s in sequences)
+    result: dict[str, Any] = {"tokens": count}
+    for stage in (1, 3):
+        model = make(shape, torch.device("cpu") if options.tiny else device, torch.bfloat16)
+        names = {name for name, _ in model.named_parameters()}
+        settings = EngineSettings(
+            zero_stage=stage, learning_rate=1e-4, warmup_steps=0, micro_batch_tokens=4 * shape.sequence
+        )
+        engine = Engine(model, settings, device)
+        before = engine.logprobs(sequences).logprobs_n
+        batch = TrainBatch(sequences, torch.full((4,), 1 / count), torch.ones(4), before)
+        stats = []
+        for _ in range(3):
+            begin = clock(device)
+            done = engine.step(batch, Cispo())
+            stats.append((done.ratios, done.gradient_norm, clock(device) - begin))
+        after = engine.logprobs(sequences).logprobs_n
+        gathered = {n for bucket in engine.gather_parameters(64 << 20) for n in bucket.names}
+        result[f"ZeRO {stage}"] = {
+            "first_ratio_max": stats[0][0].ratio_max if stats[0][0] is not None else None,
+            "gradient_norms": [norm for _, norm, _ in stats],
+            "logprob_gain": float((after - before).mean()),
+            "step_seconds": stats[-1][2],
+            "peak_bytes": peak_bytes(device),
+        }
+        engine.close()
+        if gathered != names:
+            raise AssertionError(f"ZeRO {stage}: {sorted(names ^ gathered)[:3]} gathered or missing")
+        if not result[f"ZeRO {stage}"]["logprob_gain"] > 0:
+            raise AssertionError(
+                f"ZeRO {stage}: rewarded tokens did not become likelier: {json.dumps(result)}"
+            )
+    leave()
+    return result
+
+
+def check_group(options: Options, world: int) -> dict[str, Any]:
+    """The trainer's end is the trainer's own code; the other one opens what a generator opens."""
+    result = group_of(world, options)
+    if result["status"] == "ok":
+        return result
+    if world == 2 and options.device == "cuda":
+        import torch
+
+        if torch.cuda.device_count() < 2:
+            raise CannotRun(f"NCCL takes no two processes on one device: {result['reason']}")
+    raise AssertionError(result["reason"])
+
+
+def group_of(world: int, options: Options) -> dict[str, Any]:
+    import torch
+
+    from scalerl_trainer.publish.buckets import checksum_u8
+    from scalerl_trainer.publish.group import Store, open_group
+
+    device = open_device(options)
+    backend: Any = "nccl" if options.device == "cuda" else "gloo"
+    store = Store("127.0.0.1", 60.0)
+    receiver = None
+    if world == 2:
+        arguments = ["--receive", str(store.address.port), "--device", options.device]
+        arguments += ["--tiny"] if options.tiny else []
+        receiver = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    buffer = torch.randint(0, 255, (1 << (16 if options.tiny else 26),), dtype=torch.uint8, device=device)
+    begin = time.monotonic()
+    try:
+        group = open_group(1, backend, world, store, device, 60.0, lambda: None)
+        opened = time.monotonic() - begin
+        begin = clock(device)
+        group.wait(group.start_broadcast(buffer, 60.0), time.monotonic() + 60, lambda: None)
+        seconds = clock(device) - begin
+        if receiver is not None:
+            said = receiver.communicate(timeout=60)[0]
+            if f"checksum {checksum_u8(buffer)}" not in said:
+                raise RuntimeError(f"the receiver said: {said[-300:]}")
+        group.close()
+        return {"status": "ok", "open_seconds": opened, "bytes": buffer.numel(), "seconds": seconds}
+    except Exception as error:
+        return {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:500]}
+    finally:
+        store.close()
+        if receiver is not None:
+            receiver.kill()
+            receiver.wait()
+
+
+def receive(port: int, options: Options) -> None:
+    """The other end of ``group_of(2)``, as ``scalerl_generator.vllm_worker`` opens it."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed
+
+    from scalerl_trainer.publish.buckets import checksum_u8
+
+    c10d: Any = torch.distributed
+    count = torch.cuda.device_count() if options.device == "cuda" else 0
+    device = torch.device("cuda", min(1, count - 1)) if count else torch.device("cpu")
+    limit = timedelta(seconds=60)
+    client = c10d.TCPStore("127.0.0.1", port, is_master=False, timeout=limit, wait_for_workers=False)
+    store = c10d.PrefixStore("scalerl-1", client)
+    if count:
+        nccl = c10d.ProcessGroupNCCL.Options()
+        nccl._timeout = limit
+        group = c10d.ProcessGroupNCCL(store, 1, 2, nccl)
+    else:
+        gloo = c10d.ProcessGroupGloo._Options()
+        gloo._timeout = limit
+        gloo._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        group = c10d.ProcessGroupGloo(store, 1, 2, gloo)
+    group.allreduce([torch.ones(1, device=device)]).wait()
+    buffer = torch.empty(1 << (16 if options.tiny else 26), dtype=torch.uint8, device=device)
+    broadcast = c10d.BroadcastOptions()
+    broadcast.rootRank = broadcast.rootTensor = 0
+    group.broadcast([buffer], broadcast).wait()
+    clock(device)
+    print(f"checksum {checksum_u8(buffer)}", flush=True)
+
+
+def check_publish(options: Options) -> dict[str, Any]:
+    require("vllm", "deepspeed", "aiohttp")
+    return last_json([sys.executable, str(HERE / "publish.py"), "--quick"])
+
+
+def check_run(options: Options) -> dict[str, Any]:
+    """The tiny example's first steps after a short warm start."""
+    require("vllm", "deepspeed", "aiohttp")
+    import tempfile
+
+    import yaml
+    from support.measured_run import measured_run
+
+    manifest = yaml.safe_load((HERE.parent / "examples" / "tiny" / "run.yaml").read_text())
+    spec = manifest["spec"]
+    spec["warmStart"] = {"steps": 50, "batchSize": 64, "learningRate": "1e-3"}
+    spec["budget"] = {"maxSteps": 4}
+    if options.device == "cuda":
+        import torch
+
+        if torch.cuda.device_count() < 2:
+            raise CannotRun("trainer and generator need a GPU each, this machine has one")
+        for role in ("trainer", "generator"):
+            spec[role] = {**spec.get(role, {}), "replicas": 1, "devices": 1}
+            for only_on_cpu in ("cpuThreads", "kvCache"):
+                spec[role].pop(only_on_cpu, None)
+    with tempfile.TemporaryDirectory() as folder:
+        summary, rows = measured_run(manifest, Path(folder) / "work", seconds=220)
+    return {"steps": len(rows), "summary": summary}
+
+
+CHECKS: dict[str, tuple[Callable[[Options], dict[str, Any]], float]] = {
+    "machine": (check_machine, 120.0),
+    "positions": (check_positions, 120.0),
+    "head": (check_head, 90.0),
+    "step-0.5B": (lambda options: check_step(options, "0.5B"), 120.0),
+    "step-1.5B": (lambda options: check_step(options, "1.5B"), 150.0),
+    "engine": (check_engine, 150.0),
+    "group-1": (lambda options: check_group(options, 1), 90.0),
+    "group-2": (lambda options: check_group(options, 2), 90.0),
+    "publish": (check_publish, 240.0),
+    "run": (check_run, 240.0),
+}
+"""In the order they run, with the seconds that each may take."""
+
+
+def last_json(command: list[str]) -> dict[str, Any]:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{command[1]} ended with {done.returncode}: {done.stdout[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+# --- all of them -----------------------------------------------------------------------------------------
+
+
+def child(name: str, options: Options, answer: Any) -> None:
+    """One check, in a process and a process group of its own."""
+    os.setpgrp()
+    if options.device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        result = {"status": "ok"} | CHECKS[name][0](options)
+    except CannotRun as reason:
+        result = {"status": "not run", "reason": str(reason)}
+    except ImportError as error:
+        result = {"status": "not run", "reason": f"{type(error).__name__}: {error}"}
+    except BaseException as error:
+        lines = traceback.format_exc().splitlines()[-6:]
+        result = {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:2000], "trace": lines}
+    answer.send(result)
+    answer.close()
+    sys.stdout.flush()
+    # Threads that are stuck in a collective would hold up an ordinary exit.
+    os._exit(0)
+
+
+def run_check(context: Any, name: str, options: Options, seconds: float) -> dict[str, Any]:
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=child, args=(name, options, theirs))
+    begin = time.monotonic()
+    process.start()
+    theirs.close()
+    try:
+        if ours.poll(seconds):
+            result: dict[str, Any] = ours.recv()
+        else:
+            result = {"status": "failed", "reason": f"did not end within {seconds:.0f} s"}
+    except EOFError:
+        process.join(10)
+        result = {"status": "failed", "reason": f"the process ended with {process.exitcode}"}
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, 9)  # whatever the check has started
+    process.join(10)
+    return result | {"check_seconds": round(time.monotonic() - begin, 1)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes: whether it runs, not how fast")
+    parser.add_argument("--only", help=f"of {', '.join(CHECKS)}")
+    parser.add_argument("--out", type=Path, help="the JSON file")
+    parser.add_argument("--list", action="store_true", help="the checks' names")
+    parser.add_argument("--receive", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    options = Options(arguments.device, arguments.tiny)
+    if arguments.receive is not None:
+        receive(arguments.receive, options)
+        return 0
+    if arguments.list:
+        print("\n".join(CHECKS))
+        return 0
+    names = arguments.only.split(",") if arguments.only else list(CHECKS)
+    if unknown := [name for name in names if name not in CHECKS]:
+        parser.error(f"no check is called {', '.join(unknown)}; there are {', '.join(CHECKS)}")
+    # No process but the checks' own ever touches the device: what it holds is gone when the check is.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "transformers"])
+    begin = time.monotonic()
+    results: dict[str, Any] = {}
+    for name in names:
+        left = TOTAL_SECONDS - (time.monotonic() - begin)
+        if left < 5:
+            results[name] = {"status": "not run", "reason": "the ten minutes are over"}
+        else:
+            results[name] = run_check(context, name, options, min(CHECKS[name][1], left))
+        show(name, results[name])
+    report = {
+        "device": results.get("machine", {}).get("name", options.device),
+        "tiny": options.tiny,
+        "commit": commit(),
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": round(time.monotonic() - begin, 1),
+        "checks": results,
+    }
+    slug = re.sub(r"[^a-z0-9]+", "-", str(report["device"]).lower()).strip("-")
+    out = arguments.out or HERE / "results" / f"gpu-check-{slug}-{str(report['at'])[:10]}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(f"written to {out}")
+    return 1 if any(result["status"] == "failed" for result in results.values()) else 0
+
+
+def show(name: str, result: dict[str, Any]) -> None:
+    print(
+        f"{name:10} {result['status']:8} {result.get('check_seconds', 0):6.1f} s  {result.get('reason', '')}"
+    )
+    for key, value in result.items():
+        if isinstance(value, dict):
+            parts = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in value.items())
+            print(f"    {key}: {', '.join(parts)}")
+        elif key not in ("status", "reason", "check_seconds"):
+            print(f"    {key}: {value:.4g}" if isinstance(value, float) else f"    {key}: {value}")
+    sys.stdout.flush()
+
+
+def commit() -> str | None:
+    """None where this is no repository, as in a copied working tree."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        )
+    except OSError:
+        return None
+    return done.stdout.strip() or None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

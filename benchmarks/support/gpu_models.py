@@ -1,0 +1,137 @@
+"""Models made from nothing on the device, and what a step of them costs. For ``gpu_check``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+PEAK_TFLOPS = {
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "GH200": 989.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "A40": 149.7,
+    "A10G": 70.0,
+    "A10": 125.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71.0,
+    "RTX A6000": 154.8,
+}
+"""Dense bfloat16 with float32 sums, by a part of the device's name; the first that fits. From the makers' data sheets."""
+
+
+def peak_tflops(name: str) -> float | None:
+    """None for a device that is not in the table."""
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's shape. ``sequence`` and ``rows``: of one training step."""
+
+    kind: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocabulary: int
+    sequence: int
+    rows: int
+    tied: bool = True
+    spread: float = 0.02
+
+
+SHAPES = {
+    "0.5B": Shape("qwen2", 896, 24, 14, 2, 4864, 151936, 2048, 8),
+    "1.5B": Shape("qwen2", 1536, 28, 12, 2, 8960, 151936, 2048, 8),
+}
+"""Qwen2.5's."""
+TINY = {name: Shape("qwen2", 64, 2, 4, 2, 128, 512, 32, 2) for name in SHAPES}
+
+
+def positions_shape(kind: str, tiny: bool) -> Shape:
+    """Large weights, so that attention depends on where a token stands."""
+    size = (64, 2, 4, 2, 128, 256, 256, 1) if tiny else (512, 4, 8, 4, 1024, 1024, 4096, 1)
+    return Shape(kind, *size, spread=0.1)
+
+
+def make(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
+    """A transformers causal language model with random weights on ``device``."""
+    from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen2Config
+
+    common: dict[str, Any] = {
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.hidden // shape.heads,
+        "max_position_embeddings": max(4096, shape.sequence),
+        "initializer_range": shape.spread,
+        "tie_word_embeddings": shape.tied,
+    }
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    match shape.kind:
+        case "qwen2":
+            rope = {"rope_type": "default", "rope_theta": 1e6}
+            config: Any = Qwen2Config(**common, **special, rope_parameters=rope)
+        case "llama3":
+            rope = {
+                "rope_type": "llama3",
+                "rope_theta": 5e5,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 1024,
+            }
+            config = LlamaConfig(**common, **special, rope_parameters=rope)
+        case "gemma3":
+            config = Gemma3TextConfig(
+                **common, **special, query_pre_attn_scalar=shape.hidden // shape.heads, sliding_window=512
+            )
+        case kind:
+            raise ValueError(f"no model of kind {kind!r}")
+    torch.manual_seed(7)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    model.config.use_cache = False
+    return model.to(device)
+
+
+def step_flops(shape: Shape, parameters: int, tokens: int) -> float:
+    """Floating point operations of forward and backward: six a parameter and token (the embedding's lookup is none, but
+    a tied one is the head's matrix), and attention, of which a causal mask leaves half."""
+    lookup = 0 if shape.tied else shape.vocabulary * shape.hidden
+    return (6 * (parameters - lookup) + 6 * shape.layers * shape.hidden * shape.sequence) * tokens
+
+
+class Masters:
+    """AdamW over float32 copies of bfloat16 parameters, as ZeRO keeps them: what the trainer does on one device."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._masters = [p.detach().float().requires_grad_() for p in parameters]
+        self._optimizer = torch.optim.AdamW(self._masters, lr=1e-6, fused=True)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for master, parameter in zip(self._masters, self._parameters, strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+            parameter.grad = None
+        self._optimizer.step()
+        for master, parameter in zip(self._masters, self._parameters, strict=True):
+            parameter.copy_(master)
+            master.grad = None

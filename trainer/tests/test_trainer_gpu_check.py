@@ -1,0 +1,75 @@
+"""``benchmarks/gpu_check.py`` at tiny shapes, as far as a machine without a GPU goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
+CHECKS = ("machine", "positions", "head", "step-0.5B", "engine", "group-1", "group-2")
+
+
+def check(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=350,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_every_check_runs_on_a_cpu(tmp_path: Path) -> None:
+    done = check("--device", "cpu", "--tiny", "--only", ",".join(CHECKS), "--out", str(tmp_path / "out.json"))
+    assert done.returncode == 0, done.stdout[-3000:]
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert (report["device"], report["tiny"]) == ("cpu", True)
+    assert list(report["checks"]) == list(CHECKS)
+    assert {result["status"] for result in report["checks"].values()} == {"ok"}
+    step = report["checks"]["step-0.5B"]
+    for way in ("trainer", "trainer, bfloat16 head", "plain transformers"):
+        assert step[way]["tokens_per_second"] > 0
+    assert report["checks"]["head"]["float32"]["mean_error"] < 1e-5
+    assert report["checks"]["positions"]["llama3 bfloat16 head"]["0-256"] < 0.02
+
+
+@pytest.mark.slow
+def test_without_a_gpu_each_check_says_why_it_cannot_run(tmp_path: Path) -> None:
+    """The same holds for each without DeepSpeed or vLLM; the exit code is that of no failure."""
+    done = check("--only", "head,group-1", "--out", str(tmp_path / "out.json"))
+    assert done.returncode == 0, done.stdout[-3000:]
+    checks = json.loads((tmp_path / "out.json").read_text())["checks"]
+    for result in checks.values():
+        assert (result["status"], result["reason"]) == ("not run", "torch sees no CUDA device")
+
+
+def test_what_is_missing_is_named() -> None:
+    module: dict[str, Any] = runpy.run_path(str(SCRIPT))
+    with pytest.raises(module["CannotRun"], match=r"^no_such_package is not installed$"):
+        module["require"]("json", "no_such_package")
+
+
+def test_an_unknown_check_is_refused() -> None:
+    done = check("--only", "heads")
+    assert done.returncode == 2
+    assert "no check is called heads; there are machine, positions, head," in done.stdout
+
+
+def test_the_peak_is_that_of_the_device_by_name() -> None:
+    peak_tflops = runpy.run_path(str(SCRIPT.parent / "support" / "gpu_models.py"))["peak_tflops"]
+    assert peak_tflops("NVIDIA H200") == peak_tflops("NVIDIA H100 80GB HBM3") == 989
+    assert peak_tflops("NVIDIA H100 PCIe") == 756
+    assert peak_tflops("NVIDIA A100-SXM4-80GB") == 312
+    assert peak_tflops("NVIDIA L40S") == 362
+    assert peak_tflops("NVIDIA L4") == 121
+    assert peak_tflops("A device of tomorrow") is None
