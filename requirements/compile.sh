@@ -4,6 +4,7 @@
 #   cpu/gpu  everything, with the vLLM build of that device (the two exclude each other)
 #   dev      what lint and tests need beside cpu, at cpu's versions
 #   uv       the installer itself
+#   s3       what trainer.export.to: s3://… needs, in the trainer's image
 #   bench    what benchmarks compare against
 #   libnuma  a wheel that carries libnuma, for machines without (libnuma.sh)
 set -euo pipefail
@@ -26,5 +27,6 @@ control=$(members api tasks curvefit coordinator operator cli)
   lock requirements/dev.in -c requirements/cpu.txt --no-emit-package setuptools -o requirements/dev.txt
 }
 lock requirements/uv.in -c requirements/dev.txt -o requirements/uv.txt
+lock requirements/s3.in -c requirements/cpu.txt -o requirements/s3.txt
 lock requirements/bench.in -c requirements/cpu.txt -o requirements/bench.txt
 lock requirements/libnuma.in --no-deps -o requirements/libnuma.txt

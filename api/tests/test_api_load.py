@@ -121,6 +121,12 @@ def test_defaults_survive_a_round_trip() -> None:
         ("spec.recipe.temperature", "0", "spec.recipe.temperature", "greater than 0"),
         ("spec.recipe.maxStalenessSteps", -1, "spec.recipe.maxStalenessSteps", "greater than or equal to 0"),
         ("spec.recipe.maxCompletionTokens", 64, "spec", "the prompt needs room too"),
+        (
+            "spec.trainer.export",
+            {"to": "gs://bucket"},
+            "spec.trainer.export.to",
+            "must be an absolute path, hf://owner/name or s3://bucket/prefix",
+        ),
         ("spec.trainer.microBatchTokens", 63, "spec.trainer.microBatchTokens", "greater than or equal to 64"),
         ("spec.model.path", "/m", "spec.model", "exactly one of hub, path, scratch (found path, scratch)"),
         ("spec.task.jsonl", {"path": "a"}, "spec.task", "exactly one of reasoningGym, jsonl"),

@@ -331,6 +331,15 @@ COORDINATOR = Section(
                 "checkpoints failed",
             ),
         ),
+        lines(
+            "Exports",
+            "Models written to the volume and copied elsewhere, with those that failed; they are tried again.",
+            (
+                f"sum by (operation, outcome) (increase(scalerl_trainer_exports_total{{{RUN}}}[$__rate_interval]))",
+                "{{operation}} {{outcome}}",
+            ),
+            (newest("scalerl_trainer_export_version"), "newest version"),
+        ),
     ),
 )
 

@@ -17,11 +17,13 @@ import msgspec
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 from scalerl_api import endpoints, wire
 from scalerl_api.load import parse_run
 from scalerl_api.paths import RunPaths
 from scalerl_trainer.prepare import prepare
+from scalerl_trainer.saved_state import SavedState
 
 TOKEN = "secret"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -179,6 +181,13 @@ class Run:
         self.start_trainer()
         return directory
 
+    def reshape(self, replicas: int, zero_stage: int) -> None:
+        """Change ``spec.trainer`` between two starts."""
+        manifest = yaml.safe_load(self.paths.run_file.read_text())
+        manifest["spec"]["trainer"] |= {"replicas": replicas, "zeroStage": zero_stage}
+        self.paths.run_file.write_text(yaml.safe_dump(manifest))
+        self.spec = parse_run(self.paths.run_file.read_text(), "run.yaml").spec
+
     def status(self) -> wire.Status | None:
         headers = {"authorization": f"Bearer {TOKEN}", wire.WIRE_HEADER: str(wire.WIRE_VERSION)}
         try:
@@ -231,14 +240,9 @@ def new_run(processes: Any, tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 
 def model_state(directory: Path) -> dict[str, torch.Tensor]:
-    """The weights in a ZeRO ≤ 2 checkpoint, by their transformers names."""
-    (file,) = directory.glob("state/*model_states.pt")
-    state = torch.load(file, weights_only=False)["module"]
-    return {
-        name.removeprefix("causal_lm."): tensor
-        for name, tensor in state.items()
-        if name.startswith("causal_lm.")
-    }
+    """The weights in a checkpoint, by their transformers names."""
+    saved = SavedState(directory)
+    return {name: saved.whole(name) for name in saved.header.parameters}
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
@@ -267,9 +271,15 @@ def test_a_whole_run(new_run: Any, zero_stage: int) -> None:
     versions = sorted(int(p.stem[1:]) for p in directory.glob("v*.pt"))
     assert versions == list(range(7)), "every version was published"
     last = torch.load(directory / "v6.pt")
-    if zero_stage == 1:
-        trained = model_state(run.paths.checkpoint(6))
-        assert all(torch.equal(last[name], trained[name]) for name in last)
+    trained = model_state(run.paths.checkpoint(6))
+    assert all(torch.equal(last[name], trained[name]) for name in last)
+    exports = status.exports
+    assert exports is not None
+    assert exports.last is not None
+    assert (exports.last.version, exports.failures, exports.problem) == (6, 0, "")
+    exported = load_file(run.paths.root / exports.last.path / "model.safetensors")
+    assert exported.keys() == last.keys()
+    assert all(torch.equal(last[name], exported[name]) for name in last)
     shapes = {name: tuple(tensor.shape) for name, tensor in last.items()}
     first = torch.load(directory / "v0.pt")
     assert shapes == {name: tuple(tensor.shape) for name, tensor in first.items()}
@@ -298,7 +308,11 @@ def test_zero_stages_publish_the_same_weights(new_run: Any) -> None:
         torch.testing.assert_close(taken[0][name], taken[1][name], rtol=1e-4, atol=1e-6)
 
 
-def test_sigterm_checkpoints_and_the_next_trainer_goes_on(new_run: Any) -> None:
+@pytest.mark.parametrize(("replicas", "zero_stage"), [(2, 1), (1, 3)])
+def test_sigterm_checkpoints_and_the_next_trainer_goes_on(
+    new_run: Any, replicas: int, zero_stage: int
+) -> None:
+    """Also where that has another number of ranks and another stage."""
     run = new_run(budget__maxSteps=9, checkpoint__everySteps=100)
     run.start(seconds_per_group=0.1)
     until(lambda: run.step() >= 3)
@@ -307,8 +321,9 @@ def test_sigterm_checkpoints_and_the_next_trainer_goes_on(new_run: Any) -> None:
     assert run.wait_trainer(30) == [0, 0]
     step = run.step()
     assert run.checkpoints() == [step], "of the very step it was stopped at"
+    run.reshape(replicas, zero_stage)
     run.start_trainer()
-    assert run.wait_trainer() == [0, 0]
+    assert run.wait_trainer() == [0] * replicas
     assert f"hello: version {step}," in run.log("trainer-0")
     assert run.step() == 9
 
@@ -468,7 +483,16 @@ def test_a_disk_that_is_full_fails_checkpoints_only(new_run: Any, rank: int) -> 
     assert run.step() == 5
     assert run.rows()[-1]["checkpoint_failures"] == 2
     assert "the one before stays" in run.log("trainer-0")
-    assert list(run.paths.checkpoints.iterdir()) == [], "neither a checkpoint nor a part of one"
+    assert run.paths.checkpoints.is_dir()
+    left = [p for p in run.paths.checkpoints.iterdir() if p != run.paths.exports]
+    assert left == [], "neither a checkpoint nor a part of one"
+    status = run.status()
+    assert status is not None
+    if rank == 0:  # which exports
+        assert status.exports is not None
+        assert status.exports.last is None
+        assert status.exports.failures >= 3
+        assert "File too large" in status.exports.problem
 
 
 def test_a_warm_start_is_saved_before_the_first_step(new_run: Any) -> None:

@@ -320,6 +320,11 @@ class Reason(_Explained):
         "A checkpoint could not be written; the last good one stays. Look at the volume's free space and the trainer's "
         "log. It is over with the next one that is written.",
     )
+    EXPORT_FAILED = (
+        "ExportFailed",
+        "A model could not be exported, or not copied to trainer.export.to; it is tried again, and training goes on. "
+        "status.exports.problem says why. It is over with the next one that succeeds.",
+    )
     GRADING_FAILED = (
         "GradingFailed",
         "The verifier itself failed on completions, whose scores say nothing: see the logs of the actors. It is over after "

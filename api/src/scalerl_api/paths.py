@@ -37,6 +37,11 @@ class RunPaths:
         return self.checkpoints / f"step-{step:08d}"
 
     @property
+    def exports(self) -> Path:
+        """Models in the form that others load, one folder a version."""
+        return self.checkpoints / "hf"
+
+    @property
     def journal(self) -> Path:
         """The coordinator's own directory."""
         return self.root / "coordinator"

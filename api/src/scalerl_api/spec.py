@@ -58,6 +58,7 @@ __all__ = [
     "CheckpointSpec",
     "CoordinatorSpec",
     "EvaluationSpec",
+    "ExportSpec",
     "GeneratorSpec",
     "HeldOutSpec",
     "HubModel",
@@ -212,6 +213,29 @@ class GeneratorSpec(Model):
 DEFAULT_MICRO_BATCH_TOKENS = 4096
 
 
+class ExportSpec(Model):
+    """Models of evaluations as others load them: safetensors, config, tokenizer, chat template."""
+
+    enabled: bool = True
+    """Keeps the best evaluation's model and the last one's under ``checkpoints/hf`` on the run's volume; each holds the
+    weights once, in ``model.dtype``."""
+    to: (
+        Annotated[
+            str,
+            Field(max_length=1024),
+            AfterValidator(
+                Matches(
+                    r"^(/.+|hf://[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+|s3://[a-z0-9][a-z0-9.-]*[a-z0-9](/.*)?)$",
+                    "must be an absolute path, hf://owner/name or s3://bucket/prefix",
+                )
+            ),
+        ]
+        | None
+    ) = None
+    """Where copies go too: an absolute path on a mounted volume, ``hf://owner/name`` or ``s3://bucket/prefix``. Credentials
+    are variables of ``trainer.podTemplate.env``, from a Secret."""
+
+
 class TrainerSpec(Model):
     """The DeepSpeed ranks. One fails, all restart from the last checkpoint."""
 
@@ -227,6 +251,8 @@ class TrainerSpec(Model):
     """Most tokens of one forward and backward pass of a rank; none: 4096, or the model's contextTokens if more."""
     activation_checkpointing: bool = False
     """Computes activations twice instead of keeping them: less memory, about a third more time."""
+    export: ExportSpec = ExportSpec()
+    """What is kept of the run in a form that others load."""
     max_restarts: MaxRestarts = 20
     """On a cluster: restarts of all ranks in a row, without ten minutes of quiet, after which the run fails. One that never
     worked fails after five; what nodes take away or do not let begin (drains, preemption, lost devices) does not count."""

@@ -125,6 +125,32 @@ class TroubleStatus(StatusModel):
     """Newest checkpoint when the coordinator was last heard, -1 for none."""
 
 
+class ExportStatus(StatusModel):
+    """A model that transformers and vLLM load."""
+
+    version: Count
+    """Weight version: steps trained."""
+    reward: Annotated[str, Field(max_length=32)]
+    """Of its evaluation."""
+    path: Text
+    """On the run's volume, relative to the run's directory."""
+    uri: Text = ""
+    """Where trainer.export.to has a copy; empty: nowhere, or not yet."""
+    time: Time
+    """When it was written."""
+
+
+class ExportsStatus(StatusModel):
+    """Models to take away."""
+
+    best: ExportStatus | None = None
+    """Of the best evaluation, of several the newest."""
+    last: ExportStatus | None = None
+    """Of the newest evaluation."""
+    problem: Text = ""
+    """Why the newest export or copy failed; empty once one has succeeded."""
+
+
 class DecisionStatus(StatusModel):
     """One decision of the autoscaler, in short; ``<run>-decisions`` has its inputs."""
 
@@ -189,6 +215,8 @@ class RunStatus(StatusModel):
     """What the run has used."""
     trouble: TroubleStatus = TroubleStatus()
     """What went wrong without ending the run."""
+    exports: ExportsStatus = ExportsStatus()
+    """Models to take away, and where they lie."""
 
     @classmethod
     def read(cls, status: Mapping[str, Any] | None) -> Self:

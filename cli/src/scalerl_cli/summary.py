@@ -57,6 +57,7 @@ def summarize(run: ScaleRLRun, outcome: Outcome) -> dict[str, Any]:
         },
         "checkpoint_failures": status.checkpoint_failures,
         "grading_errors": status.grading_errors,
+        "exports": msgspec.to_builtins(status.exports),
         "counts": msgspec.structs.asdict(status.counts),
         "startup": asdict(outcome.startup),
         "peak_memory_bytes": outcome.peak_memory_bytes,
@@ -110,6 +111,10 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if summary["decision"]:
         found.append(("forecast", f"{summary['decision']['state']}: {summary['decision']['reasons'][0]}"))
+    for role in ("best", "last"):
+        model = (summary["exports"] or {}).get(role)
+        if model is not None:
+            found.append((f"model, {role}", model["path"] + (f", {model['uri']}" if model["uri"] else "")))
     if summary["checkpoint_failures"]:
         found.append(("checkpoints not written", f"{summary['checkpoint_failures']:,}"))
     if summary["grading_errors"]:

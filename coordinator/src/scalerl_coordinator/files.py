@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from scalerl_api.curve import curve_csv
+from scalerl_api.exports import Exports, read_exports
 from scalerl_api.paths import RunPaths
 from scalerl_api.wire import EvaluationPoint
 from scalerl_coordinator.accounting import Row
@@ -23,8 +24,13 @@ class RunFiles:
     def __init__(self, paths: RunPaths) -> None:
         self._metrics = paths.metrics
         self._curve = paths.curve
+        self._exports = paths.exports
         self._present: set[int] | None = None
         """Steps of the rows last written, if that went well and nobody has doubts."""
+
+    def exports(self) -> Exports | None:
+        """What the trainer has exported."""
+        return read_exports(self._exports)
 
     def write_rows(self, rows: Mapping[int, Row], version: int, *, whole: bool = False) -> None:
         """Make metrics.jsonl hold a line for each of ``rows`` (by step), which end below ``version``.

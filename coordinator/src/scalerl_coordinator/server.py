@@ -396,7 +396,9 @@ class Server:
         return wire.Ack()
 
     async def _status(self, request: web.Request) -> web.Response:
-        status, error = view(self._core), self._journal.refusing
+        # Not on the files' thread: a slow disk must not hold up the answer to the operator.
+        exports = await asyncio.to_thread(self._files.exports)
+        status, error = msgspec.structs.replace(view(self._core), exports=exports), self._journal.refusing
         if error is not None:
             status = msgspec.structs.replace(status, journal_error=error.strerror or str(error))
         return respond(msgspec.msgpack.encode(status))

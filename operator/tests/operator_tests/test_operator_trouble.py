@@ -10,6 +10,7 @@ import pytest
 from operator_tests.manifests import UID, cluster_run
 from scalerl_api import wire
 from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.exports import ExportedModel, Exports
 from scalerl_api.status import RunStatus
 from scalerl_operator.cluster.conditions import Looked, Steered, report, waits_for_progress_only
 from scalerl_operator.cluster.observed import observe
@@ -54,7 +55,7 @@ class Looks:
         self.stored: dict[str, Any] = {}
         self.heard = QUIET
 
-    def look(self, at: float, phase: Phase = Phase.RUNNING, *, silent: bool = False, **heard: int) -> str:
+    def look(self, at: float, phase: Phase = Phase.RUNNING, *, silent: bool = False, **heard: Any) -> str:
         """The reason of Degraded; what is heard stays until it is said anew."""
         self.heard = msgspec.structs.replace(self.heard, **heard)
         observed = observe({}, UID, {Role.PREPARE: "", Role.TRAINER: ""})
@@ -138,3 +139,30 @@ def test_a_run_that_is_over_is_not_degraded(looks: Looks) -> None:
     looks.look(0)
     assert looks.look(1, checkpoint_failures=1, grading_errors=3) == Reason.CHECKPOINT_FAILED
     assert looks.look(5, Phase.SUSPENDED, silent=True) == Reason.AS_EXPECTED
+
+
+def test_the_status_says_what_was_exported_and_where_it_lies(looks: Looks) -> None:
+    model = ExportedModel(
+        version=100,
+        reward=0.61237,
+        path="checkpoints/hf/step-00000100",
+        uri="s3://models/a/step-00000100",
+        time="2026-08-01T12:00:00Z",
+    )
+    assert looks.look(0, exports=Exports(best=model, last=model)) == Reason.AS_EXPECTED
+    assert looks.stored["exports"]["best"] == {
+        "version": 100,
+        "reward": "0.6124",
+        "path": "checkpoints/hf/step-00000100",
+        "uri": "s3://models/a/step-00000100",
+        "time": "2026-08-01T12:00:00Z",
+    }
+    assert looks.stored["exports"]["last"] == looks.stored["exports"]["best"]
+    looks.look(10, exports=None)
+    assert looks.after.exports.best is not None, "a coordinator that cannot read the file takes nothing back"
+
+
+def test_an_export_that_fails_degrades_the_run_until_one_succeeds(looks: Looks) -> None:
+    assert looks.look(0, exports=Exports(failures=1, problem="s3://b: refused")) == Reason.EXPORT_FAILED
+    assert looks.after.exports.problem == "s3://b: refused"
+    assert looks.look(5, exports=Exports(failures=1)) == Reason.AS_EXPECTED

@@ -133,6 +133,20 @@ class Coordinator:
         else:
             self._once(endpoints.CHECKPOINT_COMMIT, message, wire.Ack, 0.0)
 
+    def points(self) -> list[wire.EvaluationPoint]:
+        """The evaluations so far; one attempt.
+
+        Raises:
+            CoordinatorUnreachable: no answer this time, or not one that can be read.
+        """
+        try:
+            response = self._http.get(endpoints.STATUS, timeout=ANSWER_SECONDS).raise_for_status()
+            return msgspec.msgpack.decode(response.content, type=wire.Status).points
+        except (httpx.HTTPError, msgspec.DecodeError) as error:
+            raise CoordinatorUnreachable(
+                f"GET {endpoints.STATUS}: {type(error).__name__}: {error}"
+            ) from error
+
     def _call(self, path: str, message: wire.Struct, answer: type[T]) -> T:
         deadline = time.monotonic() + self._retry_seconds
         pause = FIRST_PAUSE_SECONDS

@@ -25,15 +25,19 @@ from scalerl_trainer.batch import Staleness
 from scalerl_trainer.checkpoint import CheckpointError
 from scalerl_trainer.coordinator_client import CoordinatorUnreachable, Unresumable
 from scalerl_trainer.engine import StepStats
+from scalerl_trainer.exporting import CLOSE_SECONDS, Exporter
 from scalerl_trainer.packing import Sequence as PackedSequence
 from scalerl_trainer.publish.control import ActorControl
 from scalerl_trainer.publish.probe import ProbeSequence, probe
 from scalerl_trainer.publish.publisher import Publisher, Weights
+from scalerl_trainer.tensor_files import TensorInfo
 from scalerl_trainer.worker import Order, Worker
 
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 5.0
+_INTERRUPTED_SECONDS = 30.0
+"""How long a trainer that was told to stop waits for a copy of a model under way."""
 COORDINATOR_SECONDS = 300.0
 """How long a coordinator that does not answer is waited for."""
 
@@ -41,14 +45,18 @@ COORDINATOR_SECONDS = 300.0
 class Leader:
     """Talks to the coordinator and the actors, gives the orders."""
 
-    def __init__(self, worker: Worker, publisher: Publisher, control: ActorControl) -> None:
+    def __init__(
+        self, worker: Worker, publisher: Publisher, control: ActorControl, exporter: Exporter
+    ) -> None:
         self._worker = worker
+        self._exporter = exporter
         self._publisher = publisher
         self._control = control
         self._coordinator = worker.coordinator
         self._published = -1
         self._wait_seconds = 0.0
         self._checkpoint_seconds = 0.0
+        self._export_seconds = 0.0
         self._checkpoint_failures = 0
         self._uncommitted: tuple[int, list[int]] | None = None
         self._answered = time.monotonic()
@@ -73,19 +81,27 @@ class Leader:
         log.info("hello: version %d, published %d", w.version, self._published)
         if save_now:
             self._save()
+        if self._exporter.due(w.version) and not self._exporter.has(w.version):
+            self._export()
         while not self._told_to_stop():
             order = self._ask()
+            if self._exporter.waiting:
+                self._evaluated()
             match order.action:
                 case wire.NextAction.TRAIN:
                     self._train(order.step)
                     if w.version > self._published:
                         self._publish()
+                    if self._exporter.due(w.version):
+                        self._export()
                     if w.version % w.spec.checkpoint.every_steps == 0:
                         self._save()
                 case wire.NextAction.PUBLISH:
                     if order.reason:  # the run is ending
                         self._save()
                     self._publish()
+                    if order.reason not in ("", wire.INTERRUPTED) and not self._exporter.has(w.version):
+                        self._export()  # it is measured
                 case wire.NextAction.WAIT:
                     pass
                 case wire.NextAction.FINISH:
@@ -95,6 +111,8 @@ class Leader:
         self._seal()
         self._commit(patient=True)
         self._tell(Order.LEAVE)
+        self._evaluated()
+        self._exporter.close(_INTERRUPTED_SECONDS if w.stop.is_set() else CLOSE_SECONDS)
         if w.saver.last_step != w.version:
             raise CheckpointError(
                 f"version {w.version} could not be saved; what was trained since the checkpoint before is lost"
@@ -145,8 +163,9 @@ class Leader:
             **seconds,
             "wait_seconds": self._wait_seconds,
             "checkpoint_seconds": self._checkpoint_seconds,
+            "export_seconds": self._export_seconds,
         }
-        self._wait_seconds = self._checkpoint_seconds = 0.0
+        self._wait_seconds = self._checkpoint_seconds = self._export_seconds = 0.0
         stats = share.stats | _stats(done, staleness) | phases
         stats["checkpoint_failures"] = float(self._checkpoint_failures)
         busy_seconds = seconds["forward_backward_seconds"] + seconds["optimizer_seconds"]
@@ -245,6 +264,20 @@ class Leader:
             temperature=1.0,
         )
         return scored.per_sequence()
+
+    def _export(self) -> None:
+        """The present weights as a model that others load; what fails is the exporter's."""
+        infos = [TensorInfo(s.name, getattr(torch, s.dtype), tuple(s.shape)) for s in self._manifest()]
+        version = self._worker.version
+        self._export_seconds += self._exporter.write(
+            version, infos, lambda: (tensor for _, tensor in self._stream())
+        )
+
+    def _evaluated(self) -> None:
+        try:
+            self._exporter.evaluated(self._coordinator.points())
+        except CoordinatorUnreachable as error:
+            log.warning("the evaluations could not be asked for: %s", error)
 
     # --- checkpoints --------------------------------------------------------------------------------------
 

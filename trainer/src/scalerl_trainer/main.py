@@ -35,6 +35,7 @@ from scalerl_trainer.checkpoint import CheckpointStore
 from scalerl_trainer.coordinator_client import Coordinator, Superseded, Unresumable
 from scalerl_trainer.engine import Engine, Rank, join
 from scalerl_trainer.errors import DivergedError, EngineError, ModelError, Stopped, WarmStartError
+from scalerl_trainer.exporting import Exporter
 from scalerl_trainer.leader import COORDINATOR_SECONDS, Leader
 from scalerl_trainer.metrics import Metrics, StatusServer
 from scalerl_trainer.models import load_model
@@ -107,7 +108,8 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     control = ActorControl(environment.token)
     settings = publish_settings(spec, environment.trainer_host, device)
     snapshot = saver.snapshot(version) if version is not None else None
-    Leader(worker, Publisher(settings, control), control).lead(snapshot, save_now=warm)
+    exporter = Exporter(environment.paths, spec, metrics)
+    Leader(worker, Publisher(settings, control), control, exporter).lead(snapshot, save_now=warm)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

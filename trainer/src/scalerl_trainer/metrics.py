@@ -75,6 +75,15 @@ class Metrics:
         self.checkpoint_step = Gauge(
             "scalerl_trainer_checkpoint_step", "Step of the newest checkpoint.", registry=self.registry
         )
+        self.exports = Counter(
+            "scalerl_trainer_exports",
+            "Models written to the volume (write) and copied to trainer.export.to (copy), by outcome.",
+            ["operation", "outcome"],
+            registry=self.registry,
+        )
+        self.export_version = Gauge(
+            "scalerl_trainer_export_version", "Version of the newest exported model.", registry=self.registry
+        )
 
     def show(self, stats: Mapping[str, float]) -> None:
         """Put a step's scalars on display."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 
+from scalerl_api.exports import Exports
 from scalerl_api.mismatch import ALL
 from scalerl_api.wire.base import Member, Struct
 
@@ -135,6 +136,8 @@ class Status(Struct, frozen=True, kw_only=True):
     """Newest checkpoint that the trainer can go on from; -1: none."""
     journal_error: str = ""
     """The disk's error while the journal cannot be written; empty while it can."""
+    exports: Exports | None = None
+    """Models that others load; none: none yet."""
 
     def mismatch_kl(self, source: str, positions: str = ALL) -> float | None:
         """Mean over the run; None when it was never measured."""

@@ -11,9 +11,18 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from scalerl_api.conditions import NOTHING_TO_DO, ConditionType, Phase, Reason
+from scalerl_api.exports import ExportedModel, Exports
 from scalerl_api.spec import ModelSpec, ScaleRLRun
 from scalerl_api.spec_warnings import warnings_of
-from scalerl_api.status import Condition, GeneratorsStatus, RunStatus, TrainerStatus, UsageStatus
+from scalerl_api.status import (
+    Condition,
+    ExportsStatus,
+    ExportStatus,
+    GeneratorsStatus,
+    RunStatus,
+    TrainerStatus,
+    UsageStatus,
+)
 from scalerl_api.wire import BROKEN, FORECAST, Status
 from scalerl_operator.cluster import trouble
 from scalerl_operator.cluster.names import QUEUE
@@ -33,7 +42,7 @@ _AT_REST_BECAUSE: Final = {
 }
 """Why a run at rest has no pods; in any other phase they are yet to come."""
 PROGRESS: Final = frozenset(
-    {"step", "lastStepTime", "reward", "points", "usage", "trouble", "forecast", "decisions"}
+    {"step", "lastStepTime", "reward", "points", "usage", "trouble", "exports", "forecast", "decisions"}
 )
 """Fields of the status that move while a run works: written now and then, not at every look."""
 
@@ -216,8 +225,24 @@ def _progress(status: RunStatus, before: RunStatus, heard: Status, now: str) -> 
                 tokens_generated=heard.tokens_generated,
                 tokens_trained=heard.tokens_trained,
             ),
+            "exports": before.exports if heard.exports is None else _exports(heard.exports),
         }
     )
+
+
+def _exports(found: Exports) -> ExportsStatus:
+    def model(exported: ExportedModel | None) -> ExportStatus | None:
+        if exported is None:
+            return None
+        return ExportStatus(
+            version=exported.version,
+            reward=f"{exported.reward:.4f}",
+            path=exported.path,
+            uri=exported.uri,
+            time=exported.time,
+        )
+
+    return ExportsStatus(best=model(found.best), last=model(found.last), problem=found.problem[:1024])
 
 
 # --- conditions ---------------------------------------------------------------------------------
@@ -462,6 +487,8 @@ def _degraded(run: ScaleRLRun, before: RunStatus, seen: Looked) -> Said:
         went_on_from = trouble.problem(before.trouble, seen.unix_seconds)
         if went_on_from is not None:
             return type_, True, went_on_from
+        if seen.heard is not None and seen.heard.exports is not None and seen.heard.exports.problem:
+            return type_, True, Problem(Reason.EXPORT_FAILED, "")
     return type_, False, Problem(Reason.AS_EXPECTED, "")
 
 

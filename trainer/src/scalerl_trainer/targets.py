@@ -1,0 +1,175 @@
+"""Where exported models are copied to: a mounted path, a hub's repository, a bucket.
+
+========================== =================================================================================
+``/path``                  ``<path>/step-<version>/``, whole or not there
+``hf://owner/name``        the best model in revision ``main``, the last in ``last``: one commit each
+``s3://bucket/prefix``     ``<prefix>/step-<version>/``; ``<prefix>/exports.json``, written last, names what is whole
+========================== =================================================================================
+
+A path and a bucket hold what the run holds: versions that are neither best nor last any more are removed. Credentials
+are the libraries' own: ``HF_TOKEN`` (and ``HF_ENDPOINT``); ``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``,
+``AWS_REGION``, ``AWS_ENDPOINT_URL`` (with ``AWS_ALLOW_HTTP=true`` for one without TLS), or a web identity.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from scalerl_api.exports import EXPORTS_FILE, ExportedModel
+from scalerl_trainer.errors import TrainerError
+from scalerl_trainer.export import STAGED, commit_model
+
+Models = Mapping[str, tuple[ExportedModel, Path]]
+"""``best`` and ``last``: what each is, and its folder."""
+
+_NAME = re.compile(r"^step-\d{8,}$")
+
+
+class TargetError(TrainerError):
+    """A target cannot be reached, or does not take a copy."""
+
+
+class Target(Protocol):
+    """Somewhere that copies go."""
+
+    def put(self, models: Models) -> dict[int, str]:
+        """Make the target hold these; returns where each version lies.
+
+        Raises:
+            TargetError: what was there before is as it was, or beside what is new.
+        """
+
+
+def open_target(to: str) -> Target:
+    """The target that ``trainer.export.to`` names.
+
+    Raises:
+        TargetError: a library for it is missing; which one.
+    """
+    if to.startswith("hf://"):
+        return Hub(to)
+    if to.startswith("s3://"):
+        return Bucket(to)
+    return Folder(Path(to))
+
+
+class Folder:
+    """A path on a mounted volume."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def put(self, models: Models) -> dict[int, str]:
+        uris = {}
+        try:
+            for model, source in models.values():
+                target = self._root / source.name
+                uris[model.version] = str(target)
+                if model.uri and target.is_dir():
+                    continue
+                staged = self._root / f"{STAGED}{source.name}"
+                shutil.rmtree(staged, ignore_errors=True)
+                try:
+                    shutil.copytree(source, staged, copy_function=shutil.copyfile)
+                    commit_model(staged, target)
+                finally:
+                    shutil.rmtree(staged, ignore_errors=True)
+            names = {source.name for _, source in models.values()}
+            for folder in self._root.iterdir():
+                if _NAME.match(folder.name) and folder.name not in names:
+                    shutil.rmtree(folder)
+        except (OSError, shutil.Error) as error:
+            raise TargetError(f"{self._root}: {error}") from error
+        return uris
+
+
+class Hub:
+    """A repository on a Hugging Face hub."""
+
+    def __init__(self, to: str) -> None:
+        import huggingface_hub
+
+        self._to = to
+        self._name = to.removeprefix("hf://")
+        self._api = huggingface_hub.HfApi()
+
+    def put(self, models: Models) -> dict[int, str]:
+        uris = {}
+        try:
+            self._api.create_repo(self._name, exist_ok=True, private=True)
+            # The last first: where both are the same model, the plain name is what is said.
+            for role, revision in (("last", "last"), ("best", "main")):
+                if role not in models:
+                    continue
+                model, folder = models[role]
+                if revision != "main":
+                    self._api.create_branch(self._name, branch=revision, exist_ok=True)
+                self._api.upload_folder(
+                    repo_id=self._name,
+                    folder_path=folder,
+                    revision=revision,
+                    commit_message=f"{role}: version {model.version}, reward {model.reward:.4f}",
+                    delete_patterns="*.safetensors*",
+                )
+                uris[model.version] = self._to if revision == "main" else f"{self._to}@{revision}"
+        except Exception as error:  # the client raises from several trees: its own, httpx's and OSError
+            raise TargetError(f"{self._to}: {type(error).__name__}: {_first_line(error)}") from error
+        return uris
+
+
+class Bucket:
+    """A prefix of an S3 bucket; files are sent in parts, so none is in memory as a whole."""
+
+    def __init__(self, to: str) -> None:
+        try:
+            import obstore
+            from obstore.exceptions import BaseError
+            from obstore.store import S3Store
+        except ImportError as error:
+            raise TargetError(
+                f"{to}: obstore is missing; install requirements/s3.txt beside the trainer"
+            ) from error
+        self._to = to.rstrip("/")
+        bucket, _, prefix = self._to.removeprefix("s3://").partition("/")
+        self._obstore: Any = obstore
+        self._errors = (BaseError, OSError, ValueError)
+        try:
+            self._store: Any = S3Store(bucket, prefix=prefix or None)
+        except self._errors as error:
+            raise TargetError(f"{self._to}: {type(error).__name__}: {_first_line(error)}") from error
+
+    def put(self, models: Models) -> dict[int, str]:
+        uris = {}
+        try:
+            for model, folder in models.values():
+                uris[model.version] = f"{self._to}/{folder.name}"
+                if not model.uri:
+                    for file in sorted(folder.iterdir()):
+                        self._obstore.put(self._store, f"{folder.name}/{file.name}", file)
+            said = {
+                role: {"version": m.version, "reward": m.reward, "uri": uris[m.version]}
+                for role, (m, _) in models.items()
+            }
+            self._obstore.put(self._store, EXPORTS_FILE, json.dumps(said, indent=1).encode())
+            wanted = {folder.name for _, folder in models.values()}
+            for page in self._obstore.list(self._store):
+                others = [o["path"] for o in page if _is_other(o["path"], wanted)]
+                if others:
+                    self._obstore.delete(self._store, others)
+        except self._errors as error:
+            raise TargetError(f"{self._to}: {type(error).__name__}: {_first_line(error)}") from error
+        return uris
+
+
+def _is_other(path: str, wanted: set[str]) -> bool:
+    folder = path.split("/")[0]
+    return _NAME.match(folder) is not None and folder not in wanted
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,216 @@
+"""Exports while a run trains: which are kept, and that nothing that fails ends the run."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from scalerl_api.exports import Exports, read_exports
+from scalerl_api.load import load_run
+from scalerl_api.paths import RunPaths
+from scalerl_api.spec import RunSpec, ScratchModel
+from scalerl_api.wire import EvaluationPoint
+from scalerl_trainer.exporting import Exporter
+from scalerl_trainer.metrics import Metrics
+from scalerl_trainer.models import load_model, write_scratch
+from scalerl_trainer.targets import TargetError, open_target
+from scalerl_trainer.tensor_files import TensorInfo
+
+EXAMPLE = Path(__file__).parents[2] / "examples/tiny/run.yaml"
+
+
+def point(version: int, reward: float) -> EvaluationPoint:
+    return EvaluationPoint(
+        version=version,
+        work_tokens=version,
+        reward=reward,
+        standard_error=0.0,
+        samples=1,
+        prompts=1,
+        set_digest="",
+        mixed_versions=False,
+        truncated_fraction=0.0,
+        mean_tokens=1.0,
+        wall_seconds=0.0,
+        device_seconds=0.0,
+    )
+
+
+class Run:
+    """A run's directory, a model whose weights are the version, and the exporter."""
+
+    def __init__(self, root: Path, to: str | None = None) -> None:
+        self.paths = RunPaths(root)
+        whole = load_run(EXAMPLE).spec.model_dump(by_alias=True, exclude_none=True)
+        whole["trainer"]["export"] = {"to": to} if to else {}
+        self.spec = RunSpec.model_validate(whole)
+        if not self.paths.base_model.exists():
+            self.paths.base_model.mkdir(parents=True)
+            sizes = ScratchModel(layers=1, hidden_size=32, attention_heads=2, intermediate_size=48)
+            texts = [f"{i} + {i} = {2 * i}" for i in range(50)]
+            write_scratch(self.paths.base_model, sizes, texts, seed=3, dtype="float32", context_tokens=64)
+        self.network = load_model(str(self.paths.base_model), dtype="float32")
+        self.streams = self.exhausted = 0
+        self.start()
+
+    def start(self) -> None:
+        self.metrics = Metrics()
+        self.exporter = Exporter(
+            self.paths, self.spec, self.metrics, write_pauses=(0.01,), copy_pauses=(0.05,) * 40
+        )
+
+    def write(self, version: int) -> None:
+        named = list(self.network.named_parameters())
+        infos = [TensorInfo(name, torch.float32, tuple(p.shape)) for name, p in named]
+
+        def weights() -> Iterator[torch.Tensor]:
+            self.streams += 1
+            for _, parameter in named:
+                yield torch.full_like(parameter, version)
+            self.exhausted += 1
+
+        self.exporter.write(version, infos, weights)
+
+    @property
+    def folders(self) -> list[str]:
+        return sorted(p.name for p in self.paths.exports.iterdir() if p.is_dir())
+
+    def said(self) -> Exports:
+        return read_exports(self.paths.exports) or Exports()
+
+    def count(self, operation: str, outcome: str) -> float:
+        value = self.metrics.registry.get_sample_value(
+            "scalerl_trainer_exports_total", {"operation": operation, "outcome": outcome}
+        )
+        return value or 0.0
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def name(version: int) -> str:
+    return f"step-{version:08d}"
+
+
+def test_the_best_and_the_last_are_kept(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    assert [v for v in range(0, 165, 5) if run.exporter.due(v)] == list(range(0, 161, 10))
+    points = []
+    for version, reward in ((0, 0.2), (10, 0.5), (20, 0.5), (30, 0.4), (40, 0.3)):
+        run.write(version)
+        assert run.exporter.waiting
+        points.append(point(version, reward))
+        run.exporter.evaluated(points)
+        assert not run.exporter.waiting
+    run.exporter.close()
+    assert run.folders == [name(20), name(40)], "of two as good, the newer"
+    said = run.said()
+    assert said.best is not None
+    assert said.last is not None
+    assert (said.best.version, said.best.reward, said.best.path) == (20, 0.5, f"checkpoints/hf/{name(20)}")
+    assert (said.last.version, said.last.uri, said.failures, said.problem) == (40, "", 0, "")
+    weights = load_file(tmp_path / said.best.path / "model.safetensors")
+    assert all(bool((w == 20).all()) for w in weights.values())
+    assert run.count("write", "ok") == 5
+
+
+def test_what_is_not_measured_yet_stays(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for version in (10, 20, 30):
+        run.write(version)
+    run.exporter.evaluated([point(10, 0.1)])
+    run.exporter.close()
+    assert run.folders == [name(10), name(20), name(30)]
+
+
+def test_a_full_disk_is_tried_again_counted_and_ends_nothing(tmp_path: Path) -> None:
+    """A real short write: no file of this process may grow beyond 4,000 bytes meanwhile."""
+    run = Run(tmp_path)
+    run.write(10)
+    run.exporter.evaluated([point(10, 0.1)])
+    until(lambda: run.said().last is not None)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))
+    try:
+        run.write(20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert run.count("write", "failed") == 2
+    assert run.streams == run.exhausted == 3, "the other ranks are never left in a gather"
+    assert run.folders == [name(10)]
+    run.exporter.evaluated([point(10, 0.1), point(20, 0.9)])
+    until(lambda: run.said().best is None)
+    said = run.said()
+    assert said.failures == 2
+    assert said.problem.startswith("version 20: [Errno 27]")
+    assert said.best is None, "what is best was not exported, and that is said"
+    run.write(30)
+    run.exporter.evaluated([point(10, 0.1), point(20, 0.9), point(30, 1.0)])
+    run.exporter.close()
+    assert run.folders == [name(30)]
+    assert (run.said().problem, run.said().failures) == ("", 2)
+
+
+def test_a_target_that_cannot_be_reached_is_tried_again(tmp_path: Path) -> None:
+    blocked = tmp_path / "mount"
+    blocked.write_text("not a folder yet")
+    run = Run(tmp_path / "run", to=str(blocked / "models"))
+    run.write(10)
+    run.exporter.evaluated([point(10, 0.1)])
+    until(lambda: run.count("copy", "failed") >= 2)
+    said = run.said()
+    assert said.last is not None
+    assert (said.last.uri, "Not a directory" in said.problem) == ("", True)
+    blocked.unlink()
+    blocked.mkdir()
+    until(lambda: run.count("copy", "ok") == 1 and run.said().problem == "")
+    assert run.said().last == run.said().best
+    assert f'"uri": "{blocked}/models/{name(10)}"' in (run.paths.exports / "exports.json").read_text()
+    assert run.said().problem == ""
+    run.write(20)
+    run.exporter.evaluated([point(10, 0.1), point(20, 0.2)])
+    run.exporter.close()
+    copied = blocked / "models"
+    assert [p.name for p in copied.iterdir()] == [name(20)]
+    for file in (run.paths.exports / name(20)).iterdir():
+        assert (copied / name(20) / file.name).read_bytes() == file.read_bytes()
+
+
+def test_a_restart_knows_what_lies_where(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", to=str(tmp_path / "out"))
+    run.write(10)
+    run.exporter.evaluated([point(10, 0.1)])
+    run.exporter.close()
+    before = run.said()
+    (run.paths.exports / ".tmp-step-00000020-1").mkdir()
+    run.start()
+    assert run.folders == [name(10)]
+    assert run.exporter.has(10)
+    run.exporter.evaluated([point(10, 0.1)])
+    run.exporter.close()
+    assert run.said() == before
+    assert run.count("copy", "ok") == 0, "nothing is copied twice"
+
+
+def test_without_its_library_a_bucket_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(TargetError, match=r"s3://b/p: obstore is missing; install requirements/s3.txt"):
+        open_target("s3://b/p")
+
+
+def test_an_index_that_cannot_be_read_is_none(tmp_path: Path) -> None:
+    assert read_exports(tmp_path) is None
+    (tmp_path / "exports.json").write_text(json.dumps({"best": 3}))
+    assert read_exports(tmp_path) is None
