@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.edits import EDITS
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "operations.md"
@@ -30,6 +31,13 @@ def tables() -> dict[str, str]:
         "conditions": table(
             "condition", "what `True` says", "what to do where it is not as it should be",
             rows=[(f"`{c}`", c.text, c.todo) for c in ConditionType],
+        ),
+        "edits": table(
+            "field of `spec`", "an edit under way",
+            rows=[
+                (", ".join(f"`{path}`" for path, other in EDITS.items() if other == edit), f"{edit.effect.text} {edit.note}".strip())
+                for edit in dict.fromkeys(EDITS.values())
+            ],
         ),
         "reasons": table("reason", "what to do", rows=[(f"`{r}`", r.text) for r in Reason]),
         "alerts": table(

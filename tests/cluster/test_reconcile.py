@@ -351,13 +351,15 @@ async def test_a_run_that_has_ended_goes_when_its_time_is_over(there: Stage) -> 
 
 
 async def test_a_spec_that_changes_rolls_what_reads_it(there: Stage) -> None:
-    """A larger budget concerns the coordinator alone; another batch size everyone, the trainer by way of a checkpoint."""
+    """A larger budget and batch concern the coordinator alone; another loss everyone, the trainer by way of a checkpoint."""
     await there.start(tiny())
     before = {
         o["metadata"]["name"]: o["metadata"]["generation"] for k in WORKLOADS for o in await there.all(k)
     }
     await there.edit(
-        "ScaleRLRun", "tiny-addition", {"spec": {"budget": {"maxSteps": 200, "maxSeconds": 3600}}}
+        "ScaleRLRun",
+        "tiny-addition",
+        {"spec": {"budget": {"maxSteps": 200, "maxSeconds": 3600}, "recipe": {"promptsPerStep": 32}}},
     )
     await there.look()
     await there.look()
@@ -368,7 +370,7 @@ async def test_a_spec_that_changes_rolls_what_reads_it(there: Stage) -> None:
     assert changed == {"tiny-addition-coordinator"}
     await there.begin("coordinator")
     before = after
-    await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"recipe": {"promptsPerStep": 32}}})
+    await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"recipe": {"loss": {"name": "GRPO"}}}})
     await there.looks(phase("Preparing"))
     assert there.coordinator.told == ["interrupted"], (
         "training is saved first, on the spec that it began with"

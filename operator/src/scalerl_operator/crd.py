@@ -151,10 +151,14 @@ def _model(model: type[BaseModel], *, defaults: bool) -> Schema:
         if isinstance(field.json_schema_extra, dict):
             properties[alias] |= field.json_schema_extra
         _add_rules(properties[alias], crd_rules.OF_FIELDS.get((model, name), ()))
+        edit = crd_rules.REFUSED_EDITS.get((model, name))
+        if edit is not None and not edit.field:
+            _add_rules(properties[alias], [edit])
     schema = {"type": "object", "description": _plain(inspect.getdoc(model) or ""), "properties": properties}
     if required:
         schema["required"] = required
     _add_rules(schema, crd_rules.OF_MODELS.get(model, ()))
+    _add_rules(schema, (r for (of, _), r in crd_rules.REFUSED_EDITS.items() if of is model and r.field))
     return schema
 
 

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from scalerl_api.autoscaling import MOMENT, AutoscalingSpec, GeneratorRange, on_the_calendar, timestamp_input
 from scalerl_api.cluster import StorageSpec
+from scalerl_api.edits import EDITS, Effect, nested_model
 from scalerl_api.fields import A_DECIMAL, AtLeast, AtMost, InRange, Matches
 from scalerl_api.pods import (
     PLAIN_PATH,
@@ -62,22 +64,6 @@ class Rule:
 def _one_of(*names: str) -> Rule:
     given = ", ".join(f"has(self.{name})" for name in names)
     return Rule(f"[{given}].exists_one(given, given)", f"give exactly one of {', '.join(names)}")
-
-
-def _fixed(what: str) -> Rule:
-    return Rule("self == oldSelf", f"{what} cannot change; create another run for another one", changes=True)
-
-
-def _fixed_if_given(name: str, what: str) -> tuple[Rule, ...]:
-    """An optional field may neither come, go, nor change."""
-    return (
-        Rule(
-            f"has(self.{name}) == has(oldSelf.{name}) && (!has(self.{name}) || self.{name} == oldSelf.{name})",
-            f"{what} cannot change; create another run for another one",
-            field=name,
-            changes=True,
-        ),
-    )
 
 
 _ABSOLUTE: Final = Rule(
@@ -136,7 +122,6 @@ OF_MODELS: Final[Mapping[type[BaseModel], tuple[Rule, ...]]] = {
             "generator.replicas must lie within autoscaling.generators",
             field="generator.replicas",
         ),
-        *_fixed_if_given("warmStart", "warmStart"),
     ),
     ScratchModel: (
         Rule(
@@ -197,8 +182,6 @@ OF_MODELS: Final[Mapping[type[BaseModel], tuple[Rule, ...]]] = {
             "onDelete: Delete is for the operator's own claim; one given by claimName is kept",
             field="onDelete",
         ),
-        *_fixed_if_given("claimName", "the claim"),
-        *_fixed_if_given("storageClassName", "the claim's storage class"),
     ),
 }
 """Rules that look at several fields, or at whether one is there."""
@@ -217,15 +200,38 @@ OF_THE_OBJECT: Final = (
 """Rules that hold the spec against the status."""
 
 OF_FIELDS: Final[Mapping[tuple[type[BaseModel], str], tuple[Rule, ...]]] = {
-    (RunSpec, "model"): (_fixed("the model"),),
-    (RunSpec, "task"): (_fixed("the task"),),
-    (RunSpec, "seed"): (_fixed("the seed"),),
-    (StorageSpec, "size"): (_fixed("the claim's size"),),
-    (StorageSpec, "access_mode"): (_fixed("the claim's access mode"),),
     (ModelSpec, "path"): (_ABSOLUTE,),
     (JsonlSource, "path"): (_ABSOLUTE,),
 }
 """Rules on one field, by model and name in Python."""
+
+
+def _refused_edits() -> dict[tuple[type[BaseModel], str], Rule]:
+    rules = {}
+    for path, edit in EDITS.items():
+        if edit.effect is not Effect.REFUSED:
+            continue
+        *sections, last = path.split(".")
+        model: type[BaseModel] = RunSpec
+        for alias in sections:
+            nested = nested_model(_field(model, alias)[1].annotation)
+            assert nested is not None, path
+            model = nested
+        name, field = _field(model, last)
+        if field.is_required() or field.default is not None:
+            rules[model, name] = Rule("self == oldSelf", edit.note, changes=True)
+        else:  # one that may be absent may neither come, go, nor change, and only its model sees that
+            same = f"has(self.{last}) == has(oldSelf.{last}) && (!has(self.{last}) || self.{last} == oldSelf.{last})"
+            rules[model, name] = Rule(same, edit.note, field=last, changes=True)
+    return rules
+
+
+def _field(model: type[BaseModel], alias: str) -> tuple[str, FieldInfo]:
+    return next((n, f) for n, f in model.model_fields.items() if (f.alias or n) == alias)
+
+
+REFUSED_EDITS: Final[Mapping[tuple[type[BaseModel], str], Rule]] = _refused_edits()
+"""What may not change under way, by model and name in Python. With ``field``: a rule of the model."""
 
 
 # --- field types ---------------------------------------------------------------------------------

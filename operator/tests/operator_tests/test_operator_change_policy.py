@@ -15,29 +15,29 @@ from scalerl_operator.policy.change import forbidden_changes
         ({"budget": {"maxSteps": 99, "maxSeconds": 5}}, []),
         ({"suspend": True}, []),
         ({"autoscaling": {"mode": "Off"}}, []),
-        ({"seed": 3}, ["spec.seed: 0 → 3"]),
-        ({"recipe": {"promptsPerStep": 7}}, ["spec.recipe.promptsPerStep: 48 → 7"]),
-        ({"trainer": {"cpuThreads": 2}}, ["spec.trainer.cpuThreads: (not set) → 2"]),
+        ({"seed": 3}, ["spec.seed: 0 → 3 (the seed cannot change"]),
+        ({"recipe": {"promptsPerStep": 7}}, []),
+        ({"trainer": {"replicas": 2, "zeroStage": 3}, "generator": {"extraArgs": ["--x"]}}, []),
         (
-            {"seed": 3, "generator": {"extraArgs": ["--x"]}},
-            ["spec.generator.extraArgs: [] → ['--x']", "spec.seed: 0 → 3"],
+            {"seed": 3, "warmStart": {"steps": 5}},
+            ["spec.seed: 0 → 3 (", "spec.warmStart.batchSize: (not set) → 64 (warmStart cannot change"],
         ),
         (
             {"model": {"path": "/m"}},
-            ["spec.model.path: (not set) → /m", "spec.model.scratch.attentionHeads: 4 → (not set)"],
+            ["spec.model.path: (not set) → /m (", "spec.model.scratch.attentionHeads: 4 → (not set) ("],
         ),
     ],
 )
 def test_table(change: dict[str, Any], named: list[str]) -> None:
     found = forbidden_changes(run_spec().to_manifest(), run_spec(**change).to_manifest())
-    assert [line for line in found if line in named] == named
+    assert [n for n in named if any(line.startswith(n) for line in found)] == named
     assert bool(found) == bool(named)
 
 
 def test_labels_may_change_and_the_name_may_not() -> None:
     before = run_spec().to_manifest()
     after = {**before, "metadata": {"name": "other", "labels": {"a.b/c": "d"}, "annotations": {}}}
-    assert forbidden_changes(before, after) == ["metadata.name: test → other"]
+    assert forbidden_changes(before, after) == ["metadata.name: test → other (it names the run)"]
 
 
 def test_what_only_a_cluster_reads_may_differ_or_be_unknown_to_the_release_before() -> None:

@@ -74,7 +74,8 @@ def test_resume_refuses_a_changed_spec_and_names_the_fields(tmp_path: Path) -> N
         RunDirectory.resume(tmp_path / "run", run_spec(seed=5, budget={"maxSteps": 9}))
     assert "spec.seed: 0 → 5" in str(problem.value)
     assert "maxSteps" not in str(problem.value)
-    assert "only spec.budget, spec.autoscaling, spec.suspend may differ" in str(problem.value)
+    assert "the seed cannot change" in str(problem.value)
+    assert "undo the change, or start a new run with another --dir" in str(problem.value)
     assert (tmp_path / "run" / "run.yaml").read_text() == before
 
 

@@ -42,7 +42,11 @@ def hashes(**spec: Any) -> dict[Role, str]:
         ({"images": {"trainer": "x"}}, {Role.TRAINER}),
         ({"podTemplate": {"labels": {"a": "b"}}}, set(Role) - {Role.PREPARE, Role.FORECASTER}),
         ({"trainer": {"replicas": 2}}, set(Role) - {Role.PREPARE, Role.FORECASTER}),
-        ({"seed": 9}, set(Role) - {Role.PREPARE, Role.FORECASTER}),
+        ({"recipe": {"promptsPerStep": 9}}, {Role.COORDINATOR}),
+        ({"recipe": {"completionsPerPrompt": 9}}, {Role.COORDINATOR, Role.GENERATOR}),
+        ({"generator": {"extraArgs": ["-x"]}}, {Role.GENERATOR}),
+        ({"recipe": {"loss": {"name": "GRPO"}}}, set(Role) - {Role.PREPARE, Role.FORECASTER}),
+        ({"recipe": {"loss": {}, "optimizer": {"beta1": "0.9"}}}, set()),
         ({"trainer": {}, "generator": {"replicas": 1}}, set()),
     ],
 )

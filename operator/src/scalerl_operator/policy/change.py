@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-CHANGEABLE = ("spec.budget", "spec.autoscaling", "spec.suspend", "metadata.labels", "metadata.annotations")
-"""Everything else is what the checkpoints, the journal and the curve so far were made with."""
+from scalerl_api.edits import Effect, edit_of
 
 OF_A_CLUSTER = (
     *(
@@ -23,21 +22,31 @@ OF_A_CLUSTER = (
 
 
 def forbidden_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """``field: old → new`` of each change that a started run cannot take; both as ``to_manifest`` gives them.
+    """``field: old → new (why)`` of each change that a started run cannot take; both as ``to_manifest`` gives them.
 
-    >>> forbidden_changes({"spec": {"seed": 1, "budget": {"maxSteps": 9}}}, {"spec": {"seed": 2, "budget": {"maxSteps": 10}}})
-    ['spec.seed: 1 → 2']
+    >>> forbidden_changes({"spec": {"warmStart": {"steps": 1}}}, {"spec": {"budget": {"maxSteps": 10}}})
+    ['spec.warmStart.steps: 1 → (not set) (warmStart cannot change: it is done before the first step. Create another run)']
     """
     old, new = dict(_leaves(before)), dict(_leaves(after))
     return [
-        f"{path}: {old.get(path, '(not set)')} → {new.get(path, '(not set)')}"
+        f"{path}: {old.get(path, '(not set)')} → {new.get(path, '(not set)')} ({why})"
         for path in sorted(old.keys() | new.keys())
-        if old.get(path) != new.get(path) and not _changeable(path)
+        if old.get(path) != new.get(path) and (why := _refusal(path))
     ]
 
 
-def _changeable(path: str) -> bool:
-    return any(path == prefix or path.startswith(prefix + ".") for prefix in (*CHANGEABLE, *OF_A_CLUSTER))
+def _refusal(path: str) -> str:
+    """Why the field cannot change; empty where it can."""
+    if any(path == prefix or path.startswith(prefix + ".") for prefix in OF_A_CLUSTER):
+        return ""
+    section, _, field = path.partition(".")
+    if section != "spec":
+        return "" if field.startswith(("labels", "annotations")) else "it names the run"
+    try:
+        edit = edit_of(field)
+    except KeyError:
+        return "this release does not know the field"
+    return edit.note if edit.effect is Effect.REFUSED else ""
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

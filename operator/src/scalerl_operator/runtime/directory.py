@@ -15,7 +15,7 @@ from scalerl_api import process as api
 from scalerl_api.load import to_yaml
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import ScaleRLRun
-from scalerl_operator.policy.change import CHANGEABLE, forbidden_changes
+from scalerl_operator.policy.change import forbidden_changes
 from scalerl_operator.runtime.census import kill_marked
 
 LOCK_FILE: Final = "lock"
@@ -66,11 +66,10 @@ class RunDirectory:
         before = stored_manifest(root)
         changes = forbidden_changes(before, run.to_manifest())
         if changes:
-            allowed = ", ".join(field for field in CHANGEABLE if field.startswith("spec."))
             raise DirectoryProblem(
                 f"{root}: cannot resume with a changed spec:\n  "
                 + "\n  ".join(changes)
-                + f"\nonly {allowed} may differ; undo the change, or start anew with another --dir"
+                + "\nundo the change, or start a new run with another --dir"
             )
         try:
             directory = cls(root.resolve(), _lock(root, wait_seconds=LEFTOVER_SECONDS))

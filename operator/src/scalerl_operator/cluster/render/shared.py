@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Final
 
+from scalerl_api.edits import Effect, edit_of, leaves
 from scalerl_api.pods import PodTemplate
 from scalerl_api.spec import API_VERSION, KIND, RunSpec, ScaleRLRun
 from scalerl_operator.cluster import names
@@ -15,20 +16,6 @@ from scalerl_operator.cluster.names import Names
 from scalerl_operator.cluster.types import Images, Object
 from scalerl_operator.plan import plan
 from scalerl_operator.workloads import Plan, Role, Workload
-
-_NOT_READ: Final[dict[str, bool | set[str]]] = {
-    # Acted on by the operator, or visible in the pods' own templates.
-    "suspend": True,
-    "autoscaling": True,
-    "ttl_seconds_after_finished": True,
-    "storage": True,
-    "images": True,
-    "pod_template": True,
-    "coordinator": True,
-    "device_resource": True,
-    "generator": {"replicas", "max_restarts", "pod_template"},
-    "trainer": {"max_restarts", "pod_template"},
-}
 
 _PODS: Final = (Role.PREPARE, Role.COORDINATOR, Role.GENERATOR, Role.TRAINER)
 
@@ -118,24 +105,41 @@ def pod_template_of(spec: RunSpec, role: Role) -> PodTemplate:
 
 
 def spec_hash(run: ScaleRLRun, role: Role) -> str:
-    """Over what a role reads of the spec, and what the user says of its pods: another hash needs other pods.
+    """Over the fields whose edit restarts a role, and what the user says of its pods: another hash needs other pods.
 
-    The budget's limits are the coordinator's to keep: raising one restarts neither generators nor trainer. What the
-    operator brings along (its images, defaults of fields that an older release did not have) is not in it, so that
+    Which fields those are, :mod:`scalerl_api.edits` says. What the operator brings along (its images, defaults of fields that an older release did not have) is not in it, so that
     an upgrade stops no trainer.
     """
     spec = run.spec
-    fields = spec.model_dump(mode="json", exclude=_NOT_READ, exclude_defaults=True)
-    # An object of defaults, written out or not, is no difference.
-    read = {name: field for name, field in fields.items() if field != {}}
-    if role is not Role.COORDINATOR:
-        del read["budget"]
+    read = _pruned(spec.model_dump(mode="json", exclude=_unread(role), exclude_defaults=True))
     image = {
         Role.COORDINATOR: spec.images.coordinator,
         Role.GENERATOR: spec.images.generator,
     }.get(role, spec.images.trainer)
     pods = pod_template_of(spec, role).model_dump(mode="json", exclude_defaults=True)
     return _digest([run.metadata.name, read, pods, image, spec.device_resource, spec.storage.claim_name])
+
+
+@cache
+def _unread(role: Role) -> dict[str, Any]:
+    """Fields whose edit does not restart ``role``, as ``model_dump`` excludes them."""
+    unread: dict[str, Any] = {}
+    for leaf in leaves():
+        # A field that is refused was the same all the while: it is in the hash, so that what made it is plain.
+        if edit_of(leaf.path).effect is not Effect.REFUSED and role not in edit_of(leaf.path).effect.roles:
+            section = unread
+            for name in leaf.names[:-1]:
+                section = section.setdefault(name, {})
+            section[leaf.names[-1]] = True
+    return unread
+
+
+def _pruned(value: Any) -> Any:
+    """Without objects of nothing: an object of defaults, written out or not, is no difference."""
+    if not isinstance(value, dict):
+        return value
+    kept = {name: _pruned(item) for name, item in value.items()}
+    return {name: item for name, item in kept.items() if item != {}}
 
 
 def raw_hash(run: ScaleRLRun) -> str:

@@ -1,0 +1,89 @@
+"""For an edit of every field: a coordinator that begins with it on a journal of before goes on, by the new value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from coordinator_client import make_group
+from coordinator_world import World, check_consistency
+from edited_fields import Edited, base, edits
+
+from scalerl_api.edits import Effect
+from scalerl_api.spec import ScaleRLRun
+from scalerl_api.wire import NextAction, PushResult, Split
+from scalerl_coordinator.settings import Settings
+
+TAKEN = edits(refused=False)
+READ = [edited for edited in TAKEN if edited.edit.effect in (Effect.COORDINATOR, Effect.GENERATORS)]
+
+
+def settings(run: ScaleRLRun) -> Settings:
+    return Settings.of_run(run, train_digest="train", held_out_digest="held-out", held_out_prompts=3)
+
+
+def under_way() -> World:
+    """Step 0 is trained, a group of step 1 is missing, an evaluation of version 0 is half done."""
+    world = World(settings(base()))
+    world.member = world.register("g")
+    world.hello("t")
+    world.next("t")
+    world.publish("t")
+    world.beat(world.member, 0)
+    leases = world.lease(world.member, 0)
+    assert {lease.split for lease in leases} == set(Split)
+    for lease in leases:
+        if not (lease.slot == 2 and lease.split is Split.HELD_OUT) and lease.slot != 7:
+            world.push(world.member, make_group(lease, version=0))
+    assert world.next("t").action is NextAction.TRAIN
+    world.report("t", 0)
+    world.acknowledge()
+    return world
+
+
+@pytest.mark.parametrize("edited", TAKEN, ids=str)
+def test_a_journal_of_before_is_gone_on_with(edited: Edited) -> None:
+    world = under_way()
+    acknowledged = world.state.fates.acknowledged
+    world.settings = settings(edited.run)
+    world.changed = True
+    world.crash(0)
+    check_consistency(world)
+    state, identity = world.state, world.settings.identity
+    assert state.identity == identity
+    assert state.fates.acknowledged + state.fates.stale == acknowledged
+    world.member = world.register("g", version=0)
+    world.hello("t2", 1)
+    for step in range(1, 4):
+        serve(world)
+        world.publish("t2")
+        world.beat(world.member, step)
+        serve(world)
+        assert world.next("t2").action is NextAction.TRAIN
+        plan = world.plan("t2", step)
+        if step == 3:  # made with the new settings alone
+            assert len(plan.groups) == identity.prompts_per_step
+            assert {len(g.scores) for g in plan.groups} == {identity.completions_per_prompt}
+        world.report("t2", step)
+        check_consistency(world)
+
+
+def serve(world: World) -> None:
+    """All that can be generated, by the numbers of now."""
+    identity, held = world.settings.identity, world.core.membership.members[world.member].version
+    for lease in world.lease(world.member, held):
+        training = lease.split is Split.TRAIN
+        wanted: Any = (
+            (identity.completions_per_prompt, world.settings.temperature)
+            if training
+            else (identity.evaluation_samples, identity.evaluation_temperature)
+        )
+        assert (lease.completions, lease.temperature) == wanted
+        assert lease.max_tokens == identity.max_completion_tokens
+        group = make_group(lease, version=held if training else lease.policy_version)
+        assert world.push(world.member, group) is PushResult.ACCEPTED
+
+
+@pytest.mark.parametrize("edited", READ, ids=str)
+def test_the_coordinator_reads_what_it_restarts_for(edited: Edited) -> None:
+    assert settings(edited.run) != settings(base())

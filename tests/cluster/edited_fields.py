@@ -1,0 +1,142 @@
+"""An edit of every field of the spec, made from the models: a field that is added is edited too, or is an error here."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final, get_args
+
+from invalid_runs import Object, merged
+from pydantic import ValidationError
+
+from scalerl_api.edits import Edit, edit_of, leaves
+from scalerl_api.spec import RunSpec, ScaleRLRun
+
+BASE: Final[Object] = {
+    "apiVersion": "scalerl.dev/v1alpha1",
+    "kind": "ScaleRLRun",
+    "metadata": {"name": "edited"},
+    "spec": {
+        "model": {
+            "scratch": {
+                "layers": 1,
+                "hiddenSize": 32,
+                "attentionHeads": 2,
+                "intermediateSize": 48,
+                "vocabularySize": 64,
+            },
+            "dtype": "float32",
+            "contextTokens": 64,
+        },
+        "task": {
+            "reasoningGym": {"name": "chain_sum", "size": 400},
+            "verifier": {"name": "exact"},
+            "heldOut": {"size": 3},
+        },
+        "recipe": {
+            "promptsPerStep": 4,
+            "completionsPerPrompt": 2,
+            "maxCompletionTokens": 16,
+            "maxStalenessSteps": 2,
+        },
+        "evaluation": {"everySteps": 2, "samplesPerPrompt": 2},
+        "generator": {"replicas": 2},
+        "budget": {"maxSteps": 100},
+    },
+}
+
+OTHER: Final[dict[str, Object]] = {
+    "model.hub.name": {"model": {"scratch": None, "hub": {"name": "a/b"}}},
+    "model.hub.revision": {"model": {"scratch": None, "hub": {"name": "a/b", "revision": "c"}}},
+    "model.path": {"model": {"scratch": None, "path": "/data/model"}},
+    "model.scratch.hiddenSize": {"model": {"scratch": {"hiddenSize": 64}}},
+    "task.jsonl.path": {"task": {"reasoningGym": None, "jsonl": {"path": "/data/a.jsonl"}}},
+    "task.prompt.template": {"task": {"prompt": {"template": "{prompt} ="}}},
+    "task.prompt.system": {"task": {"prompt": {"format": "Chat", "system": "Add."}}},
+    "warmStart.steps": {"warmStart": {"steps": 1}},
+    "warmStart.batchSize": {"warmStart": {"steps": 1, "batchSize": 8}},
+    "warmStart.learningRate": {"warmStart": {"steps": 1, "learningRate": "1e-4"}},
+    "warmStart.stopAtPassRate": {"warmStart": {"steps": 1, "stopAtPassRate": "0.5"}},
+    "trainer.microBatchTokens": {"trainer": {"microBatchTokens": 128}},
+    "weightSync.backend": {"weightSync": {"backend": "Gloo"}},
+    "weightSync.timeoutSeconds": {"weightSync": {"timeoutSeconds": 110}},
+    "autoscaling.pricePerDeviceHour": {"autoscaling": {"pricePerDeviceHour": 2, "valuePerPoint": 9}},
+    "autoscaling.valuePerPoint": {"autoscaling": {"pricePerDeviceHour": 1, "valuePerPoint": 10}},
+    "autoscaling.generators.min": {"autoscaling": {"generators": {"min": 2, "max": 4}}},
+    "autoscaling.generators.max": {"autoscaling": {"generators": {"max": 5}}},
+    "autoscaling.deadline": {"autoscaling": {"deadline": "2099-01-01T00:00:00Z"}},
+    "storage.claimName": {"storage": {"claimName": "mine"}},
+    "storage.storageClassName": {"storage": {"storageClassName": "fast"}},
+}
+"""Edits of fields that need others beside them, as merge patches of the spec."""
+
+_SOME: Final[tuple[Any, ...]] = (
+    *("0.25", "64Mi", "20Gi", "2", "3", "other", "nvidia.com/other", 2, True, False),
+    *({"team": "a"}, {"cpu": "2"}, ["--x"], ["task"], [{"name": "a", "value": "b"}], [{"name": "a"}]),
+    *([{"name": "a", "emptyDir": {}}], [{"name": "a", "mountPath": "/a"}], [{"key": "a"}], {"nodeAffinity": {}}),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Edited:
+    """The base with another value of one field."""
+
+    path: str
+    edit: Edit
+    manifest: Object
+
+    @property
+    def run(self) -> ScaleRLRun:
+        return ScaleRLRun.model_validate(self.manifest)
+
+    def __str__(self) -> str:
+        return self.path
+
+
+def base() -> ScaleRLRun:
+    return ScaleRLRun.model_validate(BASE)
+
+
+def value_at(manifest: Object, path: str) -> Any:
+    """None where it is not there."""
+    found: Any = manifest["spec"]
+    for part in path.split("."):
+        found = (found or {}).get(part)
+    return found
+
+
+def _alternatives(field: Any, now: Any) -> Iterator[Any]:
+    """Values of the kinds that fields have; an enumeration's own first, then numbers next to the one of now."""
+    for kind in (field.annotation, *get_args(field.annotation)):
+        yield from (value for value in get_args(kind) if isinstance(value, str))
+    if isinstance(now, int) and not isinstance(now, bool):
+        yield from (now + 1, now - 1)
+    yield from copy.deepcopy(_SOME)
+
+
+def _edited(path: str, field: Any) -> Object:
+    written = base().to_manifest()
+    now = value_at(written, path)
+    if path in OTHER:
+        return merged(BASE, {"spec": OTHER[path]})
+    for value in _alternatives(field, now):
+        patch: Any = value
+        for part in reversed(path.split(".")):
+            patch = {part: patch}
+        manifest = merged(BASE, {"spec": patch})
+        try:
+            run = ScaleRLRun.model_validate(manifest)
+        except (ValidationError, TypeError):
+            continue
+        if value_at(run.to_manifest(), path) != now:
+            return manifest
+    raise AssertionError(f"spec.{path}: no other value of it is known; add one to {__name__}.OTHER")
+
+
+def edits(*, refused: bool) -> list[Edited]:
+    """One of every field."""
+    found = [
+        Edited(leaf.path, edit_of(leaf.path), _edited(leaf.path, leaf.field)) for leaf in leaves(RunSpec)
+    ]
+    return [edited for edited in found if (edited.edit.effect == "Refused") is refused]

@@ -1,0 +1,80 @@
+"""For an edit of every field that the trainer restarts for: the real loader goes on from a checkpoint of before."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+import torch
+from edited_fields import BASE, Edited, base, edits
+
+from scalerl_api.spec import ScratchModel
+from scalerl_trainer.models import write_scratch
+from scalerl_trainer.recipe import engine_settings, make_loss
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+TAKEN = edits(refused=False)
+READ = [edited for edited in TAKEN if "trainer" in edited.edit.effect.roles]
+
+
+def engine_of(edited: Edited) -> Any:
+    spec = edited.run.spec
+    return spec.trainer.replicas, engine_settings(spec), make_loss(spec.recipe.loss), spec.checkpoint.keep
+
+
+LOADED = {engine_of(edited): edited for edited in reversed(READ)}
+"""One of those that come to the same engine."""
+
+
+@pytest.fixture(scope="module")
+def results(module_processes: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a step on the checkpoint of the base came to, by field."""
+    root = tmp_path_factory.mktemp("edits")
+    model = root / "model"
+    model.mkdir()
+    sizes = ScratchModel(
+        layers=1, hidden_size=32, attention_heads=2, intermediate_size=48, vocabulary_size=64
+    )
+    write_scratch(model, sizes, ["1 + 1 = 2"] * 9, seed=3, dtype="float32", context_tokens=64)
+
+    def run(world: int, runs: dict[str, Any]) -> dict[str, Any]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        common = {"world": world, "port": port, "model": str(model), "root": root, "runs": runs}
+        started = [
+            module_processes.run("edits_worker.py", WORKER=common | {"rank": r, "out": root / "out"})
+            for r in range(world)
+        ]
+        for process in started:
+            process.join(200)
+            assert process.exitcode == 0
+        return dict(torch.load(root / "out", weights_only=False))
+
+    found = run(1, {"base": BASE})
+    for world in sorted({world for world, *_ in LOADED}):
+        found |= run(world, {e.path: e.manifest for key, e in LOADED.items() if key[0] == world})
+    return found
+
+
+@pytest.mark.parametrize("edited", READ, ids=str)
+def test_the_checkpoint_of_before_is_gone_on_from(results: dict[str, Any], edited: Edited) -> None:
+    assert results["base"]["version"] is None
+    found = results[LOADED[engine_of(edited)].path]
+    assert (found["version"], found["steps"]) == (1, 1)
+    assert found["stage"] == edited.run.spec.trainer.zero_stage
+    assert found["rate"] == pytest.approx(found["expected_rate"])
+    assert found["used"] == found["expected"], (
+        "the optimizer's numbers are those of the spec, not the checkpoint's"
+    )
+
+
+@pytest.mark.parametrize("edited", [e for e in TAKEN if "trainer" not in e.edit.effect.roles], ids=str)
+def test_what_the_trainer_does_not_restart_for_it_does_not_read(edited: Edited) -> None:
+    before, after = base().spec, edited.run.spec
+    assert engine_settings(after) == engine_settings(before)
+    assert make_loss(after.recipe.loss) == make_loss(before.recipe.loss)
+    for section in ("checkpoint", "weight_sync", "warm_start", "model", "task"):
+        assert getattr(after, section) == getattr(before, section)
