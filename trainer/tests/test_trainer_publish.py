@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scalerl_api import wire
+from scalerl_api.spec import RunSpec
 from scalerl_api.weights import (
     CHECKSUM_VECTORS,
     check_trailer,
@@ -32,6 +33,7 @@ from scalerl_trainer.publish.control import ActorControl
 from scalerl_trainer.publish.errors import SourceError
 from scalerl_trainer.publish.probe import ProbeSequence, probe
 from scalerl_trainer.publish.publisher import Publisher, PublishSettings, Weights
+from scalerl_trainer.recipe import collective_seconds
 
 TOKEN = "secret"
 
@@ -311,6 +313,21 @@ def test_a_frozen_member_holds_nobody_longer_than_the_timeout(
     assert actors.holds("generator-1", 0, tensors)
     assert time.monotonic() - started < 2 + 5 + 3
     os.kill(actors.processes["generator-0"].pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize(("timeout_seconds", "limit"), [(120, 600), (3600, 3660)])
+def test_the_ranks_collectives_outlast_a_publish(timeout_seconds: int, limit: float) -> None:
+    """Under ZeRO-3 the other ranks wait in a gather while a bucket is sent."""
+    spec = RunSpec.model_validate(
+        {
+            "model": {"hub": {"name": "a/model"}},
+            "task": {"jsonl": {"path": "/x"}, "verifier": {"name": "exact"}},
+            "trainer": {"zeroStage": 3},
+            "weightSync": {"timeoutSeconds": timeout_seconds},
+            "budget": {"maxSteps": 1},
+        }
+    )
+    assert collective_seconds(spec) == limit
 
 
 def test_a_wrong_manifest_ends_the_publish(actors: FakeActors, make_publisher: Any) -> None:
