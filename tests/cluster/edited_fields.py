@@ -59,6 +59,7 @@ OTHER: Final[dict[str, Object]] = {
     "warmStart.learningRate": {"warmStart": {"steps": 1, "learningRate": "1e-4"}},
     "warmStart.stopAtPassRate": {"warmStart": {"steps": 1, "stopAtPassRate": "0.5"}},
     "trainer.microBatchTokens": {"trainer": {"microBatchTokens": 128}},
+    "trainer.export.to": {"trainer": {"export": {"to": "/data/models"}}},
     "weightSync.backend": {"weightSync": {"backend": "Gloo"}},
     "weightSync.timeoutSeconds": {"weightSync": {"timeoutSeconds": 110}},
     "autoscaling.pricePerDeviceHour": {"autoscaling": {"pricePerDeviceHour": 2, "valuePerPoint": 9}},

@@ -126,6 +126,7 @@ EDITS: Final[Mapping[str, Edit]] = {
     "trainer.zeroStage": Edit(Effect.ALL, "Checkpoints load at another stage."),
     "trainer.microBatchTokens": Edit(Effect.ALL),
     "trainer.activationCheckpointing": Edit(Effect.ALL),
+    "trainer.export": Edit(Effect.ALL),
     "trainer.maxRestarts": Edit(Effect.AT_ONCE),
     "trainer.podTemplate": Edit(Effect.OWN_PODS),
     "coordinator.maxRestarts": Edit(Effect.AT_ONCE),
