@@ -23,8 +23,8 @@ REFUSED = 50
 """Token of ``?`` in the tests' tokenizer."""
 CLAMPED = 51
 """Token of ``!``."""
-ENDLESS = 49
-"""Token of ``>``: completions go on to ``max_tokens``."""
+ENDLESS = 54
+"""Token of ``|``: completions go on to ``max_tokens``."""
 
 
 class Server:

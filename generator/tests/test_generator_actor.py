@@ -310,7 +310,7 @@ async def test_lease_that_runs_out(scene: Scene) -> None:
 
 @pytest.mark.parametrize(
     "scene",
-    [{"seconds_per_token": 0.01, "prompts": [*PROMPTS, "go>"], "model__contextTokens": 512}],
+    [{"seconds_per_token": 0.01, "prompts": [*PROMPTS, "go|"], "model__contextTokens": 512}],
     indirect=True,
 )
 async def test_a_generation_longer_than_its_lease_goes_on_while_its_tokens_grow(scene: Scene) -> None:

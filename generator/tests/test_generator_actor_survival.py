@@ -34,6 +34,7 @@ TOO_LONG = [f"{i}" + "x" * 40 for i in range(3)]
 def test_the_tokens_of_bad_prompts_are_those_of_the_stand_in() -> None:
     assert CHARACTERS.index("?") + 2 == stand_in_vllm.REFUSED
     assert CHARACTERS.index("!") + 2 == stand_in_vllm.CLAMPED
+    assert CHARACTERS.index("|") + 2 == stand_in_vllm.ENDLESS
 
 
 class MortalTrainer(Trainer):
