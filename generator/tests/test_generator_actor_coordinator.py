@@ -22,6 +22,7 @@ from scalerl_api.wire import (
     CheckpointBegin,
     CheckpointCommit,
     CheckpointSnapshot,
+    Member,
     Next,
     NextAction,
     NextRequest,
@@ -129,16 +130,20 @@ class Trainer:
         permit: PublishPermit = await self.call(endpoints.PUBLISH_BEGIN, begin, PublishPermit)
         while not permit.ready:
             permit = await self.call(endpoints.PUBLISH_BEGIN, begin, PublishPermit)
-        for member in permit.members:
-            await TrainerSide(self._session, member.control_url).publish(self.version)
+        took = [await self.send(member) for member in permit.members]
         commit = PublishCommit(
             incarnation=self.incarnation,
             version=self.version,
-            updated=[m.member_id for m in permit.members],
-            failed=[],
+            updated=[m.member_id for m, taken in zip(permit.members, took, strict=True) if taken],
+            failed=[m.member_id for m, taken in zip(permit.members, took, strict=True) if not taken],
             stats={},
         )
         await self.call(endpoints.PUBLISH_COMMIT, commit, Ack)
+
+    async def send(self, member: Member) -> bool:
+        """The present version; whether the member took it."""
+        await TrainerSide(self._session, member.control_url).publish(self.version)
+        return True
 
     async def checkpoint(self) -> None:
         step = self.version
