@@ -184,7 +184,7 @@ def start_run(
 
 
 def assert_counts_add_up(summary: dict[str, Any], run: dict[str, Any], complete: bool = True) -> None:
-    """Every acknowledged rollout is trained, filtered or queued; every slot of every step was used once.
+    """Every acknowledged rollout is trained, filtered or queued; every slot of every step was used or given up once.
 
     A run that was cut short may have closed (and filtered) steps that it did not train any more.
     """
@@ -193,7 +193,7 @@ def assert_counts_add_up(summary: dict[str, Any], run: dict[str, Any], complete:
     recipe = run["spec"]["recipe"]
     used = summary["steps"] * recipe["promptsPerStep"] * recipe["completionsPerPrompt"]
     if complete:
-        assert counts["trained"] + counts["filtered"] == used, counts
+        assert counts["trained"] + counts["filtered"] + counts["given_up"] == used, counts
         assert counts["queued"] == 0, counts
     else:
         assert counts["acknowledged"] >= used, counts

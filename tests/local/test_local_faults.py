@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import random
 import signal
@@ -62,6 +64,68 @@ def test_every_role_may_die_at_any_moment(tmp_path: Path) -> None:
     assert summary["max_staleness_steps"] <= 4
     assert_counts_add_up(summary, spec)
     assert [row["step"] for row in run.metrics()] == list(range(60))
+    assert_nothing_left(run.directory)
+
+
+KILLS = {"coordinator": 15, "actor": 14, "grader": 12, "trainer rank": 6, "server": 3}
+"""Fifty; a grader is stopped rather than killed: it hangs with the next completion that it is given."""
+
+
+def hang_a_grader(run: LocalRun, dice: random.Random) -> None:
+    graders: list[str] = []
+    with contextlib.suppress(OSError):
+        for server in run.find("scalerl_tasks.grading.fork_server"):
+            graders += Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+        if graders:
+            os.kill(int(dice.choice(graders)), signal.SIGSTOP)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_fifty_kills_with_bad_items_among_the_good(tmp_path: Path) -> None:
+    """The run ends at its budget, the counts add up, and each prompt without room is given up once."""
+    seed = int.from_bytes(os.urandom(4), "big")
+    dice = random.Random(seed)
+    print(f"seed {seed}")
+    sums = [f"{a}+{b}" for a in range(10, 40) for b in range(10, 20)]
+    rows = [{"prompt": f"{s}=", "answer": f"{sum(map(int, s.split('+'))):03}"} for s in sums]
+    rows += [{"prompt": "+".join([str(i)] * 15), "answer": "000"} for i in range(10, 13)]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    steps = 80
+    spec = small_spec(
+        task__jsonl__path=str(data),
+        task__verifier__timeoutSeconds=2,
+        budget__maxSteps=steps,
+        budget__maxSeconds=3000,
+        checkpoint__everySteps=4,
+        recipe__maxStalenessSteps=4,
+    )
+    victims = [name for name, count in KILLS.items() for _ in range(count)]
+    dice.shuffle(victims)
+    begun = time.monotonic()
+    with start_run(tmp_path, spec) as run:
+        run.until(lambda: run.step() >= 2, START_SECONDS, "two steps")
+        for number, victim in enumerate(victims):
+            run.until(lambda n=number: run.step() >= n, 300, f"step {number}, after the {victim} was killed")
+            time.sleep(dice.uniform(0, 1))
+            if victim == "grader":
+                hang_a_grader(run, dice)
+            else:
+                kill_one(run, ROLES[victim], dice)
+        code = run.finish(900)
+        assert code == 0, run.tail()
+    summary = run.summary()
+    counts = summary["counts"]
+    print(f"{len(victims)} kills in {time.monotonic() - begun:.0f} s: {counts}")
+    assert summary["steps"] == steps
+    assert_counts_add_up(summary, spec)
+    assert counts["given_up"] == counts["too_long"]
+    assert counts["invalid"] == 0
+    written = run.metrics()
+    assert [row["step"] for row in written] == list(range(steps))
+    assert 4 * sum(row["given_up_groups"] for row in written) == counts["given_up"] > 0
+    assert sum(row["grading_errors"] for row in written) == counts["ungraded"]
     assert_nothing_left(run.directory)
 
 
