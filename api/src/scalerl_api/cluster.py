@@ -41,7 +41,12 @@ class StorageSpec(Model):
 Image = Annotated[
     str,
     Field(min_length=1, max_length=512),
-    AfterValidator(Matches(r"^\S+$", "must be an image's name, without spaces")),
+    AfterValidator(
+        Matches(
+            r"^[^\s:]+(:[^\s/]\S*)?$",
+            "must be an image's name, without spaces and without https:// before it",
+        )
+    ),
 ]
 
 

@@ -141,7 +141,10 @@ class Reason(_Explained):
         "DeadlinePassed",
         "spec.autoscaling.deadline was over when the run was created: set a later time, or leave it out.",
     )
-    CLAIM_NOT_FOUND = "ClaimNotFound", "Create the claim that spec.storage.claimName names, or name another."
+    CLAIM_NOT_FOUND = (
+        "ClaimNotFound",
+        "Create the claim that spec.storage.claimName, or a volume of a podTemplate, names; or name another.",
+    )
     CLAIM_TAKEN = (
         "ClaimTaken",
         "A claim of that name holds another run's data. To go on with it, name it in spec.storage.claimName of a new "

@@ -35,6 +35,8 @@ _QUALIFIED_NAME = (
     r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"
 )
 _AMOUNT = r"^([0-9]+(\.[0-9]*)?|\.[0-9]+)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei|[eE][+-]?[0-9]+)?$"
+_SMALL = {None: 1.0, "m": 1e-3, "k": 1e3, "Ki": 1024.0}
+"""Units in which an amount may be less than 1Mi."""
 _OBJECT_NAME = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
 
 PLAIN_PATH = re.compile(r"(/|(/([^/.][^/]*|\.[^/.][^/]*|\.\.[^/]+))+/?)")
@@ -139,7 +141,17 @@ Amount = Annotated[
     AfterValidator(Matches(_AMOUNT, "must be an amount, like 4, 500m or 16Gi; a fraction in quotes")),
 ]
 """A Kubernetes quantity, or a whole number."""
-Amounts = Annotated[dict[QualifiedName, Amount], Field(max_length=16)]
+
+
+def enough_memory(amounts: dict[str, str]) -> dict[str, str]:
+    """A number without a unit is bytes, and seldom meant."""
+    small = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)(m|k|Ki)?", amounts.get("memory", "1Mi"))
+    if small is not None and float(small[1]) * _SMALL[small[2]] < 2**20:
+        raise ValueError(f"memory must be at least 1Mi, got {small[0]}: a number without a unit is bytes")
+    return amounts
+
+
+Amounts = Annotated[dict[QualifiedName, Amount], Field(max_length=16), AfterValidator(enough_memory)]
 
 Labels = Annotated[dict[QualifiedName, LabelValue], Field(max_length=32), AfterValidator(unreserved)]
 Annotations = Annotated[

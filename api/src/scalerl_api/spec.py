@@ -184,6 +184,22 @@ class CoordinatorSpec(Model):
     """Over the run's own podTemplate, for the coordinator alone."""
 
 
+SERVER_OPTIONS: Final = (
+    *("--model", "--host", "--port", "--uds", "--api-key", "--middleware", "--dtype", "--max-model-len"),
+    *("--max-num-seqs", "--tensor-parallel-size", "-tp", "--gpu-memory-utilization", "--logprobs-mode"),
+    *("--generation-config", "--weight-transfer-config", "--worker-extension-cls"),
+)
+"""vLLM's options that follow from other fields, or by which actor, trainer and server work together."""
+
+
+def free_option(argument: str) -> str:
+    """An argument of vLLM's command line that the operator does not set itself."""
+    name = argument.split("=", 1)[0].replace("_", "-")
+    if name in SERVER_OPTIONS:
+        raise ValueError(f"{name} is set from other fields, or by the operator itself; leave it out")
+    return argument
+
+
 class GeneratorSpec(Model):
     """vLLM servers and the actors that feed them. Elastic: any of them may come, go or die."""
 
@@ -202,8 +218,10 @@ class GeneratorSpec(Model):
     lease_seconds: Annotated[int, Field(ge=5, le=86400)] = 1800
     """A group that comes no further for so long is given to another generator. Its time begins anew whenever its
     completions grow, so it may be less than a generation takes; it has to be more than a weight update takes."""
-    extra_args: Annotated[list[Annotated[str, Field(max_length=1024)]], Field(max_length=64)] = []
-    """Appended to the vLLM command line as they are."""
+    extra_args: Annotated[
+        list[Annotated[str, Field(max_length=1024), AfterValidator(free_option)]], Field(max_length=64)
+    ] = []
+    """Appended to the vLLM command line as they are; options that other fields set, like ``--model``, are refused."""
     max_restarts: MaxRestarts = 20
     """On a cluster: restarts in a row of one pod after which the run counts as degraded; the others go on."""
     pod_template: PodTemplate | None = None

@@ -47,6 +47,31 @@ def warnings_of(spec: RunSpec) -> list[SpecProblem]:
     ]
 
 
+def cluster_warnings_of(spec: RunSpec) -> list[SpecProblem]:
+    """What is odd on a cluster alone: paths in the containers that no volume has."""
+    templates = [
+        spec.pod_template,
+        spec.trainer.pod_template,
+        spec.coordinator.pod_template,
+        spec.generator.pod_template,
+    ]
+    mounted = {
+        mount["mountPath"].rstrip("/") for t in templates if t is not None for mount in t.volume_mounts
+    }
+    paths = {"spec.model.path": spec.model.path}
+    if spec.task.jsonl is not None:
+        paths["spec.task.jsonl.path"] = spec.task.jsonl.path
+    return [
+        SpecProblem(
+            where,
+            f"{path} lies in no volume that a podTemplate mounts, so the image would have to have it",
+            "mount a volume with it by podTemplate.volumes and podTemplate.volumeMounts",
+        )
+        for where, path in paths.items()
+        if path is not None and not any(path == at or path.startswith(f"{at}/") for at in mounted)
+    ]
+
+
 def _of_the_recipe(spec: RunSpec) -> Iterator[SpecProblem]:
     recipe = spec.recipe
     rate = float(recipe.optimizer.learning_rate)
@@ -136,8 +161,8 @@ def _of_pods(spec: RunSpec) -> Iterator[SpecProblem]:
         if spec.device_resource in template.resources.limits | template.resources.requests:
             yield SpecProblem(
                 f"{where}.resources",
-                f"{spec.device_resource} is set by generator.devices and trainer.devices; what is said here is not used "
-                "where they are above 0",
+                f"{spec.device_resource} is set by generator.devices and trainer.devices; without those a role runs on CPUs, "
+                "whatever is said here",
             )
 
 

@@ -29,6 +29,7 @@ from scalerl_api.pods import (
     SYSTEM_PATH_WORDS,
     SYSTEM_PATHS,
     Named,
+    enough_memory,
 )
 from scalerl_api.source import (
     JsonlSource,
@@ -38,7 +39,7 @@ from scalerl_api.source import (
     TaskSpec,
     parameter_value,
 )
-from scalerl_api.spec import MAX_BATCH_COMPLETIONS, BudgetSpec, RunSpec
+from scalerl_api.spec import MAX_BATCH_COMPLETIONS, SERVER_OPTIONS, BudgetSpec, RunSpec, free_option
 
 
 @dataclass(frozen=True)
@@ -349,6 +350,19 @@ UNRESERVED: Final = (
 # --- functions of the models ---------------------------------------------------------------------
 
 OF_FUNCTIONS: Final[Mapping[Callable[..., Any], tuple[Rule, ...]]] = {
+    free_option: (
+        Rule(
+            f"!(self.split('=')[0].replace('_', '-') in {list(SERVER_OPTIONS)})",
+            "this option is set from other fields, or by the operator itself; leave it out",
+        ),
+    ),
+    enough_memory: (
+        Rule(
+            "!('memory' in self) || !isQuantity(string(self.memory)) || "
+            "quantity(string(self.memory)).compareTo(quantity('1Mi')) >= 0",
+            "memory must be at least 1Mi: a number without a unit is bytes",
+        ),
+    ),
     parameter_value: (),  # a value of any type: only the operator can look at it
     timestamp_input: (),
     on_the_calendar: (

@@ -77,7 +77,19 @@ EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*/run*.yaml"))
 def test_no_example_has_a_warning(example: Path) -> None:
     run = load_run(example)
     assert warnings_of(run.spec) == []
-    assert conditions(Phase.PREPARING, run=run)["Accepted"].reason == "Accepted"
+    if "kubernetes" in example.name:
+        assert conditions(Phase.PREPARING, run=run)["Accepted"].reason == "Accepted"
+
+
+def test_a_path_that_no_volume_has_is_a_warning_on_a_cluster() -> None:
+    run = load_run(next(path for path in EXAMPLES if "kubernetes" in path.name))
+    assert run.spec.pod_template is not None
+    without = run.spec.pod_template.model_copy(update={"volume_mounts": []})
+    spec = run.spec.model_copy(update={"pod_template": without})
+    accepted = conditions(Phase.PREPARING, run=run.model_copy(update={"spec": spec}))["Accepted"]
+    assert accepted.reason == "AcceptedWithWarnings"
+    assert "spec.task.jsonl.path: /data/" in accepted.message
+    assert "lies in no volume that a podTemplate mounts" in accepted.message
 
 
 def test_a_deadline_counts_where_forecasts_are_acted_on() -> None:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from scalerl_api.conditions import NOTHING_TO_DO, ConditionType, Phase, Reason
 from scalerl_api.exports import ExportedModel, Exports
 from scalerl_api.spec import ModelSpec, ScaleRLRun
-from scalerl_api.spec_warnings import warnings_of
+from scalerl_api.spec_warnings import cluster_warnings_of, warnings_of
 from scalerl_api.status import (
     Condition,
     ExportsStatus,
@@ -294,7 +294,7 @@ def _said(run: ScaleRLRun | None, before: RunStatus, seen: Looked) -> Sequence[S
 
 
 def _warnings(run: ScaleRLRun) -> Problem:
-    found = warnings_of(run.spec)
+    found = [*warnings_of(run.spec), *cluster_warnings_of(run.spec)]
     if not found:
         return Problem(Reason.ACCEPTED, "")
     return Problem(Reason.ACCEPTED_WITH_WARNINGS, "; ".join(str(warning) for warning in found))

@@ -60,6 +60,8 @@ def placing_problem(message: str) -> Reason:
     'Unschedulable'
     """
     text = message.lower()
+    if "persistentvolumeclaim" in text and "not found" in text:
+        return Reason.CLAIM_NOT_FOUND
     if any(word in text for word in _OF_VOLUMES) and not any(word in text for word in _OF_ROOM):
         return Reason.VOLUME_NOT_READY
     return Reason.UNSCHEDULABLE
