@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 
 import aiohttp
 import msgspec
@@ -111,7 +113,8 @@ async def test_a_read_only_volume_is_answered_with_507_and_shows_in_no_count(ser
         disk.read_only = True
         async with asyncio.timeout(2):
             await no_answer_but(507, "no-space", client.push(member, [make_group(leases[5])]))
-        assert (await client.status()).counts == before
+        status = await client.status()
+        assert (status.counts, status.journal_error) == (before, os.strerror(errno.EROFS))
         async with session.get(local.url + endpoints.METRICS) as response:
             assert "scalerl_coordinator_journal_refusing 1.0" in await response.text()
         disk.read_only = False
@@ -119,6 +122,7 @@ async def test_a_read_only_volume_is_answered_with_507_and_shows_in_no_count(ser
             while local.journal.refusing is not None:  # noqa: ASYNC110 -- nothing announces it
                 await asyncio.sleep(0.05)
         assert (await client.push(member, [make_group(leases[5])])).results == ["accepted"]
+        assert (await client.status()).journal_error == ""
 
 
 @pytest.mark.parametrize("problem", [PermissionError("the directory is gone"), ValueError("a bug")])

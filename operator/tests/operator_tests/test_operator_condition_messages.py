@@ -14,7 +14,7 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import Condition, RunStatus
 from scalerl_api.wire import Status
 from scalerl_operator.cluster.conditions import Looked, Steered, report
-from scalerl_operator.cluster.names import COMPONENT, RUN_UID
+from scalerl_operator.cluster.names import COMPONENT, QUEUE, RUN_UID
 from scalerl_operator.cluster.observed import JOB_NAME, Observed, Problem, observe
 from scalerl_operator.policy.course import Course, End, Memory, Outcome
 from scalerl_operator.workloads import Role
@@ -54,9 +54,12 @@ def conditions(
     blocked: Problem | None = None,
     run: ScaleRLRun = RUN,
     before: RunStatus | None = None,
+    queue_missing: str = "",
 ) -> dict[str, Condition]:
     course = Course(phase, Memory(attempt=1, outcome=outcome))
-    looked = Looked(1e9, 1, None, blocked, found or observed(), course, heard, Steered(1))
+    looked = Looked(
+        1e9, 1, None, blocked, found or observed(), course, heard, Steered(1), queue_missing=queue_missing
+    )
     return {c.type: c for c in report(run, before or RunStatus(), looked).conditions}
 
 
@@ -141,6 +144,16 @@ def test_a_container_whose_program_cannot_start_is_named(state: Object) -> None:
     found = observed(pod("p-1", Role.PREPARE, state), jobs=(Role.PREPARE,))
     condition = conditions(Phase.PREPARING, found)["Prepared"]
     assert (condition.reason, condition.message) == ("ContainerStartFailed", f"prepare: {_NO_PROGRAM}")
+
+
+@pytest.mark.parametrize("phase", [Phase.PENDING, Phase.PREPARING, Phase.RUNNING])
+def test_a_queue_that_does_not_exist_is_named(phase: Phase) -> None:
+    missing = "no LocalQueue team in the namespace ml"
+    queued = cluster_run(labels={QUEUE: "team"})
+    found = observed(jobs=(Role.PREPARE,))
+    said = conditions(phase, found, run=queued, queue_missing=missing)["Admitted"]
+    assert (said.status, said.reason, said.message) == ("False", "QueueNotFound", missing)
+    assert conditions(phase, found, queue_missing="")["Admitted"].reason == "NoQueue"
 
 
 def test_the_claims_own_event_says_more_than_the_scheduler() -> None:

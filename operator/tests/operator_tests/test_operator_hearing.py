@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -134,6 +135,14 @@ async def test_one_that_cannot_answer_is_not_asked_and_one_that_does_not_costs_a
         assert await ours.hear("u", [pod], token) is None
         assert time.monotonic() - began < 5.0
         assert len(silent.asked) == 1
+
+
+async def test_one_that_has_started_and_is_not_ready_is_asked() -> None:
+    """It may be that it cannot write its journal, and only it can say so."""
+    there = Coordinator()
+    async with there.serving() as pod, coordinators() as ours:
+        assert await ours.hear("u", [replace(pod, ready=False)], Tokens()) is None
+        assert await ours.hear("u", [replace(pod, ready=False, started=True)], Tokens()) is not None
 
 
 async def test_who_does_not_lead_may_ask_and_tells_nothing() -> None:
