@@ -358,8 +358,8 @@ OF_FUNCTIONS: Final[Mapping[Callable[..., Any], tuple[Rule, ...]]] = {
     ),
     enough_memory: (
         Rule(
-            "!('memory' in self) || !isQuantity(string(self.memory)) || "
-            "quantity(string(self.memory)).compareTo(quantity('1Mi')) >= 0",
+            "!('memory' in self) || !isQuantity(string(self['memory'])) || "
+            "quantity(string(self['memory'])).compareTo(quantity('1Mi')) >= 0",
             "memory must be at least 1Mi: a number without a unit is bytes",
         ),
     ),
