@@ -15,6 +15,8 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 CHARACTERS = [*"0123456789", " ", ":"]
+HEAD_SIZE = 32
+"""One that vLLM's attention on CPUs has a kernel for."""
 
 
 def make_length_model(
@@ -40,8 +42,8 @@ def make_length_model(
         hidden_size=hidden,
         intermediate_size=3 * hidden,
         num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        num_attention_heads=hidden // HEAD_SIZE,
+        num_key_value_heads=hidden // HEAD_SIZE,
         max_position_embeddings=context_tokens,
         tie_word_embeddings=False,
         pad_token_id=0,
