@@ -22,6 +22,8 @@ PYTEST = $(if $(wildcard $(VENV)/lib/scalerl/libnuma.so.1),LD_LIBRARY_PATH=$(abs
 FULL ?=
 AND_NOT_FULL = $(if $(FULL),,and not full)
 DURATIONS := --durations=20
+# What shares a worker, and what comes first: conftest.py.
+BY_FILE := --dist loadfile --no-loadscope-reorder -n
 AUTOSTOP := tests/cluster/test_runs.py::test_a_run_is_stopped_by_its_forecast
 KUEUE := tests/cluster/test_kueue.py
 RUN_DIR ?=
@@ -61,18 +63,16 @@ test-full: test ## those and the ones marked `full`, then the short form of ever
 test-unit: setup ## members' tests, a few with a real vLLM server
 	@# Not by path, as tests are: the folder `operator` would become a module before the standard library's.
 	$(PYTEST) --import-mode=prepend --doctest-modules $(MEMBERS:%=%/src)
-	@# Two at a time, by file, so that what a file's tests share (a vLLM server, a process group) is made once.
-	$(PYTEST) $(DURATIONS) -n 2 --dist loadfile -m 'not cluster $(AND_NOT_FULL)' $(MEMBERS:%=%/tests) tests/house tests/chart
+	$(PYTEST) $(DURATIONS) $(BY_FILE) 2 -m 'not cluster $(AND_NOT_FULL)' $(MEMBERS:%=%/tests) tests/house tests/chart
 
 test-local: setup ## whole runs on this machine, with faults
-	$(PYTEST) $(DURATIONS) -m 'local $(AND_NOT_FULL)' tests/local
+	$(PYTEST) $(DURATIONS) $(BY_FILE) 2 -m 'local $(AND_NOT_FULL)' tests/local
 
 test-cluster: setup ## the operator and the chart on a real Kubernetes, made here unless KUBECONFIG names one
 	$(if $(KUBECONFIG),,$(BIN)/python tests/cluster/cluster.py prepare)
 	$(if $(FULL),$(BIN)/python tests/cluster/cluster.py tool kueue)
-	$(PYTEST) $(DURATIONS) -m 'cluster $(AND_NOT_FULL)' tests/chart tests/cluster --ignore=tests/cluster/test_runs.py
-	@# On a cluster of its own: helm brings the CRD, which others have put there by hand.
-	$(PYTEST) $(DURATIONS) -m 'cluster $(AND_NOT_FULL)' tests/cluster/test_runs.py
+	@# Three at a time: they wait for leases, pods and controllers.
+	$(PYTEST) $(DURATIONS) $(BY_FILE) 3 -m 'cluster $(AND_NOT_FULL)' tests/chart tests/cluster
 
 test-autostop: setup ## a run on that Kubernetes that its own forecast stops: ten minutes
 	$(if $(KUBECONFIG),,$(BIN)/python tests/cluster/cluster.py prepare)

@@ -1,12 +1,39 @@
-"""For every tier: a test that did not run is a failure in CI, unless it says that it may be missing there."""
+"""For every tier: in what order tests run and which of them share a worker, and what a skipped test means in CI."""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
+# These share the cluster with a node: there is one of it on a machine.
+NODE = ("test_cluster_node.py", "test_cluster_images.py", "test_runs.py")
+SLOW = ("slow", "vllm", "local")
 MAY_SKIP_IN_CI = ("needs a GPU",)
+
+
+def scope(nodeid: str) -> str:
+    """Tests of one scope run in one worker: those of a file, so that what they share is made once."""
+    file = nodeid.split("::", 1)[0]
+    return "node" if file.endswith(NODE) else file
+
+
+class ByFile(LoadFileScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        return scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    return ByFile(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest scopes first, so that all workers end at about the same time."""
+    slow = Counter(scope(i.nodeid) for i in items if any(i.get_closest_marker(m) for m in SLOW))
+    items.sort(key=lambda i: (scope(i.nodeid) != "node", -slow[scope(i.nodeid)]))
 
 
 @pytest.hookimpl(trylast=True)

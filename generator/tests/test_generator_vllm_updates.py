@@ -112,6 +112,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     yield from start_server(tmp_path_factory.mktemp("vllm"), tied=True, dtype="float32", fp32_head=True)
 
 
+@pytest.fixture(scope="module")
+def bf16_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    yield from start_server(tmp_path_factory.mktemp("vllm"), tied=True, dtype="bfloat16", fp32_head=True)
+
+
 def new_weights(model: Path, seed: int) -> LlamaForCausalLM:
     """The served model with every matrix drawn anew, wide enough that versions differ visibly."""
     policy = LlamaForCausalLM.from_pretrained(model)
@@ -432,24 +437,35 @@ async def test_requests_the_worker_refuses(server: Server) -> None:
             await stranger.pause()
 
 
-@pytest.mark.parametrize(("tied", "fp32_head"), [(False, True), (True, True), (True, False)])
-async def test_every_kind_of_bf16_model_takes_weights(tmp_path: Path, tied: bool, fp32_head: bool) -> None:
+async def takes_bf16_weights(server: Server) -> None:
     """As close to the float32 forward as a bf16 forward of transformers is, within a factor of two."""
+    async with VllmClient(server.url, TOKEN) as client:
+        sender = await connect(client, 1)
+        for version in (1, 2):
+            policy = new_weights(server.model, version).to(torch.bfloat16)
+            await publish(client, sender, policy, version)
+            scored = await client.prompt_logprobs(PROBE)
+            in_bf16 = score(policy, PROBE)
+            exact = score(policy.float(), PROBE)
+            rounding = np.abs(in_bf16 - exact)
+            error = np.abs(scored - exact)
+            assert error.mean() < 2 * rounding.mean()
+            assert error.max() < 2 * rounding.max()
+
+
+async def test_a_bf16_model_takes_weights(bf16_server: Server) -> None:
+    await takes_bf16_weights(bf16_server)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("tied", "fp32_head"), [(False, True), (True, False)])
+async def test_every_other_kind_of_bf16_model_takes_weights(
+    tmp_path: Path, tied: bool, fp32_head: bool
+) -> None:
     servers = start_server(tmp_path, tied=tied, dtype="bfloat16", fp32_head=fp32_head)
     server = await asyncio.to_thread(next, servers)
     try:
-        async with VllmClient(server.url, TOKEN) as client:
-            sender = await connect(client, 1)
-            for version in (1, 2):
-                policy = new_weights(server.model, version).to(torch.bfloat16)
-                await publish(client, sender, policy, version)
-                scored = await client.prompt_logprobs(PROBE)
-                in_bf16 = score(policy, PROBE)
-                exact = score(policy.float(), PROBE)
-                rounding = np.abs(in_bf16 - exact)
-                error = np.abs(scored - exact)
-                assert error.mean() < 2 * rounding.mean()
-                assert error.max() < 2 * rounding.max()
+        await takes_bf16_weights(server)
     finally:
         await asyncio.to_thread(servers.close)  # type: ignore[attr-defined]
 
@@ -483,38 +499,31 @@ async def generate_many(client: VllmClient) -> list[Any]:
     return await asyncio.gather(*calls, return_exceptions=True)
 
 
-async def test_the_engine_dies_with_its_server(tmp_path: Path) -> None:
-    servers = start_server(tmp_path, tied=True, dtype="float32", fp32_head=True)
-    server = await asyncio.to_thread(next, servers)
-    try:
-        engine = engine_of(server)
-        assert environment_of(engine) == environment_of(server.process.pid), "orphans are known by it"
-        async with VllmClient(server.url, TOKEN) as client:
-            working = asyncio.create_task(generate_many(client))
-            await asyncio.sleep(0.5)
-            server.process.kill()
-            server.process.wait(10)
-            assert await ended(engine, 10)
-            await working
-            with socket.socket() as s:  # nobody listens any more
-                assert s.connect_ex(("127.0.0.1", int(server.url.rpartition(":")[2]))) != 0
-    finally:
-        await asyncio.to_thread(servers.close)  # type: ignore[attr-defined]
+# The last two tests end the servers of this file.
 
 
-async def test_a_dead_engine_ends_its_server_in_few_words(tmp_path: Path) -> None:
-    servers = start_server(tmp_path, tied=True, dtype="float32", fp32_head=True)
-    server = await asyncio.to_thread(next, servers)
-    try:
-        async with VllmClient(server.url, TOKEN) as client:
-            working = asyncio.create_task(generate_many(client))
-            await asyncio.sleep(0.5)
-            os.kill(engine_of(server), signal.SIGKILL)
-            # Some may have been answered before it died; the others must hear of it.
-            assert [answer for answer in await working if isinstance(answer, VllmError)]
-        await asyncio.to_thread(server.process.wait, 20)
-        log = server.log.read_text()
-        assert "EngineDeadError" in log
-        assert len(log.splitlines()) < 100, "an error for each request in flight, with its stack"
-    finally:
-        await asyncio.to_thread(servers.close)  # type: ignore[attr-defined]
+async def test_the_engine_dies_with_its_server(server: Server) -> None:
+    engine = engine_of(server)
+    assert environment_of(engine) == environment_of(server.process.pid), "orphans are known by it"
+    async with VllmClient(server.url, TOKEN) as client:
+        working = asyncio.create_task(generate_many(client))
+        await asyncio.sleep(0.5)
+        server.process.kill()
+        server.process.wait(10)
+        assert await ended(engine, 10)
+        await working
+        with socket.socket() as s:  # nobody listens any more
+            assert s.connect_ex(("127.0.0.1", int(server.url.rpartition(":")[2]))) != 0
+
+
+async def test_a_dead_engine_ends_its_server_in_few_words(bf16_server: Server) -> None:
+    async with VllmClient(bf16_server.url, TOKEN) as client:
+        working = asyncio.create_task(generate_many(client))
+        await asyncio.sleep(0.5)
+        os.kill(engine_of(bf16_server), signal.SIGKILL)
+        # Some may have been answered before it died; the others must hear of it.
+        assert [answer for answer in await working if isinstance(answer, VllmError)]
+    await asyncio.to_thread(bf16_server.process.wait, 20)
+    log = bf16_server.log.read_text()
+    assert "EngineDeadError" in log
+    assert len(log.splitlines()) < 100, "an error for each request in flight, with its stack"

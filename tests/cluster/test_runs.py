@@ -133,11 +133,13 @@ def scale(run: Run, count: int) -> None:
     say(f"kubectl scale to {count}, all ready", took, 300)
 
 
+@pytest.mark.full
 def test_generators_are_scaled_up_by_kubectl(run: Run) -> None:
     scale(run, 3)
     run.goes_on(120)
 
 
+@pytest.mark.full
 def test_a_node_is_drained_as_far_as_the_budget_lets_it(run: Run) -> None:
     """Of three generators one may go at a time: on the only node, which is cordoned, no other comes, and it is one.
     The trainer goes, with a checkpoint of its last step; it has no budget, which could only forbid."""
@@ -188,11 +190,13 @@ def names(pods: list[dict[str, Any]]) -> set[str]:
     return {pod["metadata"]["name"] for pod in pods}
 
 
+@pytest.mark.full
 def test_generators_are_scaled_down_by_kubectl(run: Run) -> None:
     scale(run, 1)
     run.goes_on(120)
 
 
+@pytest.mark.full
 def test_what_is_edited_by_hand_is_repaired(run: Run) -> None:
     deployment = f"{run.name}-generator"
     edit = {"spec": {"template": {"spec": {"containers": [{"name": "actor", "image": "nowhere/else:1"}]}}}}
@@ -211,6 +215,7 @@ def test_what_is_edited_by_hand_is_repaired(run: Run) -> None:
     until(lambda: len(run.pods("generator", ready=True)) == 1, 180, "the generator")
 
 
+@pytest.mark.full
 def test_the_api_server_is_away(run: Run) -> None:
     if run.cluster.layout is None:
         pytest.skip("this cluster is not ours to stop")

@@ -129,6 +129,7 @@ def test_fifty_kills_with_bad_items_among_the_good(tmp_path: Path) -> None:
     assert_nothing_left(run.directory)
 
 
+@pytest.mark.full
 def test_kill_everything_and_resume_trains_the_same_prompts(tmp_path: Path) -> None:
     spec = small_spec(budget__maxSteps=16, checkpoint__everySteps=4)
     (tmp_path / "a").mkdir()
@@ -147,6 +148,7 @@ def test_kill_everything_and_resume_trains_the_same_prompts(tmp_path: Path) -> N
     assert_counts_add_up(second.summary(), spec)
 
 
+@pytest.mark.full
 def test_parent_killed_leaves_no_orphan(tmp_path: Path) -> None:
     with start_run(tmp_path, small_spec()) as run:
         engines: list[int] = []
@@ -161,41 +163,6 @@ def test_parent_killed_leaves_no_orphan(tmp_path: Path) -> None:
         run.process.wait(timeout=10)
         assert_nothing_left(run.directory)
         assert not any(Path(f"/proc/{pid}").exists() for pid in engines)
-
-
-def test_ctrl_c_drains_checkpoints_and_exits_130(tmp_path: Path) -> None:
-    spec = small_spec(budget__maxSteps=10000)
-    with start_run(tmp_path, spec) as run:
-        run.until(lambda: run.step() >= 3, START_SECONDS, "three steps")
-        run.process.send_signal(signal.SIGINT)
-        assert run.finish(90) == 130, run.tail()
-    summary = run.summary()
-    assert "interrupted" in summary["stop_reason"]
-    assert_counts_add_up(summary, spec, complete=False)
-    assert (run.directory / f"checkpoints/step-{summary['steps']:08d}").is_dir()
-    assert_nothing_left(run.directory)
-
-
-def test_ctrl_c_then_resume_goes_on_to_the_end(tmp_path: Path) -> None:
-    spec = small_spec(budget__maxSteps=24)
-    with start_run(tmp_path, spec) as first:
-        first.until(lambda: first.step() >= 3, START_SECONDS, "three steps")
-        first.process.send_signal(signal.SIGINT)
-        assert first.finish(120) == 130, first.tail()
-    interrupted = first.summary()
-    assert interrupted["stop_reason"] == "interrupted"
-    assert 3 <= interrupted["steps"] < 24
-    with start_run(tmp_path, spec, "--resume") as second:
-        assert second.finish(400) == 0, second.tail()
-    summary = second.summary()
-    assert "going on after: interrupted" in second.output.read_text()
-    assert summary["stop_reason"] == "maxSteps"
-    assert summary["steps"] == 24
-    assert_counts_add_up(summary, spec)
-    # Each step once: what was trained before the interrupt is neither lost nor trained again.
-    assert [row["step"] for row in second.metrics()] == list(range(24))
-    assert [row["version"] for row in second.curve()] == ["0", "10", "20", "24"]
-    assert_nothing_left(second.directory)
 
 
 def test_second_ctrl_c_exits_now(tmp_path: Path) -> None:

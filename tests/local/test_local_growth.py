@@ -17,7 +17,7 @@ from runs import START_SECONDS, LocalRun, assert_counts_add_up, assert_nothing_l
 from scalerl_operator.autoscaling.record import Line
 from scalerl_operator.autoscaling.replay import verify
 
-pytestmark = pytest.mark.timeout(1000)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1000)]
 
 STALENESS = 4
 MORE_STEPS = 6

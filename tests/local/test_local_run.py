@@ -1,15 +1,25 @@
-"""One undisturbed run, as `make run` does it but shorter: what it says, leaves, and promises."""
+"""One undisturbed run, as `make run` does it but shorter, and the same run interrupted, killed and resumed."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from runs import LocalRun, assert_counts_add_up, assert_nothing_left, small_spec, start_run
+from runs import (
+    START_SECONDS,
+    LocalRun,
+    assert_counts_add_up,
+    assert_nothing_left,
+    engine_of,
+    processes_of,
+    small_spec,
+    start_run,
+)
 
 SUMMARY_KEYS = {
     "steps",
@@ -29,6 +39,8 @@ SUMMARY_KEYS = {
     "stop_reason",
 }
 RUN = small_spec(recipe__maxStalenessSteps=3)
+
+pytestmark = pytest.mark.timeout(900)
 
 
 def path_without_compilers(tmp: Path) -> str:
@@ -65,9 +77,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> LocalRun:
         assert code == 0, run.tail()
     assert_nothing_left(run.directory)
     return run
-
-
-pytestmark = pytest.mark.timeout(480)
 
 
 def test_it_runs_to_its_budget_without_a_compiler(finished: LocalRun) -> None:
@@ -112,3 +121,48 @@ def test_a_directory_is_not_used_twice(finished: LocalRun) -> None:
     with start_run(finished.directory.parent, RUN) as again:
         assert again.finish(60) == 2
     assert "--resume" in again.output.read_text()
+
+
+def test_interrupted_killed_and_resumed_it_trains_the_same_prompts(
+    finished: LocalRun, tmp_path: Path
+) -> None:
+    with start_run(tmp_path, RUN) as first:
+        first.until(lambda: first.step() >= 3, START_SECONDS, "three steps")
+        first.process.send_signal(signal.SIGINT)
+        assert first.finish(120) == 130, first.tail()
+    interrupted = first.summary()
+    assert interrupted["stop_reason"] == "interrupted"
+    assert 3 <= interrupted["steps"] < 20
+    assert_counts_add_up(interrupted, RUN, complete=False)
+    assert (first.directory / f"checkpoints/step-{interrupted['steps']:08d}").is_dir()
+    assert_nothing_left(first.directory)
+
+    with start_run(tmp_path, RUN, "--resume") as second:
+        engines: list[int] = []
+
+        def engine_is_there() -> bool:
+            engines[:] = [pid for server in second.find("vllm_server") for pid in engine_of(server)]
+            return bool(engines)
+
+        # A step more than its checkpoint has, which is trained again.
+        second.until(lambda: second.step() > interrupted["steps"], START_SECONDS, "a step more")
+        second.until(engine_is_there, 120, "vLLM's engine, a grandchild")
+        assert set(engines) <= {p.pid for p in processes_of(second.directory)}  # nothing below is blind to it
+        second.process.kill()
+        second.process.wait(timeout=10)
+        assert_nothing_left(second.directory)
+        assert not any(Path(f"/proc/{pid}").exists() for pid in engines)
+
+    with start_run(tmp_path, RUN, "--resume") as third:
+        assert third.finish(400) == 0, third.tail()
+    assert "going on after: interrupted" in second.output.read_text()
+    summary = third.summary()
+    assert (summary["stop_reason"], summary["steps"]) == ("maxSteps", 20)
+    assert_counts_add_up(summary, RUN)
+    # Each step once: what was trained before is neither lost nor trained again.
+    assert [row["step"] for row in third.metrics()] == list(range(20))
+    assert [row["prompts_crc32"] for row in third.metrics()] == [
+        row["prompts_crc32"] for row in finished.metrics()
+    ]
+    assert [row["version"] for row in third.curve()] == ["0", "10", "20"]
+    assert_nothing_left(third.directory)
