@@ -14,8 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from testcluster import start, tools
-from testcluster.errors import ClusterError
+from testcluster import debian, start, tools
+from testcluster.errors import ClusterError, MissingError
 from testcluster.handle import Cluster
 from testcluster.images import Images, build_all
 
@@ -58,9 +58,16 @@ def prepare(_: argparse.Namespace) -> None:
         for name in tools.PREPARED:
             tools.tool(name)
 
+    def images() -> None:
+        debian.installed(debian.NODE, debian.IMAGES, debian.PROMETHEUS)
+        build_all()
+
     with ThreadPoolExecutor() as workers:
-        for work in [workers.submit(programs), workers.submit(build_all)]:
-            work.result()
+        for work in [workers.submit(programs), workers.submit(images)]:
+            try:
+                work.result()
+            except MissingError as error:
+                print(f"not prepared, and what needs it is skipped: {error}", file=sys.stderr)
 
 
 def status(arguments: argparse.Namespace) -> None:

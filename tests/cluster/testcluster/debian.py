@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from testcluster import cache
 from testcluster.errors import MissingError
 
 # program → package. What runs pods, and what makes images for them.
@@ -41,7 +42,7 @@ def installed(*needs: dict[str, str]) -> None:
     if shutil.which("apt-get") is None:
         raise MissingError(f"{said}, or what your distribution calls these packages")
     print(f"installing {', '.join(packages)}", file=sys.stderr, flush=True)
-    with _no_services():
+    with cache.lock(cache.folder() / ".debian"), _no_services():  # apt itself does not wait for another
         # The lists may be missing or old; they are read again only when the installation fails without that.
         if _apt(command).returncode != 0:
             _apt(["apt-get", "update"])
