@@ -110,8 +110,17 @@ POLICY = Section(
             "The same on all trained tokens: numerical differences and staleness together.",
             "ratio",
         ),
+        lines("Largest ratio", "Of any token of the newest step.", (stat_of("ratio_max"), "ratio")),
         lines(
-            "Largest ratio", "Of the newest step; an explosion is refused.", (stat_of("ratio_max"), "ratio")
+            "Beyond the ratio",
+            "Share of the newest step's tokens with a ratio beyond 10 either way. Above 10 % a step is skipped.",
+            (stat_of("ratio_beyond_fraction"), "share"),
+            unit="percentunit",
+        ),
+        lines(
+            "Skipped steps",
+            "Not applied: loss or gradient not finite, or ratios that exploded.",
+            (f"sum(increase(scalerl_coordinator_skipped_steps_total{{{RUN}}}[$__rate_interval]))", "steps"),
         ),
         lines("Loss", "Of the newest step.", (stat_of("loss"), "loss"), minimum=None),
         lines("Gradient norm", "Before clipping.", (stat_of("grad_norm"), "norm")),
@@ -141,7 +150,7 @@ ROLLOUTS = Section(
     (
         lines(
             "By fate",
-            "Trained, filtered, given up, queued for a step, leased.",
+            "Trained, filtered, given up, of skipped steps, queued for a step, leased.",
             (f"max by (fate) (scalerl_coordinator_rollouts{{{RUN}}})", "{{fate}}"),
         ),
         lines(

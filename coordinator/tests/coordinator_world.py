@@ -181,9 +181,16 @@ class World:
         request = wire.NextRequest(incarnation=incarnation, version=self.state.version, wait_seconds=0)
         return self.training.next(request, self.now)
 
-    def report(self, incarnation: str, step: int, **stats: float) -> dict[str, float] | None:
+    def report(
+        self, incarnation: str, step: int, skipped: str = "", **stats: float
+    ) -> dict[str, float] | None:
         request = wire.StepReport(
-            incarnation=incarnation, step=step, stats=stats, busy_seconds=0.5, trained_tokens=10
+            incarnation=incarnation,
+            step=step,
+            stats=stats,
+            busy_seconds=0.5,
+            trained_tokens=0 if skipped else 10,
+            skipped=skipped,
         )
         return self.training.step(request, self.now)
 
@@ -326,12 +333,15 @@ def train(world: World, incarnation: str = "t", *, publish: bool = True) -> None
 def check_consistency(world: World) -> None:
     """What holds after every record."""
     state, fates, identity = world.state, world.state.fates, world.settings.identity
-    assert fates.acknowledged == fates.trained + fates.filtered + fates.queued
-    assert min(fates.trained, fates.filtered, fates.queued, fates.given_up) >= 0
+    assert fates.acknowledged == fates.trained + fates.filtered + fates.queued + fates.skipped
+    assert min(fates.trained, fates.filtered, fates.queued, fates.skipped, fates.given_up) >= 0
     if not world.changed:
         size, rollouts = identity.prompts_per_step, identity.completions_per_prompt
         done = rollouts * (state.first_kept_step * size + len(state.groups))
         assert fates.acknowledged + fates.given_up == done
+    if state.rows and state.first_kept_step == 0:
+        skipped = [g for step in range(state.version) if step in state.skips for g in state.step_groups(step)]
+        assert fates.skipped == sum(g.rollouts for g in skipped if not g.filtered)
     untrained = {slot: g for slot, g in state.groups.items() if state.step_of(slot) >= state.version}
     assert fates.queued == sum(g.rollouts for g in untrained.values() if not g.filtered)
     # Every issued slot is somewhere, and in one place.

@@ -186,8 +186,8 @@ class Coordinator(RuleBasedStateMachine):
         self._hello(data.draw(st.sampled_from(sorted(self.checkpoints) or [0])))
 
     @precondition(lambda self: self.incarnation and not self.unpublished)
-    @rule()
-    def trainer_goes_on(self) -> None:
+    @rule(skipped=st.sampled_from(["", "", "", "the loss is nan"]))
+    def trainer_goes_on(self, skipped: str = "") -> None:
         world = self.world
         following = world.next(self.incarnation)
         world.acknowledge()
@@ -209,8 +209,8 @@ class Coordinator(RuleBasedStateMachine):
             self.trained[step] = plan.lease_ids
             every = [lease_id for ids in self.trained.values() for lease_id in ids]
             assert len(set(every)) == len(every)  # each slot once
-            assert world.report(self.incarnation, step, loss=1.0) is not None
-            assert world.report(self.incarnation, step, loss=1.0) is None  # its answer was lost
+            assert world.report(self.incarnation, step, skipped, loss=1.0) is not None
+            assert world.report(self.incarnation, step, skipped, loss=1.0) is None  # its answer was lost
             self.unpublished = world.state.version > world.state.published
         elif following.action is NextAction.FINISH:
             assert self.max_steps == world.state.version

@@ -9,6 +9,7 @@ from coordinator_world import World, check_consistency, make_settings, ready, tr
 
 from scalerl_api import wire
 from scalerl_api.wire import NextAction, Phase, PushResult
+from scalerl_coordinator import records as r
 from scalerl_coordinator.core import Refusal
 from scalerl_coordinator.status import view
 
@@ -211,3 +212,42 @@ def test_reports_that_are_not_finite_or_out_of_step_are_refused(world):
         world.report("t", 1)
     assert world.report("t", 0) is not None
     assert world.report("t", 0) is None
+
+
+def test_a_skipped_step_uses_its_rollouts_up_and_trains_on_none(world):
+    """It is a step like others for versions, budget and evaluation; its rollouts are in a pile of their own."""
+    world.serve(world.member, 0)
+    trained = world.state.fates.queued
+    tokens = world.state.line.trained_tokens
+    row = world.report("t", 0, skipped="the loss is nan", grad_norm=1.0, sampled_kl=9.0, sampled_tokens=5.0)
+    record = next(record for record, _ in world.core.outbox if isinstance(record, r.StepSkipped))
+    assert (record.slots, record.reason) == ([0, 1, 2], "the loss is nan")
+    status = view(world.core)
+    assert (status.step, status.skipped_steps, status.last_skip_reason) == (1, 1, "the loss is nan")
+    assert (status.counts.trained, status.counts.skipped) == (0, 6)
+    assert status.counts.queued == trained - 6
+    assert (row["skipped"], row["trained_tokens"], row["completion_tokens"] > 0) == (1, 0, True)
+    assert world.state.line.trained_tokens == tokens
+    assert world.state.line.work_tokens == row["completion_tokens"]
+    assert status.mismatch == [], "what exploded would hide every measurement after it"
+    check_consistency(world)
+
+
+def test_skipped_steps_in_a_row_are_known_to_the_trainer_that_comes_after(world):
+    train(world)
+    world.checkpoint("t", [1])
+    for step in (1, 2):
+        world.serve(world.member, step)
+        world.report("t", step, skipped="the loss is nan")
+        world.publish("t")
+    world.acknowledge()
+    world.crash(0)
+    world.hello("t2", 1)
+    assert world.hello("t3", 3).consecutive_skipped_steps == 2, "from a checkpoint ahead of the one before"
+    assert world.state.fates.skipped == 12
+    assert world.hello("t4", 1).consecutive_skipped_steps == 0
+    assert (world.state.fates.skipped, world.state.fates.queued) == (0, 18)
+    assert view(world.core).skipped_steps == 2, "that they were skipped stays known"
+    world.report("t4", 1)
+    assert (world.state.fates.trained, world.state.fates.skipped) == (12, 0), "this time it was applied"
+    check_consistency(world)

@@ -184,16 +184,17 @@ def start_run(
 
 
 def assert_counts_add_up(summary: dict[str, Any], run: dict[str, Any], complete: bool = True) -> None:
-    """Every acknowledged rollout is trained, filtered or queued; every slot of every step was used or given up once.
+    """Every acknowledged rollout is trained, filtered, skipped or queued; every slot of every step was used or given up.
 
     A run that was cut short may have closed (and filtered) steps that it did not train any more.
     """
     counts = summary["counts"]
-    assert counts["acknowledged"] == counts["trained"] + counts["filtered"] + counts["queued"], counts
+    used_up = counts["trained"] + counts["filtered"] + counts["skipped"]
+    assert counts["acknowledged"] == used_up + counts["queued"], counts
     recipe = run["spec"]["recipe"]
     used = summary["steps"] * recipe["promptsPerStep"] * recipe["completionsPerPrompt"]
     if complete:
-        assert counts["trained"] + counts["filtered"] + counts["given_up"] == used, counts
+        assert used_up + counts["given_up"] == used, counts
         assert counts["queued"] == 0, counts
     else:
         assert counts["acknowledged"] >= used, counts

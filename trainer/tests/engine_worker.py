@@ -25,6 +25,11 @@ from scalerl_trainer.sft import warm_start
 
 STEPS = 3
 VOCABULARY = 17
+SKIPPED: list[tuple[int, Dtype]] = [
+    *((stage, "float32") for stage in range(4)),
+    *((stage, "bfloat16") for stage in (1, 2, 3)),
+]
+"""ZeRO stages and dtypes in which steps are skipped."""
 SETTINGS = {
     "learning_rate": 1e-2,
     "warmup_steps": 2,
@@ -167,6 +172,44 @@ class Scenarios:
         engine.close()
         return sorted({round(m / 0.1, 6) for m in moments.double().tolist() if m}), norm
 
+    def skip(self, stage: int, dtype: Dtype) -> dict[str, Any]:
+        """What must be skipped on all ranks, in turn on one engine: weights and optimizer stay as they were."""
+        good, after = self.share(0), self.share(1)
+        # One token of one rank's that no mean survives, and a batch of other weights.
+        one = good.generator_logprobs_n.clone()
+        if self.rank.rank == 1:
+            one[0] = -9999.0
+        outlier = TrainBatch(good.sequences, good.weights_s, good.advantages_s, one)
+        far = TrainBatch(good.sequences, good.weights_s, good.advantages_s, good.generator_logprobs_n - 40)
+        undisturbed = self.engine(stage, dtype)
+        undisturbed.step(good, Cispo())
+        middle = parameters(undisturbed)
+        undisturbed.step(after, Cispo())
+        expected = parameters(undisturbed)
+        undisturbed.close()
+
+        engine = self.engine(stage, dtype)
+        engine.step(good, Cispo())
+        poisons: list[tuple[str, TrainBatch, Loss]] = [
+            ("gradient", good, PoisonedGradient()),
+            ("loss", good, PoisonedLoss()),
+            ("ratio", far, Cispo()),
+        ]
+        found: dict[str, Any] = {}
+        unclipped = self.engine(stage, dtype, max_gradient_norm=0.0)
+        found["gradient not clipped"] = unclipped.step(good, PoisonedGradient())
+        unclipped.close()
+        for name, batch, loss in poisons:
+            stats = engine.step(batch, loss)
+            found[name] = stats
+            found[f"{name} unchanged"] = _same(middle, parameters(engine))
+        stats = engine.step(after, Cispo())
+        found["after"] = stats
+        found["goes on"] = _same(expected, parameters(engine))
+        found["outlier"] = engine.step(outlier, Cispo())
+        engine.close()
+        return found
+
     def refuse(self, stage: int) -> dict[str, Any]:
         """What must raise on all ranks, and leave the weights as they were."""
         engine = self.engine(stage)
@@ -180,7 +223,6 @@ class Scenarios:
         bad = TrainBatch(good.sequences, good.weights_s, good.advantages_s, nan)
         long = TrainBatch([Sequence([1] * 20, [2] * 20)], torch.ones(1), torch.ones(1))
         strange = TrainBatch([Sequence([1], [VOCABULARY + 500])], torch.ones(1), torch.ones(1))
-        far = TrainBatch(good.sequences, good.weights_s, good.advantages_s, good.generator_logprobs_n - 40)
         empty = TrainBatch([], torch.zeros(0), torch.zeros(0), torch.zeros(0))
         found: dict[str, Any] = {
             "nan generator": caught(lambda: engine.step(bad, Cispo())),
@@ -191,20 +233,8 @@ class Scenarios:
         after_bad_batches = parameters(engine)
         stats = engine.step(good, Cispo())
         found["usable after bad batches"] = stats.applied
+        found["unchanged"] = _same(before, after_bad_batches)
         engine.close()
-        poisons: list[tuple[str, TrainBatch, Loss]] = [
-            ("gradient", good, PoisonedGradient()),
-            ("loss", good, PoisonedLoss()),
-            ("ratio", far, Cispo()),
-        ]
-        found["unchanged"] = [_same(before, after_bad_batches)]
-        poisons.append(("gradient not clipped", good, PoisonedGradient()))
-        for name, batch, loss in poisons:
-            engine = self.engine(stage, **({"max_gradient_norm": 0.0} if "not clipped" in name else {}))
-            found[name] = caught(lambda e=engine, b=batch, f=loss: e.step(b, f))
-            found["unchanged"].append(_same(before, parameters(engine)))
-            found[f"after {name}"] = caught(lambda e=engine: e.step(good, Cispo()))
-            engine.close()
         return found
 
     def warm(self, stage: int) -> dict[str, Any]:
@@ -253,6 +283,8 @@ def main() -> None:
         results[f"reduced {stage}"] = scenarios.reduced(stage, "bfloat16" if stage else "float32")
     for stage in (0, 1, 3):
         results[f"refuse {stage}"] = scenarios.refuse(stage)
+    for stage, dtype in SKIPPED:
+        results[f"skip {stage} {dtype}"] = scenarios.skip(stage, dtype)
     results["warm"] = scenarios.warm(1)
     torch.save(results, out / f"rank-{rank.rank}.pt")
     leave()

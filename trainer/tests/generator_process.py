@@ -1,7 +1,7 @@
 """A generator without a model: takes weights like an actor, and answers leases with seeded random tokens.
 
 ``GENERATOR``: ``{"actor": {...} as ACTOR in actor_process.py, "name", "coordinator", "run_file",
-"vocabulary", "seconds_per_group", "logprob"}``.
+"vocabulary", "seconds_per_group", "logprob", "bad_slots"}``: slots whose log-probabilities are of no policy.
 """
 
 from __future__ import annotations
@@ -54,9 +54,11 @@ def version() -> int:
 def completion(lease: wire.Lease, sample: int, held: int) -> wire.Completion:
     random = np.random.default_rng([lease.slot, sample])
     tokens = int(random.integers(2, 6))
+    usual = given["logprob"] or -np.log(given["vocabulary"])
+    logprob = -60.0 if lease.split is wire.Split.TRAIN and lease.slot in given["bad_slots"] else usual
     return wire.Completion(
         token_ids=random.integers(3, given["vocabulary"], tokens).astype("<i4").tobytes(),
-        logprobs=np.full(tokens, given["logprob"] or -np.log(given["vocabulary"]), "<f4").tobytes(),
+        logprobs=np.full(tokens, logprob, "<f4").tobytes(),
         versions=[wire.VersionSpan(held, 0)],
         finish_reason="stop",
         score=float((sample + lease.slot) % 2),

@@ -152,6 +152,7 @@ class Run:
         *faults: dict[str, Any],
         seconds_per_group: float = 0.0,
         logprob: float | None = None,
+        bad_slots: tuple[int, ...] = (),
         skip_held_out: bool = False,
     ) -> Path:
         name = f"generator-{len(self.generators)}"
@@ -169,6 +170,7 @@ class Run:
                     "vocabulary": vocabulary,
                     "seconds_per_group": seconds_per_group,
                     "logprob": logprob,
+                    "bad_slots": bad_slots,
                     "skip_held_out": skip_held_out,
                 },
             )
@@ -526,14 +528,39 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(new_run: A
     assert [row["step"] for row in run.rows()] == list(range(8))
 
 
-def test_training_that_left_the_road_is_not_applied(new_run: Any) -> None:
-    """The generator's log-probabilities are of no policy the trainer knows."""
+def test_a_bad_batch_is_skipped_and_the_run_goes_on(new_run: Any) -> None:
+    run = new_run()
+    directory = run.start(bad_slots=(8, 9, 10, 11))
+    assert run.wait_trainer() == [0, 0]
+    status = run.status()
+    assert status is not None
+    assert (status.step, status.skipped_steps) == (6, 1)
+    assert "100.0 % of tokens have a ratio beyond 10" in status.last_skip_reason
+    counts = status.counts
+    assert counts.acknowledged == counts.trained + counts.filtered + counts.skipped + counts.queued
+    assert counts.skipped == 4 * 3
+    assert [row["skipped"] for row in run.rows()] == [0, 0, 1, 0, 0, 0]
+    assert run.rows()[2]["trained_tokens"] == 0
+    assert "step 2 is skipped, weights and optimizer stay as they are: " in run.log("trainer-0")
+    before, skipped, after = (torch.load(directory / f"v{version}.pt") for version in (2, 3, 4))
+    assert all(torch.equal(before[name], skipped[name]) for name in before)
+    assert any(not torch.equal(skipped[name], after[name]) for name in before)
+
+
+def test_three_skipped_steps_in_a_row_are_broken(new_run: Any) -> None:
+    """The generator's log-probabilities are of no policy the trainer knows. The count outlives the trainer."""
     run = new_run(checkpoint__everySteps=1)
     run.start(logprob=-60.0)
     assert run.wait_trainer() == [3, 3]
-    assert "BROKEN: step 0" in run.log("trainer-0")
-    assert run.step() == 0
-    assert run.checkpoints() == []
+    assert "BROKEN: 3 steps in a row were skipped; step 2, the last, because 100.0 %" in run.log("trainer-0")
+    assert run.step() == 3
+    assert run.checkpoints()[-1] < 3
+    run.start_trainer()
+    assert run.wait_trainer() == [3, 3]
+    assert run.step() == 3, "one more in that row is enough"
+    status = run.status()
+    assert status is not None
+    assert (status.counts.trained, status.counts.skipped) == (0, 3 * 4 * 3)
 
 
 def test_bad_input_is_exit_2(new_run: Any) -> None:

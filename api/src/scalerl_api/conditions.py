@@ -333,6 +333,12 @@ class Reason(_Explained):
         "The verifier itself failed on completions, whose scores say nothing: see the logs of the actors. It is over after "
         "ten minutes without another.",
     )
+    STEP_SKIPPED = (
+        "StepSkipped",
+        "A step's loss or gradient was not finite, or its ratios exploded: it was not applied, and training goes on. The "
+        "coordinator's log names its slots, the trainer's the cause. It is over after ten minutes without another; three "
+        "in a row end the attempt.",
+    )
     GENERATORS_FAILING = "GeneratorsFailing", "See the logs of the generator that the message names."
 
     # Suspended
@@ -367,7 +373,7 @@ class Reason(_Explained):
     )
     DIVERGED = (
         "Diverged",
-        "An update was refused twice from the same checkpoint: lower the learning rate, or look at the data.",
+        "Several steps in a row were skipped, twice from the same checkpoint: lower the learning rate, or look at the data.",
     )
     RESTARTS_EXHAUSTED = (
         "RestartsExhausted",

@@ -24,7 +24,7 @@ TRAINER_HOST = "SCALERL_TRAINER_HOST"
 BAD_INPUT_EXIT_CODE = 2
 """A role exits with this when its input is wrong: starting it again cannot help."""
 DIVERGED_EXIT_CODE = 3
-"""The trainer exits with this when an update had to be refused: not finite, or ratios that explode."""
+"""The trainer exits with this when steps in a row had to be skipped: not finite, or ratios that explode."""
 
 
 class EnvironmentProblem(Exception):

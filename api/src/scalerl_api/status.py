@@ -117,6 +117,10 @@ class TroubleStatus(StatusModel):
     """Completions whose verifier failed, over the whole run."""
     last_grading_error_time: Time | None = None
     """When the newest of them was first seen."""
+    skipped_steps: Count = 0
+    """Steps that were not applied, over the whole run."""
+    last_skipped_step_time: Time | None = None
+    """When the newest of them was first seen."""
     checkpoint_failures: Count = 0
     """Checkpoints that could not be written, over the whole run."""
     unsaved_since: Annotated[int, Field(ge=-1)] | None = None

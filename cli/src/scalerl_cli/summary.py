@@ -55,6 +55,7 @@ def summarize(run: ScaleRLRun, outcome: Outcome) -> dict[str, Any]:
             source: {m.positions: m.kl for m in status.mismatch if m.source == source and m.positions != ALL}
             for source in SOURCES
         },
+        "skipped_steps": status.skipped_steps,
         "checkpoint_failures": status.checkpoint_failures,
         "grading_errors": status.grading_errors,
         "exports": msgspec.to_builtins(status.exports),
@@ -101,7 +102,8 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         (
             "rollouts",
             f"{counts['acknowledged']:,} = {counts['trained']:,} trained + {counts['filtered']:,} filtered "
-            f"+ {counts['queued']:,} queued",
+            f"+ {counts['queued']:,} queued"
+            + (f" + {counts['skipped']:,} skipped" if counts["skipped"] else ""),
         ),
         (
             "start to first lease",
@@ -115,6 +117,8 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         model = (summary["exports"] or {}).get(role)
         if model is not None:
             found.append((f"model, {role}", model["path"] + (f", {model['uri']}" if model["uri"] else "")))
+    if summary["skipped_steps"]:
+        found.append(("steps skipped", f"{summary['skipped_steps']:,}"))
     if summary["checkpoint_failures"]:
         found.append(("checkpoints not written", f"{summary['checkpoint_failures']:,}"))
     if summary["grading_errors"]:

@@ -52,7 +52,7 @@ class Accepted(msgspec.Struct, array_like=True):
 
 
 class Fates(msgspec.Struct, array_like=True):
-    """Training rollouts by fate: ``acknowledged = trained + filtered + queued`` after every record."""
+    """Training rollouts by fate: ``acknowledged = trained + filtered + queued + skipped`` after every record."""
 
     acknowledged: int = 0
     trained: int = 0
@@ -75,6 +75,8 @@ class Fates(msgspec.Struct, array_like=True):
     """Of ``acknowledged``: not trained on, since their verifier failed."""
     masked_tokens: int = 0
     """Of acknowledged rollouts."""
+    skipped: int = 0
+    """Of steps that were not applied."""
     held_out_given_up: int = 0
     """Evaluation rollouts that count 0 because they could not be generated."""
     timed_out_leases: int = 0
@@ -92,6 +94,7 @@ class Line(msgspec.Struct, array_like=True, frozen=True):
     """Completion tokens of trained (unfiltered) groups, and the sum of their staleness in steps:"""
     staleness_sum: int = 0
     staleness_max: int = 0
+    consecutive_skipped_steps: int = 0
 
     @property
     def mean_staleness(self) -> float:
@@ -145,8 +148,14 @@ def sum_step(step: int, groups: list[Accepted]) -> StepSums:
     return sums
 
 
-def extend(line: Line, sums: StepSums, trained_tokens: int) -> Line:
-    """The line after one more step."""
+def extend(line: Line, sums: StepSums, trained_tokens: int, *, skipped: bool) -> Line:
+    """The line after one more step. One that was skipped used its tokens up, and trained on none of them."""
+    if skipped:
+        return msgspec.structs.replace(
+            line,
+            work_tokens=line.work_tokens + sums.work_tokens,
+            consecutive_skipped_steps=line.consecutive_skipped_steps + 1,
+        )
     return Line(
         work_tokens=line.work_tokens + sums.work_tokens,
         trained_tokens=line.trained_tokens + trained_tokens,

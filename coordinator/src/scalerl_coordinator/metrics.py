@@ -79,7 +79,7 @@ class _RunCollector(Collector):
         status, journal = self._status(), self._journal
         counts = status.counts
         rollouts = GaugeMetricFamily(_PREFIX + "rollouts", "Training rollouts by fate.", labels=("fate",))
-        for fate in ("trained", "filtered", "given_up", "queued", "leased"):
+        for fate in ("trained", "filtered", "given_up", "skipped", "queued", "leased"):
             rollouts.add_metric((fate,), getattr(counts, fate))
         yield rollouts
         dropped = CounterMetricFamily(
@@ -143,6 +143,7 @@ class _RunCollector(Collector):
             ),
             ("grading_errors", status.grading_errors, "Accepted rollouts whose verifier failed."),
             ("checkpoint_failures", status.checkpoint_failures, "Checkpoints that could not be written."),
+            ("skipped_steps", status.skipped_steps, "Steps that were not applied: not finite, or exploding."),
             ("generated_tokens", status.tokens_generated, "By all generators."),
             ("wall_seconds", status.wall_seconds, "Since the first lease."),
             ("device_seconds", status.device_seconds, "Devices times seconds."),

@@ -150,6 +150,17 @@ class StepTrained(Record, frozen=True, array_like=True, tag="step"):
     trained_tokens: int
 
 
+class StepSkipped(Record, frozen=True, array_like=True, tag="skipped"):
+    """A step was consumed without an update: its version has the weights of the one before."""
+
+    step: int
+    reason: str
+    slots: list[int]
+    """Whose rollouts were not trained on: those of the step that were not filtered."""
+    stats: dict[str, float]
+    busy_seconds: float
+
+
 class Published(Record, frozen=True, array_like=True, tag="published"):
     version: int
     stats: dict[str, float]
@@ -194,6 +205,7 @@ AnyRecord = (
     | TrainerJoined
     | Restored
     | StepTrained
+    | StepSkipped
     | Published
     | CheckpointCommitted
     | StopRequested

@@ -6,7 +6,7 @@ same state, live or in replay, and a prefix of the records gives a state the run
 Life of a training slot, and which pile its rollouts are on::
 
     fresh ─issued→ leased ─accepted→ waiting for its step ─step closes→ filtered
-                     │ ↑                 (queued)             └───────→ (queued) ─step trained→ trained
+                     │ ↑                 (queued)             └───────→ (queued) ─step trained→ trained, or skipped
              closed  ↓ │ issued again, same prompt                           ↑←─ trainer went back ─┘
                     reissue ─failed with two members, or too long→ given up (no rollouts; filtered)
 
@@ -81,6 +81,11 @@ class State(msgspec.Struct):
     """Checkpoints that could not be written, as told with the steps, over all incarnations."""
     reported_failures: int = 0
     """Of those, what the present incarnation has told."""
+    skips: dict[int, str] = {}
+    """Kept steps that were skipped when they were last reached, and why."""
+    skipped_steps: int = 0
+    """Over all incarnations, and lines."""
+    last_skip_reason: str = ""
 
     fates: Fates = msgspec.field(default_factory=Fates)
     usage: Usage = msgspec.field(default_factory=Usage)
@@ -154,6 +159,7 @@ class State(msgspec.Struct):
         copy = State.decode(self.encode())
         start = slots.first_slot(self.version, self.batch_sizes)
         copy.leases, copy.lapsed, copy.groups, copy.filled, copy.rows = {}, {}, {}, {}, {}
+        copy.skips = {}
         copy.prompts = {slot: index for slot, index in self.prompts.items() if slot >= start}
         copy.reissue = sorted(copy.prompts)
         copy.first_kept_step = self.version

@@ -35,6 +35,7 @@ def view(core: Core) -> wire.Status:
             held_out_invalid=fates.held_out_invalid,
             given_up=fates.given_up,
             too_long=fates.too_long,
+            skipped=fates.skipped,
             ungraded=fates.ungraded,
             masked_tokens=fates.masked_tokens,
             held_out_given_up=fates.held_out_given_up,
@@ -59,6 +60,8 @@ def view(core: Core) -> wire.Status:
         mismatch=_mismatch(state),
         grading_errors=fates.grading_errors,
         checkpoint_failures=state.checkpoint_failures,
+        skipped_steps=state.skipped_steps,
+        last_skip_reason=state.last_skip_reason,
         checkpoint_version=state.checkpoint,
     )
 

@@ -26,14 +26,16 @@ def trainer_joined(state: State, record: r.TrainerJoined) -> None:
     for step in range(state.version, record.version):
         # A checkpoint from ahead, after a trainer that could not load it went further back: the batches of
         # these steps are the ones it has trained on; only their reports are gone.
-        _advance(state, step, {}, 0)
+        _advance(state, step, {}, 0, skipped=step in state.skips)
     if record.version == state.version:
         return
     for step in range(record.version, state.version):
-        for group in state.step_groups(step):
-            if not group.filtered:
-                state.fates.trained -= group.rollouts
-                state.fates.queued += group.rollouts
+        rollouts = sum_step(step, state.step_groups(step)).trained_rollouts
+        if step in state.skips:
+            state.fates.skipped -= rollouts
+        else:
+            state.fates.trained -= rollouts
+        state.fates.queued += rollouts
         state.rows.pop(step)
     state.line = state.marks[record.version]
     state.marks = {v: line for v, line in state.marks.items() if v < record.version}
@@ -42,23 +44,38 @@ def trainer_joined(state: State, record: r.TrainerJoined) -> None:
 
 
 def step_trained(state: State, record: r.StepTrained) -> None:
+    state.skips.pop(record.step, None)
+    add_mismatches(state.mismatches, record.stats)
+    _advance(state, record.step, _reported(state, record), record.trained_tokens, skipped=False)
+
+
+def step_skipped(state: State, record: r.StepSkipped) -> None:
+    state.skips[record.step] = state.last_skip_reason = record.reason
+    state.skipped_steps += 1
+    _advance(state, record.step, _reported(state, record), 0, skipped=True)
+
+
+def _reported(state: State, record: r.StepTrained | r.StepSkipped) -> dict[str, float]:
+    """What the trainer said with the step, for its row."""
     state.usage.trainer_busy_seconds += record.busy_seconds
     # The trainer counts for itself, from 0 in every incarnation.
     failures = int(record.stats.get("checkpoint_failures", 0))
     state.checkpoint_failures += max(0, failures - state.reported_failures)
     state.reported_failures = max(failures, state.reported_failures)
-    _advance(state, record.step, {**record.stats, "busy_seconds": record.busy_seconds}, record.trained_tokens)
+    return {**record.stats, "busy_seconds": record.busy_seconds}
 
 
-def _advance(state: State, step: int, stats: dict[str, float], trained_tokens: int) -> None:
+def _advance(state: State, step: int, stats: dict[str, float], trained_tokens: int, *, skipped: bool) -> None:
     """The line grows by ``step``, which is closed."""
     sums = sum_step(step, state.step_groups(step))
     state.marks[step] = state.line
-    state.line = extend(state.line, sums, trained_tokens)
-    add_mismatches(state.mismatches, stats)
+    state.line = extend(state.line, sums, trained_tokens, skipped=skipped)
     state.version = step + 1
     state.newest = max(state.newest, state.version)
-    state.fates.trained += sums.trained_rollouts
+    if skipped:
+        state.fates.skipped += sums.trained_rollouts
+    else:
+        state.fates.trained += sums.trained_rollouts
     state.fates.queued -= sums.trained_rollouts
     row: Row = {
         "step": step,
@@ -69,6 +86,7 @@ def _advance(state: State, step: int, stats: dict[str, float], trained_tokens: i
         **({"reward": sums.score_sum / sums.graded} if sums.graded else {}),
         "groups": sums.groups,
         "filtered_groups": sums.filtered_groups,
+        "skipped": int(skipped),
         "given_up_groups": sums.given_up_groups,
         "rollouts": sums.rollouts,
         "completion_tokens": sums.work_tokens,
@@ -111,6 +129,7 @@ def checkpoint_committed(state: State, record: r.CheckpointCommitted) -> None:
         for slot in state.slots_of(step):
             del state.groups[slot], state.prompts[slot]
         del state.filled[step], state.marks[step], state.rows[step]
+        state.skips.pop(step, None)
     state.first_kept_step = first
     while len(state.batch_sizes) > 1 and state.batch_sizes[1].first_step <= first:
         del state.batch_sizes[0]
@@ -138,6 +157,7 @@ def usage_added(state: State, record: r.UsageAdded) -> None:
 APPLY: dict[type, Callable[[State, Any], None]] = {
     r.TrainerJoined: trainer_joined,
     r.StepTrained: step_trained,
+    r.StepSkipped: step_skipped,
     r.Published: published,
     r.CheckpointCommitted: checkpoint_committed,
     r.StopRequested: stop_requested,

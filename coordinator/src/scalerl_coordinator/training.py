@@ -88,7 +88,11 @@ class Training:
         log.info("trainer of %d ranks at version %d", request.world_size, request.version)
         self._holds.clear()
         self._nobody_since = None
-        return wire.TrainerWelcome(next_step=state.version, published_version=state.published)
+        return wire.TrainerWelcome(
+            next_step=state.version,
+            published_version=state.published,
+            consecutive_skipped_steps=state.line.consecutive_skipped_steps,
+        )
 
     def _refuse_forgotten(self, version: int) -> NoReturn:
         state = self.core.state
@@ -260,7 +264,7 @@ class Training:
         return ShardPlan(request.step, metas, [g.lease_id for g in groups], share)
 
     def step(self, report: wire.StepReport, now: float) -> Row | None:
-        """A step was applied: its line of metrics.jsonl, or None where that was known already. Raises Refusal."""
+        """A step is over: its line of metrics.jsonl, or None where that was known already. Raises Refusal."""
         self.check(report.incarnation)
         core, state = self.core, self.core.state
         _check_finite(report.stats)
@@ -273,7 +277,13 @@ class Training:
         if report.step != state.version or not state.closed(report.step):
             raise Refusal("out-of-step", f"step {report.step} is reported, step {state.version} is next")
         core.flush_usage(now)
-        core.commit(r.StepTrained(report.step, report.stats, report.busy_seconds, report.trained_tokens))
+        if report.skipped:
+            groups = zip(state.slots_of(report.step), state.step_groups(report.step), strict=True)
+            slots = [slot for slot, group in groups if not group.filtered]
+            log.error("step %d was skipped: %s; not trained on: slots %s", report.step, report.skipped, slots)
+            core.commit(r.StepSkipped(report.step, report.skipped, slots, report.stats, report.busy_seconds))
+        else:
+            core.commit(r.StepTrained(report.step, report.stats, report.busy_seconds, report.trained_tokens))
         return state.rows[report.step]
 
     # --- publishing -----------------------------------------------------------------------------

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _TROUBLES: Final = {
     "checkpoint_failures": (1, "a checkpoint could not be written ({count} so far); the last good one stays"),
+    "skipped_steps": (1, "a step was skipped ({count} so far): {reason}"),
     "grading_errors": (2, "the verifier failed on a completion ({count} so far), which is left out"),
     "given_up": (
         2,
@@ -226,13 +227,20 @@ class LocalRun:
     def _tell_troubles(self, status: Status) -> None:
         counts = {
             "checkpoint_failures": status.checkpoint_failures,
+            "skipped_steps": status.skipped_steps,
             "grading_errors": status.grading_errors,
             "given_up": status.counts.given_up,
             "timed_out_leases": status.counts.timed_out_leases,
         }
         for name, (growth, text) in _TROUBLES.items():
             if counts[name] > growth * self._told[name]:
-                self._on_event(Event("run", text.format(count=counts[name]), is_problem=True))
+                self._on_event(
+                    Event(
+                        "run",
+                        text.format(count=counts[name], reason=status.last_skip_reason),
+                        is_problem=True,
+                    )
+                )
                 self._told[name] = counts[name]
 
     async def _apply(self) -> None:

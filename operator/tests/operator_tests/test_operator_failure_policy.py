@@ -42,7 +42,7 @@ EARLY = End(Cause.EXIT, 1, ready_seconds=None)
         (Record(20), CRASH, "restarted 20 times without 10 minutes of quiet"),
         (Record(), End(Cause.EXIT, 3, 5.0), 1.0),
         (Record(1, diverged=True), CRASH, 2.0),
-        (Record(1, diverged=True), End(Cause.EXIT, 3, 5.0), "BROKEN: an update was refused again"),
+        (Record(1, diverged=True), End(Cause.EXIT, 3, 5.0), "BROKEN: steps in a row were skipped again"),
         (Record(1, diverged=True), End(Cause.EXIT, 3, 600.0), 1.0),  # ten minutes on: not the same place
         (Record(), End(Cause.EXIT, 2, None), "input is wrong"),
         (Record(), End(Cause.EXIT, 2, 1000.0), "input is wrong"),

@@ -14,7 +14,7 @@ from scalerl_api.exports import ExportedModel, Exports
 from scalerl_api.status import RunStatus
 from scalerl_operator.cluster.conditions import Looked, Steered, report, waits_for_progress_only
 from scalerl_operator.cluster.observed import observe
-from scalerl_operator.cluster.trouble import GRADING_QUIET_SECONDS
+from scalerl_operator.cluster.trouble import QUIET_SECONDS
 from scalerl_operator.policy.course import Course, Memory
 from scalerl_operator.workloads import Role
 
@@ -80,9 +80,16 @@ def looks() -> Looks:
 def test_grading_that_failed_once_is_over_after_a_while(looks: Looks) -> None:
     assert looks.look(0) == Reason.AS_EXPECTED
     assert looks.look(5, grading_errors=1) == Reason.GRADING_FAILED
-    assert looks.look(5 + GRADING_QUIET_SECONDS - 1) == Reason.GRADING_FAILED
-    assert looks.look(5 + GRADING_QUIET_SECONDS + 1) == Reason.AS_EXPECTED
-    assert looks.look(5 + GRADING_QUIET_SECONDS + 6, grading_errors=2) == Reason.GRADING_FAILED
+    assert looks.look(5 + QUIET_SECONDS - 1) == Reason.GRADING_FAILED
+    assert looks.look(5 + QUIET_SECONDS + 1) == Reason.AS_EXPECTED
+    assert looks.look(5 + QUIET_SECONDS + 6, grading_errors=2) == Reason.GRADING_FAILED
+
+
+def test_a_skipped_step_is_over_after_a_while(looks: Looks) -> None:
+    assert looks.look(0) == Reason.AS_EXPECTED
+    assert looks.look(5, skipped_steps=1, grading_errors=1) == Reason.STEP_SKIPPED
+    assert looks.look(5 + QUIET_SECONDS + 1) == Reason.AS_EXPECTED
+    assert looks.look(5 + QUIET_SECONDS + 6, skipped_steps=2) == Reason.STEP_SKIPPED
 
 
 def test_grading_that_fails_again_and_again_is_not_over_and_only_progress(looks: Looks) -> None:

@@ -97,13 +97,17 @@ class Coordinator:
         )
         return self._call(endpoints.TRAINER_SHARD, message, wire.Shard)
 
-    def report(self, step: int, stats: dict[str, float], busy_seconds: float, trained_tokens: int) -> None:
+    def report(
+        self, step: int, stats: dict[str, float], busy_seconds: float, trained_tokens: int, skipped: str = ""
+    ) -> None:
+        """A step is over; ``skipped``: why it was not applied."""
         message = wire.StepReport(
             incarnation=self._incarnation,
             step=step,
             stats=stats,
             busy_seconds=busy_seconds,
             trained_tokens=trained_tokens,
+            skipped=skipped,
         )
         self._call(endpoints.TRAINER_STEP, message, wire.Ack)
 

@@ -6,10 +6,7 @@
     ├── BadBatchError              a batch that cannot be trained on, whatever the weights are
     │   ├── SequenceTooLongError   one sequence does not fit into a micro-batch
     │   └── NonFiniteLogprobError  the generator's log-probabilities hold NaN or infinity
-    ├── DivergedError              training left the road; the update was not applied
-    │   ├── NonFiniteLossError
-    │   ├── NonFiniteGradientError
-    │   └── ExplodingRatioError    trainer and generator disagree beyond the guard's limit
+    ├── DivergedError              training diverged: steps in a row that could not be applied
     ├── ModelError                 the model or tokenizer cannot be used
     │   ├── ModelNotFoundError
     │   └── TokenizerError         a needed token is missing
@@ -52,39 +49,7 @@ class NonFiniteLogprobError(BadBatchError):
 
 
 class DivergedError(TrainerError):
-    """Training left the road at ``step``; the update was not applied."""
-
-    def __init__(self, step: int, statistic: str, value: float, advice: str) -> None:
-        self.step, self.statistic, self.value = step, statistic, value
-        super().__init__(f"step {step}: {statistic} is {value:g}, the update was not applied; {advice}")
-
-
-class NonFiniteLossError(DivergedError):
-    """The loss, or a statistic it is made of, is NaN or infinite."""
-
-    def __init__(self, step: int, statistic: str, value: float) -> None:
-        super().__init__(step, statistic, value, "go back to the last checkpoint")
-
-
-class NonFiniteGradientError(DivergedError):
-    """The global gradient norm is NaN or infinite."""
-
-    def __init__(self, step: int, value: float) -> None:
-        super().__init__(step, "gradient norm", value, "go back to the last checkpoint")
-
-
-class ExplodingRatioError(DivergedError):
-    """The ratio of trainer to generator probabilities is beyond the guard's limit."""
-
-    def __init__(self, step: int, statistic: str, value: float, limit: float) -> None:
-        self.limit = limit
-        super().__init__(
-            step,
-            statistic,
-            value,
-            f"the limit is {limit:g}: check that the generators hold the published weights and sample at the "
-            "recipe's temperature",
-        )
+    """Training diverged: several steps in a row, or one of a warm start, could not be applied."""
 
 
 class ModelError(TrainerError):

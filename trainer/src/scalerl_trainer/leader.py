@@ -20,18 +20,19 @@ import torch
 
 from scalerl_api import wire
 from scalerl_api.mismatch import RATIO, SAMPLED
-from scalerl_trainer.algo.mismatch import by_position
+from scalerl_trainer.algo.mismatch import BEYOND_RATIO, by_position
 from scalerl_trainer.batch import Staleness
 from scalerl_trainer.checkpoint import CheckpointError
 from scalerl_trainer.coordinator_client import CoordinatorUnreachable, Unresumable
 from scalerl_trainer.engine import StepStats
+from scalerl_trainer.errors import DivergedError
 from scalerl_trainer.exporting import CLOSE_SECONDS, Exporter
 from scalerl_trainer.packing import Sequence as PackedSequence
 from scalerl_trainer.publish.control import ActorControl
 from scalerl_trainer.publish.probe import ProbeSequence, probe
 from scalerl_trainer.publish.publisher import Publisher, Weights
 from scalerl_trainer.tensor_files import TensorInfo
-from scalerl_trainer.worker import Order, Worker
+from scalerl_trainer.worker import Order, Trained, Worker
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ _INTERRUPTED_SECONDS = 30.0
 """How long a trainer that was told to stop waits for a copy of a model under way."""
 COORDINATOR_SECONDS = 300.0
 """How long a coordinator that does not answer is waited for."""
+SKIPPED_STEPS_BROKEN = 3
+"""So many skipped steps in a row are no bad item: the weights or the generators are bad."""
 
 
 class Leader:
@@ -54,6 +57,7 @@ class Leader:
         self._control = control
         self._coordinator = worker.coordinator
         self._published = -1
+        self._skipped_in_a_row = 0
         self._wait_seconds = 0.0
         self._checkpoint_seconds = 0.0
         self._export_seconds = 0.0
@@ -78,6 +82,7 @@ class Leader:
         if welcome.next_step != w.version:
             raise RuntimeError(f"the coordinator goes on at step {welcome.next_step}, not {w.version}")
         self._published = welcome.published_version
+        self._skipped_in_a_row = welcome.consecutive_skipped_steps
         log.info("hello: version %d, published %d", w.version, self._published)
         if save_now:
             self._save()
@@ -158,7 +163,8 @@ class Leader:
         if step != w.version:
             raise RuntimeError(f"told to train step {step} while holding version {w.version}")
         self._tell(Order.TRAIN)
-        share, staleness, done, seconds = w.train()
+        trained = w.train()
+        done, staleness, seconds = trained.done, trained.staleness, trained.seconds
         phases = {
             **seconds,
             "wait_seconds": self._wait_seconds,
@@ -166,9 +172,13 @@ class Leader:
             "export_seconds": self._export_seconds,
         }
         self._wait_seconds = self._checkpoint_seconds = self._export_seconds = 0.0
-        stats = share.stats | _stats(done, staleness) | phases
+        stats = trained.stats | _stats(done, staleness) | phases
         stats["checkpoint_failures"] = float(self._checkpoint_failures)
         busy_seconds = seconds["forward_backward_seconds"] + seconds["optimizer_seconds"]
+        if done.skipped:
+            self._skip(trained, step, stats, busy_seconds)
+            return
+        self._skipped_in_a_row = 0
         self._coordinator.report(step, stats, busy_seconds, done.trainable_tokens)
         w.metrics.show(stats)
         w.metrics.tokens.inc(done.trainable_tokens)
@@ -186,6 +196,29 @@ class Leader:
             ),
             *(stats["staleness_mean"], staleness.largest, done.trainable_tokens, busy_seconds),
         )
+
+    def _skip(self, trained: Trained, step: int, stats: dict[str, float], busy_seconds: float) -> None:
+        """The step is over without an update: a record says which rollouts were not trained on, and why.
+
+        Raises:
+            DivergedError: so many in a row are no bad item; all ranks raise it.
+        """
+        reason = trained.done.skipped
+        if trained.broken:
+            worst = ", ".join(f"{tokens} in slot {slot}" for slot, tokens in trained.broken.most_common(5))
+            reason += f"; tokens beyond a ratio of {BEYOND_RATIO:g} or not a number: {worst}"
+        log.error("step %d is skipped, weights and optimizer stay as they are: %s", step, reason)
+        finite = {name: value for name, value in stats.items() if math.isfinite(value)}
+        self._coordinator.report(step, finite, busy_seconds, 0, skipped=reason)
+        self._worker.metrics.show(finite)
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row >= SKIPPED_STEPS_BROKEN:
+            self._tell(Order.BROKEN)
+            raise DivergedError(
+                f"{self._skipped_in_a_row} steps in a row were skipped; step {step}, the last, because {reason}. The last "
+                "checkpoint is good: check that generators hold the published weights and sample at the recipe's "
+                "temperature, lower the learning rate, or look at the data"
+            )
 
     # --- weights ------------------------------------------------------------------------------------------
 
@@ -350,7 +383,7 @@ def _stats(done: StepStats, staleness: Staleness) -> dict[str, float]:
         "entropy": done.entropy,
         "learning_rate": done.learning_rate,
         "applied": float(done.applied),
-        "trained_tokens": float(done.trainable_tokens),
+        "trained_tokens": float(0 if done.skipped else done.trainable_tokens),
         "computed_tokens": float(done.tokens),
         "padding_fraction": done.padding / max(1, done.tokens + done.padding),
         "staleness_mean": staleness.total / max(1, staleness.tokens),

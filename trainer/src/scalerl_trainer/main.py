@@ -6,9 +6,10 @@ again would not help (environment, run file, model, solutions of a warm start, c
 model, all damaged or lost while the coordinator knows of some); 1 for everything else (also when the last
 checkpoint could not be written), after which all ranks are started again and go on from the last checkpoint.
 
-Training that left the road (a loss or gradient that is not finite, an exploding ratio) is exit code 3: the
-update was not applied, no checkpoint is written. One restart repeats the same batches from the last good
-checkpoint; if that ends the same way it was no accident, and the runtime gives up.
+A step whose loss or gradient is not finite, or whose ratios explode, is skipped, and a record says so. Training
+that diverged (three skipped steps in a row, or one of the warm start) is exit code 3: no checkpoint is written. One
+restart repeats the same batches from the last good checkpoint; if that ends the same way it was no accident, and the
+runtime gives up.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import torch
 
 from scalerl_trainer.algo.losses import Supervised
 from scalerl_trainer.engine import Engine, StepStats, TrainBatch
-from scalerl_trainer.errors import BadBatchError
+from scalerl_trainer.errors import BadBatchError, DivergedError
 from scalerl_trainer.packing import Sequence
 
 # Examples whose mean probability is compared with ``stop_at``: ±.03 at .25, were each solved or not.
@@ -93,7 +93,8 @@ def warm_start(
     learn, they learn suddenly, at a step that differs between seeds: with a number of steps alone the base is either
     hopeless or finished. As long as there are more pairs than steps take, this is measured on unseen examples.
 
-    Raises ``BadBatchError`` for empty pairs, and what ``Engine.step`` raises.
+    Raises ``BadBatchError`` for empty pairs, ``DivergedError`` for a step that cannot be applied, and what
+    ``Engine.step`` raises.
     """
     if not pairs:
         raise BadBatchError("a warm start needs at least one pair of prompt and solution")
@@ -117,6 +118,10 @@ def warm_start(
             Supervised(),
             learning_rate=learning_rate_at(step, steps, learning_rate),
         )
+        if stats.skipped:
+            raise DivergedError(
+                f"step {step} of the warm start: {stats.skipped}; lower warmStart.learningRate"
+            )
         trainable += stats.trainable_tokens
         tokens += stats.tokens
         window.append(stats)

@@ -11,6 +11,7 @@ order        what every rank does
 ``Seal``     makes that checkpoint count
 ``Leave``    returns
 ``Refuse``   raises: the coordinator does not take this trainer
+``Broken``   raises: too many steps in a row were skipped
 =========== =====================================================================================
 
 Who gives them, and when, is :mod:`.leader`'s.
@@ -20,15 +21,17 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.spec import RunSpec
 from scalerl_trainer.algo.losses import Loss
-from scalerl_trainer.batch import RankBatch, Staleness, probe_sequences, rank_batch
+from scalerl_trainer.batch import Staleness, probe_sequences, rank_batch
 from scalerl_trainer.coordinator_client import Coordinator, Unresumable
 from scalerl_trainer.engine import Engine, StepStats
+from scalerl_trainer.errors import DivergedError
 from scalerl_trainer.metrics import Metrics
 from scalerl_trainer.publish.buckets import NamedTensors
 from scalerl_trainer.publish.probe import ProbeSequence
@@ -45,6 +48,23 @@ class Order(Enum):
     SEAL = auto()
     LEAVE = auto()
     REFUSE = auto()
+    BROKEN = auto()
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A step that is over.
+
+    stats: of the whole step, as the coordinator sent it.
+    seconds: by phase, means over ranks.
+    broken: of a skipped step, tokens beyond the ratio or not a number, by slot.
+    """
+
+    stats: dict[str, float]
+    staleness: Staleness
+    done: StepStats
+    seconds: dict[str, float]
+    broken: Counter[int]
 
 
 @dataclass
@@ -67,6 +87,7 @@ class Worker:
 
         Raises:
             Unresumable: the coordinator has refused rank 0.
+            DivergedError: too many steps in a row were skipped.
         """
         while True:
             order: Order = self.ranks.from_leader(None)
@@ -88,14 +109,16 @@ class Worker:
                     return
                 case Order.REFUSE:
                     raise Unresumable("the coordinator refuses to go on from here; rank 0's log says why")
+                case Order.BROKEN:
+                    raise DivergedError("too many steps in a row were skipped; rank 0's log says why")
 
     def meet(self) -> tuple[bool, bool]:
         """Whether any rank was told to stop, and whether a pending checkpoint is flushed on all."""
         told = self.ranks.all((self.stop.is_set(), self.saver.sealed))
         return any(stop for stop, _ in told), all(sealed for _, sealed in told)
 
-    def train(self) -> tuple[RankBatch, Staleness, StepStats, dict[str, float]]:
-        """The step of the present version; seconds are means over ranks."""
+    def train(self) -> Trained:
+        """The step of the present version, which is over then, applied or skipped."""
         begin = time.perf_counter()
         shard = self.coordinator.shard(self.version, self.ranks.rank, self.ranks.world)
         share = rank_batch(shard, self.spec.recipe)
@@ -109,10 +132,13 @@ class Worker:
             "forward_backward_seconds": done.seconds.get("pack", 0.0) + done.seconds.get("compute", 0.0),
             "optimizer_seconds": done.seconds.get("update", 0.0),
         }
-        everyone = self.ranks.all((own, share.staleness))
-        seconds = {name: sum(s[name] for s, _ in everyone) / len(everyone) for name in own}
-        staleness = sum((s for _, s in everyone), Staleness())
-        return share, staleness, done, seconds
+        broken = Counter[int]()
+        for index, tokens in done.broken.items():
+            broken[shard.groups[shard.sequences[index].group].slot] += tokens
+        everyone = self.ranks.all((own, share.staleness, broken))
+        seconds = {name: sum(s[name] for s, _, _ in everyone) / len(everyone) for name in own}
+        staleness = sum((s for _, s, _ in everyone), Staleness())
+        return Trained(share.stats, staleness, done, seconds, sum((b for _, _, b in everyone), Counter()))
 
     def gather(self) -> NamedTensors:
         """Whole parameters, one by one, on rank 0; nothing on the others, in step with it."""

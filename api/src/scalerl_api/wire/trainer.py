@@ -22,6 +22,8 @@ class TrainerWelcome(Struct, frozen=True, kw_only=True):
     next_step: int
     """Equals the hello's ``version``: steps from here are served again from the journal, or made anew."""
     published_version: int
+    consecutive_skipped_steps: int = 0
+    """Steps just before ``next_step`` that were skipped, one after the other."""
 
 
 class NextAction(enum.StrEnum):
@@ -104,7 +106,11 @@ class Shard(Struct, frozen=True, kw_only=True):
 
 
 class StepReport(Struct, frozen=True, kw_only=True):
-    """``POST /v1/trainer/step``: step ``step`` has been applied; the trainer now holds ``step + 1``."""
+    """``POST /v1/trainer/step``: step ``step`` is over; the trainer now holds ``step + 1``.
+
+    A step that was skipped leaves weights and optimizer as they were, and still is one: its rollouts are used up, its
+    version is published and measured as any other, and it counts against ``budget.maxSteps``.
+    """
 
     incarnation: str
     step: int
@@ -115,6 +121,9 @@ class StepReport(Struct, frozen=True, kw_only=True):
     busy_seconds: float
     """Seconds of this step in which the ranks computed (mean over ranks)."""
     trained_tokens: int
+    """0 of a skipped step."""
+    skipped: str = ""
+    """Why the step was not applied; empty where it was."""
 
 
 class PublishBegin(Struct, frozen=True, kw_only=True):

@@ -52,7 +52,8 @@ class EvaluationPoint(Struct, frozen=True, kw_only=True):
 
 
 class Counts(Struct, frozen=True, kw_only=True):
-    """Training rollouts by fate. ``acknowledged = trained + filtered + queued`` always; the rest was never accepted."""
+    """Training rollouts by fate. ``acknowledged = trained + filtered + queued + skipped`` always; the rest was never
+    accepted."""
 
     acknowledged: int
     trained: int
@@ -68,13 +69,15 @@ class Counts(Struct, frozen=True, kw_only=True):
     """Evaluation rollouts refused as invalid; in no other count."""
     given_up: int = 0
     """Of slots that could not be served, never acknowledged. All slots of trained steps: ``trained + filtered +
-    given_up``."""
+    skipped + given_up``."""
     too_long: int = 0
     """Of ``given_up``: the prompt leaves no room for a completion in the context."""
     ungraded: int = 0
     """Of ``acknowledged``: without a verdict, so without a gradient."""
     masked_tokens: int = 0
     """Tokens of acknowledged rollouts that have no gradient of their own accord: their log-probability is of no use."""
+    skipped: int = 0
+    """Of steps that were not applied: a loss or gradient that was not finite, or ratios that exploded."""
     held_out_given_up: int = 0
     """Evaluation rollouts that could not be generated and count 0 at their point."""
     timed_out_leases: int = 0
@@ -132,6 +135,10 @@ class Status(Struct, frozen=True, kw_only=True):
     """Accepted rollouts, evaluation's too, whose verifier failed: their score says nothing about them."""
     checkpoint_failures: int = 0
     """Checkpoints that could not be written, over all incarnations of the trainer; told with each step."""
+    skipped_steps: int = 0
+    """Steps that were not applied, over all incarnations of the trainer."""
+    last_skip_reason: str = ""
+    """Why the newest of them was not."""
     checkpoint_version: int = -1
     """Newest checkpoint that the trainer can go on from; -1: none."""
     journal_error: str = ""

@@ -13,8 +13,8 @@ from scalerl_api.status import TroubleStatus
 from scalerl_api.wire import Status
 from scalerl_operator.cluster.observed import Problem, rfc3339, seconds
 
-GRADING_QUIET_SECONDS: Final = 600.0
-"""So long without another completion that could not be graded, and a run is no longer degraded by those before."""
+QUIET_SECONDS: Final = 600.0
+"""So long without another skipped step or ungraded completion, and a run is no longer degraded by those before."""
 
 
 def noted(before: TroubleStatus, heard: Status, unix_seconds: float) -> TroubleStatus:
@@ -23,14 +23,17 @@ def noted(before: TroubleStatus, heard: Status, unix_seconds: float) -> TroubleS
     Of a failure and a newer checkpoint since the word before, which was first is not said. It counts as saved: if it is
     not, the next failure tells. What was counted before the first word is an earlier release's, and no news.
     """
-    graded_at, unsaved, saved = (
+    graded_at, skipped_at, unsaved, saved = (
         before.last_grading_error_time,
+        before.last_skipped_step_time,
         before.unsaved_since,
         before.checkpoint_version,
     )
     if saved is not None:
         if heard.grading_errors > before.grading_errors:
             graded_at = rfc3339(unix_seconds)
+        if heard.skipped_steps > before.skipped_steps:
+            skipped_at = rfc3339(unix_seconds)
         if heard.checkpoint_failures > before.checkpoint_failures and unsaved is None:
             unsaved = saved
     if unsaved is not None:
@@ -39,6 +42,8 @@ def noted(before: TroubleStatus, heard: Status, unix_seconds: float) -> TroubleS
     return TroubleStatus(
         grading_errors=heard.grading_errors,
         last_grading_error_time=graded_at,
+        skipped_steps=heard.skipped_steps,
+        last_skipped_step_time=skipped_at,
         checkpoint_failures=heard.checkpoint_failures,
         unsaved_since=unsaved,
         checkpoint_version=heard.checkpoint_version,
@@ -49,7 +54,10 @@ def problem(trouble: TroubleStatus, unix_seconds: float) -> Problem | None:
     """Why the run is not as it should be now; without the numbers, which move."""
     if trouble.unsaved_since is not None:
         return Problem(Reason.CHECKPOINT_FAILED, "")
-    last = trouble.last_grading_error_time
-    if last is not None and unix_seconds - seconds(last) < GRADING_QUIET_SECONDS:
-        return Problem(Reason.GRADING_FAILED, "")
+    for last, reason in (
+        (trouble.last_skipped_step_time, Reason.STEP_SKIPPED),
+        (trouble.last_grading_error_time, Reason.GRADING_FAILED),
+    ):
+        if last is not None and unix_seconds - seconds(last) < QUIET_SECONDS:
+            return Problem(reason, "")
     return None

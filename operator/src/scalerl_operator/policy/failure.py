@@ -72,7 +72,7 @@ class End:
 class Record:
     """What failures are remembered between restarts.
 
-    diverged: an update was refused since the count last started anew. A crash in between changes nothing
+    diverged: steps in a row were skipped since the count last started anew. A crash in between changes nothing
         about that: the trainer goes through the same batches from the same checkpoint again.
     worked: it has been ready once, as it is asked for now.
     disruptions: in a row; they count against nothing, and only make the next wait longer.
@@ -113,7 +113,7 @@ def decide(policy: RestartPolicy, record: Record, end: End) -> Restart | GiveUp:
     if end.exit_code == DIVERGED_EXIT_CODE and record.diverged:
         # Training from the last checkpoint led there again: no accident of the machine.
         return GiveUp(
-            "BROKEN: an update was refused again after the restart; the last checkpoint is good, see the log for "
+            "BROKEN: steps in a row were skipped again after the restart; the last checkpoint is good, see the log for "
             "what to check"
         )
     record = replace(

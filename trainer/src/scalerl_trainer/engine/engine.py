@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
@@ -28,6 +29,7 @@ from scalerl_trainer.algo.mismatch import (
     FIELDS,
     RatioStatistics,
     add_tables,
+    beyond_ratio,
     position_buckets,
     ratio_table,
 )
@@ -36,11 +38,7 @@ from scalerl_trainer.engine.distributed import gather_vectors
 from scalerl_trainer.engine.settings import EngineSettings
 from scalerl_trainer.engine.share import pack_share
 from scalerl_trainer.engine.stats import FlatLogprobs, ParameterBucket, StepStats, TrainBatch
-from scalerl_trainer.errors import (
-    EngineError,
-    NonFiniteGradientError,
-    NonFiniteLossError,
-)
+from scalerl_trainer.errors import EngineError
 from scalerl_trainer.models.policy import PREFIX, Policy
 from scalerl_trainer.models.precision import buffer_dtypes, cast_parameters, check_buffers
 from scalerl_trainer.packing import MicroBatch, PackedBatch, Sequence
@@ -63,7 +61,6 @@ class Engine:
         self.settings = settings
         self.device = device
         self.steps_done = 0
-        self._failed: str | None = None
         if settings.activation_checkpointing:
             causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.config = causal_lm.config
@@ -126,13 +123,12 @@ class Engine:
     def step(self, batch: TrainBatch, loss: Loss, *, learning_rate: float | None = None) -> StepStats:
         """One update from this rank's share of a batch. ``learning_rate`` overrides the settings' schedule.
 
-        A batch without any trainable token on any rank changes nothing and says ``applied=False``.
+        A batch without any trainable token on any rank changes nothing and says ``applied=False``. So does one whose
+        loss or gradient is not finite, or whose ratios pass the guard: all ranks skip it alike, and ``skipped`` says why.
 
         Raises, on all ranks and before anything is applied: ``BadBatchError`` (and ``NonFiniteLogprobError``,
-        ``SequenceTooLongError``), ``NonFiniteLossError``, ``NonFiniteGradientError``, ``ExplodingRatioError``.
-        After one of the last three gradients are half way: the engine refuses to go on until ``load``.
+        ``SequenceTooLongError``).
         """
-        self._require_usable()
         begin = time.perf_counter()
         packed, counts = self._share(batch.sequences, batch)
         micro_batches, trainable, tokens, padding, sequences = (int(c) for c in counts.sum(0)[:5])
@@ -143,7 +139,7 @@ class Engine:
                 self.steps_done, False, 0.0, 0.0, rate, 0.0, 0, 0, 0, sequences, 0, None, seconds=seconds
             )
         packed_at = time.perf_counter()
-        sums, names = self._accumulate(packed, batch, loss, int(counts[:, 0].max()))
+        sums, names, beyond = self._accumulate(packed, batch, loss, int(counts[:, 0].max()))
         rows = gather_vectors(sums)
         computed_at = time.perf_counter()
         total = rows.sum(0)
@@ -151,19 +147,22 @@ class Engine:
         ratios = sum(every, RatioStatistics())
         sampled = batch.generator_logprobs_n is not None
         known = bool(counts[:, 6].any())
-        try:
-            self._check(float(total[0]), ratios)
+        gradient_norm = math.nan
+        skipped = self._problem(float(total[0]), ratios)
+        if skipped is None:
             gradient_norm = self._deepspeed.step(rate)
             if not math.isfinite(gradient_norm):
-                raise NonFiniteGradientError(self.steps_done, gradient_norm)
-        except Exception as error:
-            self._failed = str(error)
-            raise
+                skipped = f"the gradient norm is {gradient_norm}"
+        else:
+            self._discard_gradients(rate)
         end = time.perf_counter()
-        self.steps_done += 1
+        step = self.steps_done
+        self.steps_done += skipped is None
         return StepStats(
-            step=self.steps_done - 1,
-            applied=True,
+            step=step,
+            applied=skipped is None,
+            skipped=skipped or "",
+            broken=_broken(beyond) if skipped else {},
             loss=float(total[0]),
             gradient_norm=gradient_norm,
             learning_rate=rate,
@@ -200,7 +199,6 @@ class Engine:
 
         Each rank writes what it owns, without waiting for the others. Raises ``OSError``.
         """
-        self._require_usable()
         write_pieces(directory, self._rank, list(self._pieces(owned=True)))
         if self._rank == 0:
             steps = self._deepspeed.optimizer_steps
@@ -221,7 +219,6 @@ class Engine:
         with self._deepspeed.restoring(saved.header.optimizer_steps):
             saved.load(self._pieces(owned=False))
         self.steps_done = saved.header.steps_done
-        self._failed = None
 
     def close(self) -> None:
         """Let go of DeepSpeed's hooks; the process group stays (see ``leave``)."""
@@ -250,11 +247,6 @@ class Engine:
                 "number of ranks, zeroStage and dtype until the next checkpoint"
             )
         self.steps_done = int(state["steps_done"])
-        self._failed = None
-
-    def _require_usable(self) -> None:
-        if self._failed is not None:
-            raise EngineError(f"the last step failed ({self._failed}): load a checkpoint first")
 
     def _share(
         self, sequences: Items[Sequence], batch: TrainBatch | None
@@ -288,15 +280,17 @@ class Engine:
 
     def _accumulate(
         self, packed: PackedBatch, batch: TrainBatch, loss: Loss, count: int
-    ) -> tuple[torch.Tensor, list[str]]:
+    ) -> tuple[torch.Tensor, list[str], list[tuple[torch.Tensor, torch.Tensor]]]:
         """Forward and backward of every micro-batch.
 
         Returns sums ``[2 + 2 * 5 * 8 + L]`` float64 on the device: loss, entropy, ratios and fresh ratios by position,
-        the loss's own; and the names of the latter.
+        the loss's own; the names of the latter; and of each micro-batch which tokens are beyond the ratio, with their
+        sequences.
         """
         self._policy.train()
         sums: torch.Tensor | None = None
         names: list[str] = []
+        beyond: list[tuple[torch.Tensor, torch.Tensor]] = []
         for micro, real in self._micro_batches(packed, count):
             logprobs_m, entropies_m = self._forward(micro)
             tokens = self._token_batch(micro, real, batch, logprobs_m)
@@ -309,12 +303,14 @@ class Engine:
                 *(output.sums[name].double().reshape(1) for name in names),
             ]
             part = torch.cat(parts)
-            if not real:
+            if real:
+                beyond.append((beyond_ratio(logprobs_m, tokens.generator_logprobs_n), micro.sequence_m))
+            else:
                 part = torch.zeros_like(part)
             sums = part if sums is None else _add_sums(sums, part)
         if sums is None:
             raise EngineError("a batch with trainable tokens gave no micro-batch")
-        return sums, names
+        return sums, names, beyond
 
     def _token_batch(
         self, micro: MicroBatch, real: bool, batch: TrainBatch, logprobs_m: torch.Tensor
@@ -355,11 +351,22 @@ class Engine:
         fresh = ratio_table(logprobs_m[fresh_m], generator_m[fresh_m], bucket_m[fresh_m], len(POSITIONS))
         return torch.stack([every, fresh])
 
-    def _check(self, loss: float, ratios: RatioStatistics) -> None:
+    def _problem(self, loss: float, ratios: RatioStatistics) -> str | None:
+        """Why a step of this ``loss`` and these ``ratios``, which all ranks know alike, is skipped."""
         if not math.isfinite(loss):
-            raise NonFiniteLossError(self.steps_done, "loss", loss)
-        if self.settings.ratio_guard is not None:
-            self.settings.ratio_guard.check(ratios, self.steps_done)
+            return f"the loss is {loss}"
+        return None if self.settings.ratio_guard is None else self.settings.ratio_guard.problem(ratios)
+
+    def _discard_gradients(self, rate: float) -> None:
+        """Forget what was accumulated, in every ZeRO stage.
+
+        DeepSpeed does so only where it refuses a step itself, at a gradient that is not finite: so it gets one.
+        """
+        zero = torch.zeros(1, dtype=torch.long)
+        logprobs_m, _ = self._forward(MicroBatch(zero[None], zero[None], zero, zero, zero, zero))
+        self._deepspeed.backward(logprobs_m.sum() * math.nan)
+        if math.isfinite(self._deepspeed.step(rate)):
+            raise EngineError("DeepSpeed applied an update whose gradient is not a number")
 
     def _buckets(
         self, bucket_bytes: int, dtype: torch.dtype
@@ -396,3 +403,11 @@ def _ratios(rows: torch.Tensor) -> tuple[tuple[RatioStatistics, ...], tuple[Rati
     tables = total[2 : 2 + _TABLES].view(2, len(POSITIONS), FIELDS).tolist()
     every, fresh = (tuple(RatioStatistics(*row) for row in table) for table in tables)
     return every, fresh
+
+
+def _broken(beyond: Items[tuple[torch.Tensor, torch.Tensor]]) -> dict[int, int]:
+    """Tokens beyond the ratio by sequence, from those of each micro-batch."""
+    found = Counter[int]()
+    for beyond_m, sequence_m in beyond:
+        found.update(sequence_m[beyond_m.cpu()].tolist())
+    return dict(found)

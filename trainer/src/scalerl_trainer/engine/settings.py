@@ -20,7 +20,7 @@ class EngineSettings:
     ``micro_batch_tokens``    most tokens of one forward pass, so also of the longest prompt plus completion
     ``temperature``           the generator's: log-probabilities are of logits / temperature
     ``max_gradient_norm``     of the global gradient; 0 does not clip
-    ``ratio_guard``           None never refuses an update for its ratios
+    ``ratio_guard``           None never skips a step for its ratios
     """
 
     zero_stage: int = 1

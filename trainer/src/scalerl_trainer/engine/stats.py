@@ -61,8 +61,12 @@ class StepStats:
     """A finished step. Everything but ``seconds`` is over the whole batch and equal on all ranks.
 
     ``step``           how many updates the weights had seen before it
-    ``applied``        False when the whole batch held no trainable token: loss 0, no update, ``step`` stays
-    ``gradient_norm``  of the global gradient, before clipping
+    ``applied``        False when the weights were not changed: the whole batch held no trainable token (loss 0), or
+                       the step was skipped
+    ``skipped``        why the step was skipped; empty where it was not. Weights, optimizer and ``step`` stay as they are
+    ``broken``         of a skipped step, by index into this rank's sequences: how many of its tokens are beyond the
+                       ratio, or not a number
+    ``gradient_norm``  of the global gradient, before clipping; NaN where it was not come to
     ``entropy``        mean over trainable tokens, nats
     ``ratios``         trainer against generator over all trainable tokens; None without generator log-probabilities
     ``ratios_by_position``        the same by ``scalerl_api.mismatch.POSITIONS``; empty without
@@ -85,6 +89,8 @@ class StepStats:
     sequences: int
     micro_batches: int
     ratios: RatioStatistics | None
+    skipped: str = ""
+    broken: dict[int, int] = field(default_factory=dict)
     ratios_by_position: tuple[RatioStatistics, ...] = ()
     fresh_ratios_by_position: tuple[RatioStatistics, ...] = ()
     loss_means: dict[str, float] = field(default_factory=dict)
