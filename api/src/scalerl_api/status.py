@@ -85,7 +85,7 @@ class TrainerStatus(StatusModel):
     """In a row, attempts (and before the first, preparations) that lost their places, or that no node let begin; they count
     as no failure."""
     diverged: bool = False
-    """An update was refused since the last ten minutes of quiet: the next refusal ends the run."""
+    """Steps in a row were skipped since the last ten minutes of quiet: the next time ends the run."""
     worked: bool = False
     """All ranks have been up once on this spec, since the run was last resumed: what keeps them from it now is given time
     to pass."""
