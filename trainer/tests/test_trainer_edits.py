@@ -21,7 +21,7 @@ READ = [edited for edited in TAKEN if "trainer" in edited.edit.effect.roles]
 
 def engine_of(edited: Edited) -> Any:
     spec = edited.run.spec
-    return spec.trainer.replicas, engine_settings(spec), make_loss(spec.recipe.loss), spec.checkpoint.keep
+    return spec.trainer.replicas, engine_settings(spec)
 
 
 LOADED = {engine_of(edited): edited for edited in reversed(READ)}
