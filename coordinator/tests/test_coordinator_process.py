@@ -232,3 +232,22 @@ async def test_killed_at_random_moments_under_load_it_loses_nothing_acknowledged
     # What was acknowledged and not trained is served when its step comes.
     queued = sorted(slot for slot in acknowledged if slot >= 48)
     assert counts.queued >= 2 * len(queued)
+
+
+def test_an_empty_volume_is_not_taken_for_the_beginning_of_a_run_that_has_steps(
+    coordinator, tmp_path, monkeypatch
+):
+    """Restarting cannot wear the refusal down: it writes nothing. A checkpoint without a journal is no empty volume."""
+    mounted = tmp_path / "spec"
+    mounted.mkdir()
+    (mounted / "run.yaml").write_text(coordinator.paths.run_file.read_text())
+    (mounted / "trained").write_text("true\n")
+    monkeypatch.setenv("SCALERL_RUN_FILE", str(mounted / "run.yaml"))
+    for _ in range(2):
+        coordinator.start(ready=False)
+        assert coordinator.process.wait(20) == 1
+    last = coordinator.log().splitlines()[-1]
+    assert "the run has trained steps, and neither journal nor checkpoint is here" in last
+    coordinator.paths.checkpoint(3).mkdir(parents=True)
+    coordinator.start()
+    assert coordinator.terminate() == 0

@@ -162,6 +162,7 @@ class Stage:
             images=self.images,
             operator_namespace="scalerl",
             namespaced=self.namespaced,
+            background=False,
             clock=self.clock,
         )
 
@@ -177,7 +178,18 @@ class Stage:
         return time.time() + self.now
 
     async def look(self, name: str = "tiny-addition") -> float | None:
-        """What the watches would have brought, then one look."""
+        """What the watches and the pollers would have brought, then one look."""
+        await self.watch()
+        # What the pollers would have: an answer to each look that waits for one wakes the run again.
+        await self.reconciler.coordinators.ask_all()
+        wait = await self.reconciler.reconcile((self.namespace, name))
+        if self.reconciler.coordinators.awaited:
+            await self.reconciler.coordinators.ask_all()
+            wait = await self.reconciler.reconcile((self.namespace, name))
+        return wait
+
+    async def watch(self) -> None:
+        """What the watches would have brought."""
         for kind in WATCHED:
             found, version = await self._own.list_at(kind, self.namespace)
             for obj in found:
@@ -185,7 +197,6 @@ class Stage:
                 self.cache.observe(None, obj)
             present = [(o["metadata"]["namespace"], o["metadata"]["name"]) for o in found]
             self.cache.forget_missing(kind, present, version)
-        return await self.reconciler.reconcile((self.namespace, name))
 
     async def looks(
         self, until: Callable[[Object], bool], name: str = "tiny-addition", times: int = 60

@@ -82,6 +82,7 @@ async def test_a_look_that_finds_all_well_writes_nothing(there: Stage) -> None:
 
 async def test_what_somebody_changes_is_put_back_and_what_is_not_ours_is_left(there: Stage) -> None:
     await there.start(tiny())
+    await there.look()
     deployment = "tiny-addition-generator"
     await there.edit("Deployment", deployment, {"metadata": {"annotations": {"team": "blue"}}})
     before = there.calls.writes

@@ -218,7 +218,9 @@ async def test_a_coordinator_is_asked_once_a_look_and_sooner_again_while_its_wor
     there.coordinator.silent = False
     await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"suspend": True}})
     assert await there.look() == ASK_AGAIN_SECONDS
-    assert (there.coordinator.asked, there.coordinator.told) == (asked + 3, ["interrupted"])
+    assert (there.coordinator.asked, there.coordinator.told) == (asked + 4, ["interrupted"]), (
+        "what it said before it was told is asked for again"
+    )
 
 
 async def test_what_is_decided_is_written_before_it_is_carried_out_and_once(
@@ -280,6 +282,7 @@ async def test_the_autoscalers_number_is_written_before_the_generators_are_made(
             images=there.images,
             operator_namespace="scalerl",
             scaling=lambda run, uid: RunScaling(uid, lambda: Autoscaler(word)),
+            background=False,
             clock=there.clock,
         )
 

@@ -150,6 +150,15 @@ class Reason(_Explained):
         "A claim of that name holds another run's data. To go on with it, name it in spec.storage.claimName of a new "
         "run; else delete it, or choose another name for the run.",
     )
+    CLAIM_LOST = (
+        "ClaimLost",
+        "The run is held. Restore its claim from its volume, a snapshot or a backup, or give the steps up: "
+        "docs/operations.md, A claim that was deleted.",
+    )
+    CLAIM_DELETED = (
+        "ClaimDeleted",
+        "Do not suspend the run, nor let it end, before its volume is kept: docs/operations.md, A claim that was deleted.",
+    )
     STORAGE_CLASS_NOT_FOUND = (
         "StorageClassNotFound",
         "Name a StorageClass that `kubectl get storageclass` lists, or leave out spec.storage.storageClassName.",
@@ -387,6 +396,10 @@ class Reason(_Explained):
 
     # events alone
     STOPPING = "Stopping", "Nothing to do: the coordinator was told to end, and the event says why."
+    STEPS_ABANDONED = (
+        "StepsAbandoned",
+        "Nothing to do: the run begins again at step 0, as its annotation asks.",
+    )
     GOING_ON = "GoingOn", "Nothing to do: the coordinator was told that it need not end after all."
     AUTOSCALER = (
         "Autoscaler",

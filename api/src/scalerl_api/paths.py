@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+TRAINED_FILE = "trained"
+"""Beside a run file that the runtime keeps: the run has trained steps, so a directory without any is not its own."""
+
 
 @dataclass(frozen=True)
 class RunPaths:
@@ -23,6 +26,11 @@ class RunPaths:
     def run_file(self) -> Path:
         """The run with every default written out; what all roles read."""
         return self.given_run_file or self.root / "run.yaml"
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether the runtime says that the run has trained steps before."""
+        return self.given_run_file is not None and self.given_run_file.with_name(TRAINED_FILE).exists()
 
     @property
     def base_model(self) -> Path:

@@ -1,6 +1,6 @@
 """``python -m scalerl_coordinator.main --listen HOST:PORT``: the coordinator's process.
 
-Exit codes: 0 after SIGTERM or SIGINT; 2 when starting again would not help (environment, run file, task, a journal
+Exit codes: 0 after SIGTERM or SIGINT; 1 where the run's steps are gone from its volume; 2 when starting again would not help (environment, run file, task, a journal
 that is damaged, of another run, or in use); anything else is a crash and may be restarted.
 """
 
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from scalerl_api.load import SpecError, load_run
+from scalerl_api.paths import RunPaths
 from scalerl_api.process import EnvironmentProblem, ProcessEnvironment
 from scalerl_coordinator.core import Core, Refusal
 from scalerl_coordinator.curriculum import SeededEpochs
@@ -25,6 +26,7 @@ from scalerl_coordinator.http import runner
 from scalerl_coordinator.journal import Journal, JournalLocked
 from scalerl_coordinator.server import Server
 from scalerl_coordinator.settings import Settings
+from scalerl_coordinator.state import State
 from scalerl_coordinator.store import load_state, new_nonce
 from scalerl_tasks import TaskError, open_task
 
@@ -32,6 +34,10 @@ log = logging.getLogger("scalerl_coordinator")
 
 _BAD_INPUT = (EnvironmentProblem, SpecError, TaskError, CorruptJournal, JournalLocked, Refusal)
 _GOODBYE_SECONDS = 5.0
+
+
+class StepsLost(Exception):
+    """The run has trained steps, and its directory holds none of them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     host, port = parser.parse_args(argv).listen
     try:
         asyncio.run(serve(ProcessEnvironment.read(), host, port))
+    except StepsLost as problem:
+        log.error("%s", problem)
+        return 1
     except _BAD_INPUT as problem:
         log.error("%s", problem)
         return 2
@@ -73,6 +82,7 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
     )
     journal = Journal(environment.paths.journal)
     state = await asyncio.to_thread(load_state, journal)
+    _check_volume(environment.paths, state)
     curriculum = SeededEpochs(len(task.train), run.spec.seed)
     core = Core.begin(settings, curriculum, state, new_nonce(), 0.0)
     await journal.start()
@@ -82,6 +92,15 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
         await _listen(server, host, port, stop)
     finally:
         await server.close()
+
+
+def _check_volume(paths: RunPaths, state: State) -> None:
+    """A volume that is empty must not pass for a run's beginning. Raises :class:`StepsLost`."""
+    if paths.has_steps and state == State() and not any(paths.checkpoints.glob("*")):
+        raise StepsLost(
+            f"{paths.root}: the run has trained steps, and neither journal nor checkpoint is here; suspend the run, "
+            "restore its volume, and resume it"
+        )
 
 
 async def _listen(server: Server, host: str, port: int, stop: asyncio.Event) -> None:

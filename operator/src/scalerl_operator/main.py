@@ -320,6 +320,7 @@ async def reconciler(parts: Parts) -> AsyncIterator[Reconcile]:
         namespaced=bool(parts.settings.namespaces),
         scaling=scaling,
         on_status=parts.metrics.run,
+        wake=parts.wake,
     )
     parts.on_lost.append(made.forget_all)
     try:

@@ -13,6 +13,7 @@ from aiohttp.test_utils import unused_port
 
 from operator_tests.scaling import evaluations, flat_curve
 from operator_tests.watched import ONE, Watched, no_stop
+from scalerl_api.forecast import ForecastAnswer, ForecastRequest
 from scalerl_api.wire import Counts
 from scalerl_operator.autoscaling.controller import Step
 from scalerl_operator.autoscaling.replay import verify
@@ -166,3 +167,27 @@ async def test_balance_does_not_wait_for_a_forecast(tmp_path: Path) -> None:
     # Asked again after 15, 30, 60 seconds; the load was looked at each minute meanwhile.
     assert [second for second, policy in taken if policy == "autoscale"] == [0, 15, 45, 105]
     assert [second for second, policy in taken if policy == "balance"] == [60, 125, 190]
+
+
+async def test_an_answer_is_not_judged_by_rules_that_came_while_it_was_awaited(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked whether double the compute pays; by then the run is to look at four times as much."""
+    watched, curve = Watched(tmp_path / "d", url), flat_curve()
+    await watched.must(curve[:39])
+    spec, forecast = watched.scaler.spec, watched.scaler._sidecar.forecast
+    changed = spec.model_copy(
+        update={"autoscaling": spec.autoscaling.model_copy(update={"horizon": "4", "min_gain": "0.5"})}
+    )
+
+    async def slow(asked: ForecastRequest) -> tuple[ForecastAnswer | None, str]:
+        answer = await forecast(asked)
+        watched.scaler.spec = changed
+        return answer
+
+    monkeypatch.setattr(watched.scaler._sidecar, "forecast", slow)
+    before = watched.path.read_bytes()
+    assert await watched.step(curve[:40]) is None
+    assert watched.path.read_bytes() == before, "nothing is decided, nothing recorded"
+    step = await watched.must(curve[:40])
+    assert "4× the compute > 0.5" in " ".join(step.decision.reasons), step.decision.reasons

@@ -6,10 +6,10 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -20,7 +20,7 @@ from scalerl_api import endpoints
 from scalerl_api.wire import Ack, Problem, Stop
 from scalerl_operator.cluster import hearing
 from scalerl_operator.cluster.errors import Fenced
-from scalerl_operator.cluster.hearing import Coordinators
+from scalerl_operator.cluster.hearing import LONGEST_PAUSE_SECONDS, Answer, Coordinators, _Poller
 from scalerl_operator.cluster.names import PORTS
 from scalerl_operator.cluster.observed import PodView
 
@@ -85,89 +85,165 @@ def a_pod(ip: str, *, ready: bool = True) -> PodView:
 
 class Tokens:
     def __init__(self) -> None:
-        self.read = 0
+        self.read, self.again = 0, 0
+        self.token = "t"
 
-    async def __call__(self) -> str:
+    async def __call__(self, again: bool) -> str:
         self.read += 1
-        return "t"
+        self.again += again
+        return self.token
 
 
 @asynccontextmanager
-async def coordinators(leads: bool = True) -> AsyncIterator[Coordinators]:
+async def coordinators(
+    leads: bool = True, wake: Callable[[str], None] = lambda uid: None, *, background: bool = True
+) -> AsyncIterator[Coordinators]:
     def fence(what: str) -> None:
         if not leads:
             raise Fenced("does not lead", what=what)
 
-    made = Coordinators(fence)
+    made = Coordinators(fence, wake, background=background)
     try:
         yield made
     finally:
         await made.close()
 
 
-async def test_looks_share_a_connection_until_the_pod_is_another() -> None:
+async def heard(ours: Coordinators, uid: str, pods: list[PodView], token: Tokens, seen: object) -> Answer:
+    """The answer that a look gets once it is known."""
+    for _ in range(1000):
+        if (answer := await ours.hear(uid, pods, token, seen)).known:
+            return answer
+        await asyncio.sleep(0.01)
+    raise AssertionError("no answer in 10 s")
+
+
+async def test_an_answer_is_of_what_is_seen_and_looks_that_see_the_same_share_it() -> None:
     first, second, token = Coordinator(), Coordinator(), Tokens()
-    async with first.serving() as one, second.serving() as two, coordinators() as ours:
+    woken: list[str] = []
+    async with (
+        first.serving() as one,
+        second.serving() as two,
+        coordinators(wake=woken.append) as ours,
+    ):
+        assert await ours.hear("u", [one], token, 1) == Answer(False)
         for _ in range(3):
-            assert await ours.hear("u", [one], token) is not None
-        assert await ours.tell("u", [one], token, "interrupted")
-        assert (len(first.asked), len(set(first.asked)), first.told) == (3, 1, ["interrupted"])
-        assert token.read == 1
-        assert await ours.hear("u", [a_pod(first.address, ready=False), two], token) is not None
-        assert (len(first.asked), len(second.asked), token.read) == (3, 1, 2)
+            assert (await heard(ours, "u", [one], token, 1)).status is not None
+        assert (len(first.asked), woken) == (1, ["u"])
+        assert await ours.hear("u", [one], token, 2) == Answer(False), "the trainer may have ended since"
+        assert (await heard(ours, "u", [one], token, 2)).status is not None
+        assert (len(first.asked), len(set(first.asked))) == (2, 1), "by one connection"
+        assert await ours.tell("u", "interrupted")
+        assert (len(first.asked), first.told) == (3, ["interrupted"]), "what it said before is past"
+        pods = [a_pod(first.address, ready=False), two]
+        assert (await heard(ours, "u", pods, token, 2)).status is not None
+        assert (len(first.asked), len(second.asked)) == (3, 1)
         await ours.forget("u")
-        assert await ours.hear("u", [two], token) is not None
+        assert (await heard(ours, "u", [two], token, 2)).status is not None
         assert len(set(second.asked)) == 2
 
 
-async def test_one_that_cannot_answer_is_not_asked_and_one_that_does_not_costs_a_bounded_time(
+async def test_it_is_asked_again_and_again_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hearing, "POLL_SECONDS", 0.05)
+    there, token = Coordinator(), Tokens()
+    async with there.serving() as pod, coordinators() as ours:
+        await heard(ours, "u", [pod], token, 1)
+        for _ in range(1000):
+            if len(there.asked) >= 4:
+                break
+            await asyncio.sleep(0.01)
+        assert len(there.asked) >= 4
+
+
+async def test_one_that_cannot_answer_is_not_asked_and_one_that_does_not_holds_nobody_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hearing, "ANSWER_SECONDS", 0.3)
     silent, token = Coordinator(), Tokens()
     silent.answers = False
     async with silent.serving() as pod, coordinators() as ours:
-        assert await ours.hear("u", [], token) is None
-        assert await ours.hear("u", [a_pod(pod.ip, ready=False), a_pod("")], token) is None
-        assert not await ours.tell("u", [], token, "interrupted")
+        assert await ours.hear("u", [], token, 1) == Answer(True)
+        assert await ours.hear("u", [a_pod(pod.ip, ready=False), a_pod("")], token, 1) == Answer(True)
+        assert not await ours.tell("u", "interrupted")
         assert (silent.asked, token.read) == ([], 0)
         began = time.monotonic()
-        assert await ours.hear("u", [pod], token) is None
-        assert time.monotonic() - began < 5.0
+        assert await ours.hear("u", [pod], token, 1) == Answer(False)
+        assert time.monotonic() - began < 0.1, "a look waits for no coordinator"
+        assert await heard(ours, "u", [pod], token, 1) == Answer(True)
+        for seen in range(2, 20):
+            assert await ours.hear("u", [pod], token, seen) == Answer(True), "nor for one that did not answer"
         assert len(silent.asked) == 1
 
 
 async def test_one_that_has_started_and_is_not_ready_is_asked() -> None:
     """It may be that it cannot write its journal, and only it can say so."""
-    there = Coordinator()
+    there, token = Coordinator(), Tokens()
     async with there.serving() as pod, coordinators() as ours:
-        assert await ours.hear("u", [replace(pod, ready=False)], Tokens()) is None
-        assert await ours.hear("u", [replace(pod, ready=False, started=True)], Tokens()) is not None
+        assert await ours.hear("u", [replace(pod, ready=False)], token, 1) == Answer(True)
+        started = replace(pod, ready=False, started=True)
+        assert (await heard(ours, "u", [started], token, 1)).status is not None
+
+
+def test_one_that_does_not_answer_is_asked_less_and_less_often_and_never_in_step() -> None:
+    poller = _Poller(cast(Any, None), "", "")
+    for failures, longest in enumerate((2.0, 4.0, 8.0, LONGEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS), 1):
+        poller.failures = failures
+        some = {poller.pause() for _ in range(50)}
+        assert len(some) > 40
+        assert 0.8 * longest <= min(some) < max(some) < longest
 
 
 async def test_who_does_not_lead_may_ask_and_tells_nothing() -> None:
     there = Coordinator()
     async with there.serving() as pod, coordinators(leads=False) as ours:
-        assert await ours.hear("u", [pod], Tokens()) is not None
+        assert (await heard(ours, "u", [pod], Tokens(), 1)).status is not None
         with pytest.raises(Fenced, match="tell the coordinator of run u"):
-            await ours.tell("u", [pod], Tokens(), "interrupted")
+            await ours.tell("u", "interrupted")
         assert there.told == []
 
 
 async def test_why_it_was_not_listened_to_is_kept_and_is_news_once(caplog: pytest.LogCaptureFixture) -> None:
     there, token = Coordinator(), Tokens()
     there.refuses = "you speak wire version 2, the coordinator 1"
-    async with there.serving() as pod, coordinators() as ours:
+    async with there.serving() as pod, coordinators(background=False) as ours:
+        assert not (await ours.hear("u", [pod], token, 1)).known
         for _ in range(3):
-            assert await ours.hear("u", [pod], token) is None
+            await ours.ask_all()
+            assert await ours.hear("u", [pod], token, 1) == Answer(True)
             assert (
                 ours.refusal("u") == "GET /v1/status: HTTP 426: you speak wire version 2, the coordinator 1"
             )
         assert [r.levelname for r in caplog.records if "wire version" in r.message] == ["WARNING"]
+        assert token.again == 3, "the token may be the reason: it is read again after each refusal"
+        assert await ours.hear("u", [pod], token, 1) == Answer(True)
+        assert token.again == 3
         there.refuses = ""
-        assert await ours.hear("u", [pod], token) is not None
+        await ours.ask_all()
+        assert (await ours.hear("u", [pod], token, 1)).status is not None
         assert ours.refusal("u") == ""
         there.refuses = "no"
-        assert await ours.hear("u", [pod], token) is None
-        assert await ours.hear("u", [], token) is None
+        await ours.ask_all()
+        assert await ours.hear("u", [pod], token, 1) == Answer(True)
+        assert await ours.hear("u", [], token, 1) == Answer(True)
         assert ours.refusal("u") == "", "one that is gone says nothing"
+
+
+async def test_another_token_is_tried_at_once() -> None:
+    there, token = Coordinator(), Tokens()
+    there.refuses = "the run's bearer token is missing or wrong"
+    async with there.serving() as pod, coordinators() as ours:
+        assert (await heard(ours, "u", [pod], token, 1)).status is None
+        there.refuses, token.token = "", "another"
+        assert await ours.hear("u", [pod], token, 1) == Answer(False)
+        assert (await heard(ours, "u", [pod], token, 1)).status is not None
+
+
+async def test_forty_that_do_not_answer_hold_up_no_look_at_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent, there, token = Coordinator(), Coordinator(), Tokens()
+    silent.answers = False
+    async with silent.serving() as no_word, there.serving() as pod, coordinators() as ours:
+        for n in range(40):
+            assert await ours.hear(f"silent-{n}", [no_word], token, 1) == Answer(False)
+        began = time.monotonic()
+        assert (await heard(ours, "u", [pod], token, 1)).status is not None
+        assert time.monotonic() - began < 1.0

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from scalerl_api.spec import BudgetSpec
-from scalerl_api.wire import Ack, Counts, Phase, Problem, Status, Stop
+from scalerl_api.wire import WIRE_VERSION, Ack, Counts, Phase, Problem, Status, Stop
 from scalerl_operator.observe.client import CoordinatorClient
 from scalerl_operator.observe.errors import CoordinatorRefused, CoordinatorUnreachable
 from scalerl_operator.observe.snapshot import RateMeter, Rates, eta_seconds
@@ -80,7 +80,7 @@ async def test_status_and_stop_carry_token_and_wire_version() -> None:
     ):
         assert await client.status() == sent
     assert requests[0].headers["authorization"] == "Bearer secret"
-    assert requests[0].headers["x-scalerl-wire"] == "1"
+    assert requests[0].headers["x-scalerl-wire"] == str(WIRE_VERSION)
     async with coordinator(lambda: _ok(Ack())) as (url, requests), CoordinatorClient(url, "secret") as client:
         await client.stop("enough")
     assert requests[0].path == "/v1/stop"

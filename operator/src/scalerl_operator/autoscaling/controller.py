@@ -96,6 +96,8 @@ class Autoscaler:
         what = (status.points, self.spec.autoscaling, self.spec.budget, resumed)
         if points and (what != self._seen or self._asking.again):
             step = await self._autoscale(status, generators, points)
+            if step is None:
+                return None
             # A resumption that this step has taken in is no news any more; one that came meanwhile is.
             self._seen = (*what[:3], resumed and self._resumed)
             return step
@@ -118,13 +120,16 @@ class Autoscaler:
         # The window stays open until it holds enough steps, however long one takes; a limit needs none.
         return load.steps >= LEAST_STEPS or not limits.min <= generators.wanted <= limits.max
 
-    async def _autoscale(self, status: Status, generators: Generators, points: list[Point]) -> Step:
-        resumed = self._resumed
+    async def _autoscale(self, status: Status, generators: Generators, points: list[Point]) -> Step | None:
+        """One decision; None where the rules changed while its forecast was awaited: the next step asks by the new ones."""
+        resumed, rules = self._resumed, (self.spec.autoscaling, self.spec.budget)
         seen = replace(self._observe(status, generators, points), resumed=resumed)
         asked = question(self.spec.autoscaling, points, seen, self._record.known.history)
         answer, trouble = None, asked if isinstance(asked, str) else ""
         if not isinstance(asked, str):
             answer, trouble = await self._sidecar.forecast(asked)
+            if rules != (self.spec.autoscaling, self.spec.budget):
+                return None
         step = await self._finish("autoscale", points, replace(seen, forecast=answer, trouble=trouble))
         # Points that cannot be used are no failure: asking again would change nothing before there are others.
         self._asking.note(failed=bool(step.trouble) or (answer is None and not isinstance(asked, str)))

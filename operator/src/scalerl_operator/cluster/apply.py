@@ -44,6 +44,8 @@ OWN_TRIES: Final = 5
 """How often an object is taken over anew when somebody else writes it in between."""
 TRIED_SECONDS: Final = 60.0
 """For so long what the API server would have taken counts as what it takes."""
+CHECK_SECONDS: Final = 120.0
+"""Between two looks whether a run's Secret, which cannot be watched, is still there."""
 HURRIED_SECONDS: Final = 5
 """What the rest of a failed gang gets to end."""
 _GATHERED: Final = WORKLOADS | {"Service", "PodDisruptionBudget"}
@@ -62,6 +64,8 @@ class Applier:
         self._namespaced = namespaced
         self.repairs = Repairs()
         self._tokens: dict[str, str] = {}
+        self._checked: dict[str, float] = {}
+        """By run, when its Secret was last known to be there."""
         self._doubted: set[str] = set()
         """Runs whose Secret, which cannot be watched, a pod did not find."""
         self._owned: dict[str, set[str]] = {}
@@ -73,6 +77,7 @@ class Applier:
         """The run is gone."""
         self.repairs.forget(uid)
         self._tokens.pop(uid, None)
+        self._checked.pop(uid, None)
         self._doubted.discard(uid)
         self._owned.pop(uid, None)
 
@@ -80,14 +85,16 @@ class Applier:
         """A pod of the run did not find its Secret: it is looked for, and made again, at the next look."""
         self._doubted.add(uid)
 
-    async def token(self, place: Place) -> str:
-        """The run's token; empty while it has none."""
-        if place.uid not in self._tokens:
+    async def token(self, place: Place, again: bool = False) -> str:
+        """The run's token; empty while it has none. ``again``: as the Secret has it now."""
+        if again or place.uid not in self._tokens:
             held = await self._api.get("Secret", place.namespace, Names(place.name).token)
-            if held is None or not place.mine(held):
-                return ""
-            self._tokens[place.uid] = _token(held)
-        return self._tokens[place.uid]
+            self._checked[place.uid] = place.unix_seconds
+            if held is not None and place.mine(held):
+                self._tokens[place.uid] = _token(held)
+            elif held is None and again:
+                self.doubt(place.uid)
+        return self._tokens.get(place.uid, "")
 
     # --- before the first object --------------------------------------------------------------------
 
@@ -229,6 +236,10 @@ class Applier:
             return None
         # Of a run that has nothing yet, there is no token to ask for.
         known = bool(self._tokens.get(place.uid)) if not place.objects else bool(await self.token(place))
+        if known and not 0 <= place.unix_seconds - self._checked.get(place.uid, 0.0) < CHECK_SECONDS:
+            self._checked[place.uid] = place.unix_seconds
+            if await self._api.get("Secret", place.namespace, Names(place.name).token) is None:
+                self.doubt(place.uid)
         if known and place.uid not in self._doubted:
             return None
         name = Names(place.name).token
@@ -243,7 +254,7 @@ class Applier:
             return self._refused(error, wanted, place)
         if held is None or not place.mine(held):
             return Problem(Reason.NAME_TAKEN, f"Secret {name} exists and is not this run's")
-        self._tokens[place.uid] = _token(held)
+        self._tokens[place.uid], self._checked[place.uid] = _token(held), place.unix_seconds
         self._doubted.discard(place.uid)
         return None
 
@@ -326,7 +337,8 @@ class Applier:
         if uid not in owned:
             there = await self._own(kind, name, place)
             if there is None:
-                return await self._create(wanted, place)
+                # A claim that is gone may have held steps: another look decides.
+                return await self._create(wanted, place) if kind != CLAIM else None
             if (problem := not_mine(there, kind, name, place)) is not None:
                 return problem
             uid = there["metadata"]["uid"]

@@ -64,7 +64,7 @@ class Steered:
 class Looked:
     """All that a report rests on. accepted: what keeps the run from being started; None: nothing does.
     invalid: why the spec is not accepted, while the run goes on with the one accepted before; None: it is accepted.
-    spec: the one that was accepted last, as the status keeps it.
+    spec: the one that was accepted last, as the status keeps it. volume: what is wrong with the run's claim.
     blocked: what keeps the operator from making an object now. refused: the coordinator's words to the operator that it does
     not listen to; empty where it answers, or does not. queue_missing: why no queue holds the run; empty where there is one,
     or the run has no queue label.
@@ -82,6 +82,7 @@ class Looked:
     invalid: Problem | None = None
     spec: str | None = None
     queue_missing: str = ""
+    volume: Problem | None = None
 
 
 def report(run: ScaleRLRun | None, before: RunStatus, seen: Looked) -> RunStatus:
@@ -469,8 +470,8 @@ def _waiting(heard: Status) -> str:
 
 def _degraded(run: ScaleRLRun, before: RunStatus, seen: Looked) -> Said:
     type_ = ConditionType.DEGRADED
-    if seen.blocked is not None:
-        return type_, True, seen.blocked
+    if (problem := seen.volume or seen.blocked) is not None:
+        return type_, True, problem
     if seen.course.phase in (Phase.RUNNING, Phase.FINISHING) and seen.observed is not None:
         if (unwritable := _unwritable(seen.heard)) is not None:
             return type_, True, unwritable

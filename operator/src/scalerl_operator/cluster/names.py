@@ -40,6 +40,8 @@ FINALIZER: Final = f"{GROUP}/drain"
 QUEUE: Final = "kueue.x-k8s.io/queue-name"
 QUEUE_LABELS: Final = (QUEUE, "kueue.x-k8s.io/priority-class")
 """Kueue's labels, passed on from the run to its workloads."""
+ABANDON: Final = f"{GROUP}/abandon-steps"
+"""Annotation of a run whose claim is lost: as many steps as it has trained, which are given up."""
 SCRAPE: Final = f"{GROUP}/scrape"
 """Label of a namespace whose pods may read the metrics of runs: ``scalerl.dev/scrape: "true"`` where Prometheus is."""
 

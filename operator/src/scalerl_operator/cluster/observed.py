@@ -131,7 +131,7 @@ def observe(objects: Mapping[tuple[str, str], Object], uid: str, hashes: Mapping
     objects: by (kind, name). uid: the run's; objects of an earlier run of that name are foreign. hashes: what
     the Jobs of each role are to be made for now.
     """
-    mine = {key: obj for key, obj in objects.items() if label(obj, RUN_UID) == uid}
+    mine = {key: obj for key, obj in objects.items() if belongs(obj, uid)}
     pods = tuple(
         sorted((pod_view(o) for (kind, _), o in mine.items() if kind == "Pod"), key=lambda p: p.name)
     )
@@ -152,6 +152,12 @@ def observe(objects: Mapping[tuple[str, str], Object], uid: str, hashes: Mapping
         ),
         replica_failures=_replica_failures(mine.values()),
     )
+
+
+def belongs(obj: Object, uid: str) -> bool:
+    """Whether an object is the run's with that uid: by its label, or by its owner where somebody took the label off."""
+    owners = obj["metadata"].get("ownerReferences") or ()
+    return label(obj, RUN_UID) == uid or any(owner.get("uid") == uid for owner in owners)
 
 
 def label(obj: Object, name: str) -> str:

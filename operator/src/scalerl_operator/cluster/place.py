@@ -9,8 +9,8 @@ from scalerl_api.cluster import ImagesSpec
 from scalerl_api.conditions import Reason
 from scalerl_api.spec import KIND
 from scalerl_operator.cluster import errors
-from scalerl_operator.cluster.names import COMPONENT, IMAGE, RUN_UID
-from scalerl_operator.cluster.observed import Problem, label
+from scalerl_operator.cluster.names import COMPONENT, IMAGE
+from scalerl_operator.cluster.observed import Problem, belongs, label
 from scalerl_operator.cluster.spec_fields import in_terms_of_the_spec
 from scalerl_operator.cluster.types import Images, Object
 from scalerl_operator.cluster.words import creation_problem
@@ -42,7 +42,7 @@ class Place:
 
     def mine(self, obj: Object) -> bool:
         """Whether an object is this run's, not an earlier one's of the same name."""
-        return label(obj, RUN_UID) == self.uid
+        return belongs(obj, self.uid)
 
 
 def leaving(obj: Object) -> bool:

@@ -31,10 +31,10 @@ from scalerl_operator.cluster.conditions import (
     report,
     understood,
 )
-from scalerl_operator.cluster.hearing import Coordinators
-from scalerl_operator.cluster.names import FINALIZER, QUEUE, selector
+from scalerl_operator.cluster.hearing import Answer, Coordinators
+from scalerl_operator.cluster.names import ABANDON, FINALIZER, QUEUE, selector
 from scalerl_operator.cluster.observed import Observed, Problem, label, observe, patient, seconds
-from scalerl_operator.cluster.place import WORKLOADS, leaving, pinned
+from scalerl_operator.cluster.place import CLAIM, WORKLOADS, leaving, pinned
 from scalerl_operator.cluster.queues import Queues
 from scalerl_operator.cluster.render import render
 from scalerl_operator.cluster.render.shared import spec_hash
@@ -44,6 +44,7 @@ from scalerl_operator.cluster.seen import Seen
 from scalerl_operator.cluster.standing import standing
 from scalerl_operator.cluster.stuck import Stuck
 from scalerl_operator.cluster.types import Desired, Images, Object
+from scalerl_operator.cluster.volume import Claims, Volume, abandons, without_steps
 from scalerl_operator.policy import lifecycle, replicas
 from scalerl_operator.policy.budget import Usage
 from scalerl_operator.policy.course import Course, Facts, Heard, JobState
@@ -54,6 +55,8 @@ Key = tuple[str, str]
 
 BLOCKED_SECONDS: Final = 30.0
 """When to try again what the cluster did not let us make."""
+LATEST_ANSWER_SECONDS: Final = 10.0
+"""A run that waits for its coordinator's answer is woken by it, or by that there is none; at the latest after so long."""
 START_LOOKS: Final = (15.0, 300.0)
 """While pods are awaited, only events tell what is missing: looked at first and at the latest after so long."""
 
@@ -74,7 +77,8 @@ class Reconciler:
 
     images: where a run names none. namespaced: an operator of a few namespaces, which may see nothing of the cluster's.
     scaling: makes the autoscaling of a run with that uid.
-    on_status: told of each run's status at each look, None when it is gone. clock: Unix seconds.
+    on_status: told of each run's status at each look, None when it is gone. wake: called for a run of whose coordinator
+    there is an answer. background: coordinators are asked by themselves, see :class:`.Coordinators`. clock: Unix seconds.
     """
 
     def __init__(
@@ -87,21 +91,28 @@ class Reconciler:
         namespaced: bool = False,
         scaling: Callable[[ScaleRLRun, str], RunScaling] = lambda run, uid: RunScaling(uid, None),
         on_status: Callable[[Key, RunStatus | None], None] = lambda key, status: None,
+        wake: Callable[[Key], None] = lambda key: None,
+        background: bool = True,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._api = api
         self._cache = cache
         self._run = RunObject(api, cache)
         self._applier = Applier(api, cache, namespaced=namespaced)
+        self._claims = Claims(api)
         self._stuck = Stuck(api, self._applier.doubt)
         self._queues = Queues(api)
-        self._coordinators = Coordinators(lambda what: self._api.must_lead(what))
+        self.coordinators = Coordinators(
+            lambda what: self._api.must_lead(what), self._answered, background=background
+        )
         self._images = images
         self._operator_namespace = operator_namespace
         self._make_scaling = scaling
         self._on_status = on_status
+        self._wake = wake
         self._clock = clock
         self._uids: dict[Key, str] = {}
+        self._keys: dict[str, Key] = {}
         self._scalings: dict[str, RunScaling] = {}
         self._standing: dict[str, int] = {}
         self._blocked: dict[str, Problem] = {}
@@ -116,7 +127,7 @@ class Reconciler:
         for uid in [*self._uids.values(), *self._scalings]:
             await self._forget(uid)
         self._uids.clear()
-        await self._coordinators.close()
+        await self.coordinators.close()
 
     async def reconcile(self, key: Key) -> float | None:
         """One look. Returns the seconds after which to look again; None: when something changes.
@@ -153,14 +164,23 @@ class Reconciler:
 
     def _observe(self, key: Key, obj: Object) -> Seen:
         self._uids[key] = obj["metadata"]["uid"]
+        self._keys[obj["metadata"]["uid"]] = key
         before = RunStatus.read(obj.get("status"))
         return Seen(obj, self._cache.owned(*key), self._clock(), before, remembered(before))
 
-    async def _hear(self, seen: Seen, observed: Observed) -> Status | None:
+    async def _hear(self, seen: Seen, observed: Observed) -> Answer:
         if seen.memory.outcome is not None:
-            return None
+            await self.coordinators.forget(seen.uid)
+            return Answer(True)
         pods = observed.of(Role.COORDINATOR)
-        return await self._coordinators.hear(seen.uid, pods, lambda: self._applier.token(seen))
+        return await self.coordinators.hear(
+            seen.uid, pods, lambda again: self._applier.token(seen, again), (observed.pods, observed.trainer)
+        )
+
+    def _answered(self, uid: str) -> None:
+        key = self._keys.get(uid)
+        if key is not None:
+            self._wake(key)
 
     # --- validate ---------------------------------------------------------------------------------
 
@@ -174,14 +194,17 @@ class Reconciler:
         heard = None
         if leaving(seen.run):
             observed = observe(seen.objects, seen.uid, {Role.PREPARE: "", Role.TRAINER: ""})
-            heard = await self._hear(seen, observed)
+            answer = await self._hear(seen, observed)
+            if not answer.known:
+                return LATEST_ANSWER_SECONDS
+            heard = answer.status
             steered = Steered(seen.before.generators.replicas)
             course = lifecycle.leave(self._facts(seen, observed, heard, steered), seen.memory)
             if course.release:
                 await self._run.release(seen)
                 return None
             if course.tell is not None:
-                await self._tell(seen, observed, course.tell)
+                await self._tell(seen, course.tell)
         await self._report(
             None, seen, Looked(seen.unix_seconds, seen.generation, why, None, None, course, heard, Steered(0))
         )
@@ -197,7 +220,10 @@ class Reconciler:
         observed, placed = patient(
             observe(seen.objects, seen.uid, self._spec_hashes(run, seen)), seen.unix_seconds
         )
-        heard = await self._hear(seen, observed)
+        answer = await self._hear(seen, observed)
+        if not answer.known:
+            return LATEST_ANSWER_SECONDS
+        heard = answer.status
         steered = self._steer(run, seen, observed, heard)
         course = lifecycle.decide(
             run.spec, self._facts(seen, observed, heard, steered, suspend=run.spec.suspend), seen.memory
@@ -205,12 +231,15 @@ class Reconciler:
         if course.release:
             await self._run.release(seen)
             return None
+        seen, volume = await self._volume(run, seen, observed, course)
         plan = self._plan(run, seen, course)
         missing = None if plan.stands else await self._missing(run, seen, plan.images)
+        if volume.gone and _starts(course) and not _at_work(observed):
+            missing = volume.problem
         if missing is not None:
             course = Course(Phase.PENDING, seen.memory, again_seconds=BLOCKED_SECONDS)
         blocked = self._blocked.get(seen.uid) if missing is None else None
-        refused = self._coordinators.refusal(seen.uid)
+        refused = self.coordinators.refusal(seen.uid)
         queue_missing = await self._queues.missing(seen, course.phase)
         looked = Looked(
             *(
@@ -227,14 +256,15 @@ class Reconciler:
             invalid=invalid,
             spec=spec if missing is None else seen.before.accepted_spec,
             queue_missing=queue_missing,
+            volume=volume.problem,
         )
         if missing is None:
             if not seen.knows(course, steered, spec):
                 seen = await self._write_down(run, seen, looked)
-            blocked = await self._apply(run, seen, observed, plan, heard)
+            blocked = await self._apply(run, seen, observed, plan, heard, gone=volume.gone)
             looked = replace(looked, blocked=blocked)
             if course.tell is not None:
-                await self._tell(seen, observed, course.tell)
+                await self._tell(seen, course.tell)
         await self._tell_people(seen)
         put_off = await self._report(run, seen, looked)
         if course.ask_suspend and missing is None:
@@ -323,12 +353,30 @@ class Reconciler:
     # --- render, apply ----------------------------------------------------------------------------
 
     def _plan(self, run: ScaleRLRun, seen: Seen, course: Course) -> _Plan:
-        desired = Desired(course.prepare, course.coordinator, course.generators, course.trainer)
+        trained = bool(seen.before.step)
+        desired = Desired(course.prepare, course.coordinator, course.generators, course.trainer, trained)
         images = pinned(seen, run.spec.images, self._images)
         known = self._standing.get(seen.uid)
         # So it is in most looks: a pod or a Job says something new.
         stands = known is not None and known == standing(run, seen, desired, images, frozen=course.frozen)
         return _Plan(desired, images, course.frozen, stands)
+
+    async def _volume(
+        self, run: ScaleRLRun, seen: Seen, observed: Observed, course: Course
+    ) -> tuple[Seen, Volume]:
+        """What there is to say of the run's claim, and the run: without its steps if somebody gave them up."""
+        steps = seen.before.step or 0
+        if leaving(seen.run) or course.memory.outcome is not None:
+            return seen, Volume()
+        volume = await self._claims.look(run, seen, steps, at_work=_at_work(observed))
+        if not (volume.gone and abandons(seen, steps)) or _at_work(observed):
+            return seen, volume
+        await self._run.write(seen, without_steps(seen.before), at_once=True)
+        await self._api.event(
+            seen.run, "Warning", Reason.STEPS_ABANDONED, f"{steps} steps are given up: {ABANDON}"
+        )
+        seen = replace(seen, before=RunStatus.read(seen.run.get("status")))
+        return seen, await self._claims.look(run, seen, 0, at_work=False)
 
     async def _missing(self, run: ScaleRLRun, seen: Seen, images: Images) -> Problem | None:
         """What keeps a run of which there is nothing yet from being started at all."""
@@ -339,15 +387,23 @@ class Reconciler:
         return await self._applier.missing(run, seen, lambda: self._render(run, seen, every, images))
 
     async def _apply(
-        self, run: ScaleRLRun, seen: Seen, observed: Observed, plan: _Plan, heard: Status | None
+        self,
+        run: ScaleRLRun,
+        seen: Seen,
+        observed: Observed,
+        plan: _Plan,
+        heard: Status | None,
+        *,
+        gone: bool,
     ) -> Problem | None:
-        """What keeps an object of the run from being made."""
+        """What keeps an object of the run from being made. ``gone``: its claim, which is not made anew."""
         scaling = self._scalings.get(seen.uid)
         more = scaling.objects(run, heard) if heard is not None and scaling is not None else []
         if plan.stands:
             blocked = await self._applier.keep(run, seen, more)
         else:
             wanted = self._render(run, seen, plan.desired, plan.images)
+            wanted = [obj for obj in wanted if not (gone and obj["kind"] == CLAIM)]
             blocked = await self._applier.apply(run, seen, [*wanted, *more], frozen=plan.frozen)
             found = standing(run, seen, plan.desired, plan.images, frozen=plan.frozen)
             if blocked is None and found is not None and not self._applier.repairs.lately(seen):
@@ -361,9 +417,8 @@ class Reconciler:
     def _render(self, run: ScaleRLRun, seen: Seen, desired: Desired, images: Images) -> list[Object]:
         return render(run, seen.uid, desired, images, operator_namespace=self._operator_namespace)
 
-    async def _tell(self, seen: Seen, observed: Observed, reason: str) -> None:
-        pods = observed.of(Role.COORDINATOR)
-        if await self._coordinators.tell(seen.uid, pods, lambda: self._applier.token(seen), reason):
+    async def _tell(self, seen: Seen, reason: str) -> None:
+        if await self.coordinators.tell(seen.uid, reason):
             what = f"the run is told to stop: {reason}" if reason else "the run is told to go on"
             await self._api.event(seen.run, "Normal", Reason.STOPPING if reason else Reason.GOING_ON, what)
 
@@ -402,13 +457,25 @@ class Reconciler:
         if scaling is not None:
             scaling.close()
         self._run.forget(uid)
+        self._keys.pop(uid, None)
         self._standing.pop(uid, None)
         self._blocked.pop(uid, None)
         self._hashes.pop(uid, None)
         self._applier.forget(uid)
+        self._claims.forget(uid)
         self._stuck.forget(uid)
         self._queues.forget(uid)
-        await self._coordinators.forget(uid)
+        await self.coordinators.forget(uid)
+
+
+def _at_work(observed: Observed) -> bool:
+    """Whether pods of the run may have its volume mounted, and save to it."""
+    return observed.serving or observed.trainer.state in (JobState.ACTIVE, JobState.LEAVING)
+
+
+def _starts(course: Course) -> bool:
+    """Whether something of the run is to be there that reads or writes the volume."""
+    return course.prepare or course.coordinator or bool(course.generators) or course.trainer is not None
 
 
 def _soonest(*waits: float | None) -> float | None:

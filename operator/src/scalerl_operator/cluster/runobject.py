@@ -35,13 +35,13 @@ class RunObject:
         """The run is gone."""
         self._written.pop(uid, None)
 
-    async def write(self, seen: Seen, status: RunStatus) -> float | None:
+    async def write(self, seen: Seen, status: RunStatus, *, at_once: bool = False) -> float | None:
         """The status, if it says anything new, and the events of what it says. Returns when a write that was put off is
-        due."""
+        due. ``at_once``: none is put off."""
         new, old = status.to_object(), seen.run.get("status") or {}
         if new == old:
             return None
-        if seen.before.conditions and waits_for_progress_only(seen.before, status):
+        if not at_once and seen.before.conditions and waits_for_progress_only(seen.before, status):
             due = self._written.get(seen.uid, 0.0) + PROGRESS_SECONDS - seen.unix_seconds
             if 0 < due <= PROGRESS_SECONDS:
                 return due

@@ -28,9 +28,11 @@ class Desired:
 
     generators: replicas; at 0 there is no Deployment at all.
     trainer_attempt: which start of the gang, from 1; None: no trainer.
+    trained: the run has steps, without which its volume is not the run's.
     """
 
     prepare: bool = False
     coordinator: bool = False
     generators: int = 0
     trainer_attempt: int | None = None
+    trained: bool = False

@@ -35,7 +35,7 @@ def render(
     scope = Scope(run, uid, images, operator_namespace)
     claim = storage.claim(scope)
     objects = [] if claim is None else [claim]
-    objects += [storage.spec_map(scope), network.network_policy(scope)]
+    objects += [storage.spec_map(scope, trained=desired.trained), network.network_policy(scope)]
     if desired.prepare:
         objects.append(prepare.job(scope))
     if desired.coordinator or desired.trainer_attempt is not None:

@@ -6,6 +6,7 @@ import base64
 
 import yaml
 
+from scalerl_api.paths import TRAINED_FILE
 from scalerl_operator.cluster.names import SPEC_KEY, TOKEN_KEY
 from scalerl_operator.cluster.render.quantities import canonical
 from scalerl_operator.cluster.render.shared import Scope
@@ -35,17 +36,18 @@ def claim(scope: Scope) -> Object | None:
     }
 
 
-def spec_map(scope: Scope) -> Object:
+def spec_map(scope: Scope, *, trained: bool) -> Object:
     """The run file that all roles read: name and spec with every default written out. Labels and annotations change
-    for reasons of their own and no role reads them."""
+    for reasons of their own and no role reads them. Beside it, of a run that has steps, a file that says so."""
     manifest = scope.run.to_manifest()
     manifest["metadata"] = {"name": scope.run.metadata.name, "namespace": scope.namespace}
+    # At every look at every run: libyaml's writer, or this would be most of what a look costs.
+    text = yaml.dump(manifest, Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True)
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": scope.metadata(scope.names.spec),
-        # At every look at every run: libyaml's writer, or this would be most of what a look costs.
-        "data": {SPEC_KEY: yaml.dump(manifest, Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True)},
+        "data": {SPEC_KEY: text, **({TRAINED_FILE: "true\n"} if trained else {})},
     }
 
 

@@ -1,0 +1,152 @@
+"""A claim that is deleted is told at once, and a run that has steps never starts on an empty volume."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from stage import Object, Stage, condition, tiny
+
+from scalerl_operator.cluster import errors
+from scalerl_operator.cluster.names import ABANDON, RUN, RUN_UID
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+
+THE_RUN = ("ScaleRLRun", "tiny-addition")
+CLAIM = ("PersistentVolumeClaim", "tiny-addition-data")
+IN_USE = "test/in-use"
+"""Stands for the pods that have the claim mounted: here no kubelet has."""
+
+
+def degraded(run: Object) -> Object:
+    return next(c for c in run["status"]["conditions"] if c["type"] == "Degraded")
+
+
+async def rests(there: Stage) -> None:
+    await there.edit(*THE_RUN, {"spec": {"suspend": True}})
+    await there.looks(lambda r: r["status"]["phase"] == "Suspending")
+    await there.end("trainer", 0, count=2)
+    await there.looks(lambda r: r["status"]["phase"] == "Suspended")
+    for kind in ("Job", "StatefulSet", "Deployment"):
+        await there.looks(lambda r: True)
+        for obj in await there.all(kind):
+            assert "deletionTimestamp" in obj["metadata"]
+
+
+async def delete_claim(there: Stage) -> None:
+    await there.delete(*CLAIM)
+    for _ in range(100):
+        if await there.get(*CLAIM) is None:
+            return
+        with contextlib.suppress(errors.NotFound):
+            await there.edit(*CLAIM, {"metadata": {"finalizers": None}})
+    raise AssertionError("the claim does not go")
+
+
+async def is_held(there: Stage, says: str) -> Object:
+    """Held, of what is there nothing is made, and each look finds it so and writes nothing."""
+    run = await there.looks(lambda r: condition(r, "Accepted") == "ClaimLost")
+    message = next(c["message"] for c in run["status"]["conditions"] if c["type"] == "Accepted")
+    assert says in message
+    assert "has trained 3 steps and does not start on an empty volume" in message
+    assert run["status"]["phase"] == "Pending"
+    assert any(
+        reason == "ClaimLost" and text.startswith("Accepted: ") for reason, text in await there.events()
+    )
+    writes = there.calls.writes
+    await there.fresh_operator()
+    for _ in range(2):
+        assert await there.look() is not None
+    assert there.calls.writes == writes
+    assert [o for o in await there.all("Job") if "deletionTimestamp" not in o["metadata"]] == []
+    return run
+
+
+async def test_a_claim_that_is_deleted_under_a_run_is_told_at_once_and_the_run_is_held_when_it_is_gone(
+    there: Stage,
+) -> None:
+    await there.start(tiny())
+    claim = await there.edit(*CLAIM, {"metadata": {"finalizers": [IN_USE]}})
+    await there.delete(*CLAIM)
+    run = await there.looks(lambda r: condition(r, "Degraded") == "ClaimDeleted", times=1)
+    assert "tiny-addition-data is being deleted" in degraded(run)["message"]
+    assert any(reason == "ClaimDeleted" for reason, _ in await there.events())
+    assert (run["status"]["phase"], condition(run, "TrainerReady")) == ("Running", "Ready")
+    await rests(there)
+    await there.edit(*CLAIM, {"metadata": {"finalizers": None}})
+    run = await there.looks(lambda r: condition(r, "Degraded") == "ClaimLost", times=1)
+    assert run["status"]["phase"] == "Suspended"
+    await there.edit(*THE_RUN, {"spec": {"suspend": False}})
+    run = await is_held(there, "tiny-addition-data does not exist")
+    assert await there.get(*CLAIM) is None
+
+    # What somebody makes of that name is not taken for the run's data before they say so.
+    labels = {RUN: "tiny-addition", RUN_UID: run["metadata"]["uid"]}
+    spec = {key: claim["spec"][key] for key in ("accessModes", "resources")}
+    made = {"apiVersion": "v1", "kind": CLAIM[0], "spec": spec}
+    await there.create(made | {"metadata": {"name": CLAIM[1]}})
+    said = f"kubectl label pvc tiny-addition-data --overwrite {RUN}=tiny-addition {RUN_UID}={labels[RUN_UID]}"
+    await is_held(there, said)
+    await there.edit(*CLAIM, {"metadata": {"labels": labels}})
+    run = await there.looks(lambda r: r["status"]["phase"] == "Preparing")
+    assert (condition(run, "Accepted"), condition(run, "Degraded")) == ("Accepted", "AsExpected")
+    spec_map = await there.get("ConfigMap", "tiny-addition-spec")
+    assert spec_map is not None
+    assert spec_map["data"]["trained"], "the coordinator looks whether it is the run's volume"
+
+
+async def test_of_a_run_whose_claim_was_deleted_while_it_was_suspended_the_steps_can_be_given_up(
+    there: Stage,
+) -> None:
+    await there.start(tiny())
+    await rests(there)
+    await delete_claim(there)
+    await there.edit(*THE_RUN, {"spec": {"suspend": False}})
+    await is_held(there, "does not exist")
+    await there.edit(*THE_RUN, {"metadata": {"annotations": {ABANDON: "2"}}})
+    await is_held(there, "does not exist")
+    await there.edit(*THE_RUN, {"metadata": {"annotations": {ABANDON: "3"}}})
+    there.writes_left = 1
+    with pytest.raises(errors.Fenced):
+        await there.look()
+    there.writes_left = None
+    await there.fresh_operator()
+    run = await there.looks(lambda r: r["status"]["phase"] == "Preparing")
+    assert "step" not in run["status"]
+    assert await there.get(*CLAIM) is not None
+    spec_map = await there.get("ConfigMap", "tiny-addition-spec")
+    assert spec_map is not None
+    assert "trained" not in spec_map["data"]
+
+
+async def test_a_claim_that_goes_under_a_working_run_is_not_made_anew(there: Stage) -> None:
+    await there.start(tiny())
+    await delete_claim(there)
+    run = await there.looks(lambda r: condition(r, "Degraded") == "ClaimLost", times=1)
+    assert run["status"]["phase"] == "Running", "what works may still have it mounted"
+    await there.edit(*THE_RUN, {"spec": {"budget": {"maxSteps": 77}}})
+    await there.look()
+    assert await there.get(*CLAIM) is None
+
+
+async def test_a_run_without_steps_gets_its_claim_again(there: Stage) -> None:
+    await there.create(tiny())
+    await there.looks(lambda r: r.get("status", {}).get("phase") == "Preparing")
+    await delete_claim(there)
+    await there.look()
+    assert await there.get(*CLAIM) is not None
+
+
+async def test_a_claim_that_the_run_only_names_is_looked_for_too(there: Stage) -> None:
+    spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
+    claim = {"apiVersion": "v1", "kind": CLAIM[0], "metadata": {"name": CLAIM[1]}, "spec": spec}
+    await there.create(claim)
+    await there.start(tiny(storage={"claimName": CLAIM[1]}))
+    await there.edit(*CLAIM, {"metadata": {"finalizers": [IN_USE]}})
+    await there.delete(*CLAIM)
+    there.now += 301.0
+    await there.looks(lambda r: condition(r, "Degraded") == "ClaimDeleted", times=1)
+    await rests(there)
+    await there.edit(*CLAIM, {"metadata": {"finalizers": None}})
+    await there.edit(*THE_RUN, {"spec": {"suspend": False}})
+    await is_held(there, "does not exist")
