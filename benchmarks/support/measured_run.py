@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +40,20 @@ def manifest(
     }
 
 
+@dataclass(frozen=True)
+class Edit:
+    """After so many steps the recipe is changed: the coordinator ends, and comes back with the other one."""
+
+    steps: int
+    recipe: Mapping[str, Any]
+
+
 def measured_run(
-    manifest: dict[str, Any], work: Path, pins: Mapping[str, int] | None = None, seconds: float = 900
+    manifest: dict[str, Any],
+    work: Path,
+    pins: Mapping[str, int] | None = None,
+    seconds: float = 900,
+    edit: Edit | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Run to the end; returns ``summary.json`` and the rows of ``metrics.jsonl``.
 
@@ -50,6 +66,7 @@ def measured_run(
     file, directory, output = work / "run.yaml", work / "run", work / "output.txt"
     file.write_text(yaml.safe_dump(manifest))
     pinned = [word for role, core in (pins or {}).items() for word in ("--pin", f"{role}={core}")]
+    deadline = time.monotonic() + seconds
     with output.open("w") as sink:
         process = subprocess.Popen(
             [*PYTHON, "run", str(file), "--dir", str(directory), *pinned],
@@ -57,16 +74,44 @@ def measured_run(
             stderr=subprocess.STDOUT,
         )
         try:
-            code: int | None = process.wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            code = None
+            while (code := process.poll()) is None and time.monotonic() < deadline:
+                if edit is not None and len(_rows(directory)) >= edit.steps:
+                    _change(directory, edit.recipe)
+                    edit = None
+                time.sleep(0.05)
         finally:
             _end(process)
     if code != 0:
         what = "took too long" if code is None else f"failed ({code})"
         raise RuntimeError(f"the run in {work} {what}:\n" + output.read_text()[-3000:])
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return json.loads((directory / "summary.json").read_text()), rows
+    return json.loads((directory / "summary.json").read_text()), _rows(directory)
+
+
+def _rows(directory: Path) -> list[dict[str, Any]]:
+    file = directory / "metrics.jsonl"
+    text = file.read_text() if file.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def _change(directory: Path, recipe: Mapping[str, Any]) -> None:
+    file = directory / "run.yaml"
+    run = yaml.safe_load(file.read_text())
+    run["spec"]["recipe"] |= recipe
+    aside = file.with_suffix(".new")
+    aside.write_text(yaml.safe_dump(run))
+    aside.replace(file)
+    (coordinator,) = _processes(directory, "scalerl_coordinator.main")
+    os.kill(coordinator, signal.SIGKILL)
+
+
+def _processes(directory: Path, module: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            of_run = f"SCALERL_DIR={directory}".encode() in (entry / "environ").read_bytes().split(b"\0")
+            if of_run and (entry / "cmdline").read_bytes().split(b"\0")[1:3] == [b"-m", module.encode()]:
+                found.append(int(entry.name))
+    return found
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -82,12 +127,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
 
 
-def rate(rows: list[dict[str, Any]], key: str, lead: int) -> float:
+def rate(rows: list[dict[str, Any]], key: str, lead: int, tail: int | None = None) -> float:
     """Units of ``key`` per second by the steps' wall clock, in the steady state.
 
-    The first ``lead`` steps are left out, in which the generator may get ahead, and the last ``lead``, which it has
-    generated already: there the trainer has the machine to itself.
+    The first ``lead`` steps are left out, in which the generator may get ahead, and the last ``tail`` (by default as
+    many), which it has generated already: there the trainer has the machine to itself.
     """
-    timed = rows[lead : len(rows) - lead]
+    timed = rows[lead : len(rows) - (lead if tail is None else tail)]
     elapsed = timed[-1]["wall_seconds"] - rows[lead - 1]["wall_seconds"]
     return float(sum(row[key] for row in timed) / elapsed)
