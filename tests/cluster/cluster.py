@@ -14,27 +14,34 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from testcluster import debian, start, tools
+from testcluster import cache, debian, kind, start, tools
 from testcluster.errors import ClusterError, MissingError
 from testcluster.handle import Cluster
 from testcluster.images import Images, build_all
 
+FIRST_MINUTES, FIRST_BYTES = 20, 22e9
+
 
 def up(arguments: argparse.Namespace) -> None:
     began = time.monotonic()
-    cluster = start.found(arguments.name)
+    root = start.default_root(arguments.name)
+    cluster = _found(arguments.name)
     if cluster is None:
-        root = start.default_root(arguments.name)
         if root.exists():  # of a cluster that did not go down: the machine went, or it was killed
             start.end(start.Layout(root))
         if arguments.control_plane_only:
             cluster = start.start_control_plane(
                 root, unreal_nodes=arguments.unreal_nodes, die_with_caller=False
             )
+        elif kind.usable():
+            cluster = kind.start_kind(arguments.name, root)
         else:
+            if arguments.images:
+                _enough_room()
+                prepare(arguments)
             cluster = start.start_cluster(root, die_with_caller=False)
     if arguments.images:
-        Images(cluster).name_as_released()
+        Images(cluster).load_as_released()
     print(f"up after {time.monotonic() - began:.1f} s; in your shell:", file=sys.stderr)
     print(f"export KUBECONFIG={cluster.kubeconfig}")
     made = {"kubectl": tools.kubectl} | ({"helm": lambda: tools.tool("helm")} if arguments.images else {})
@@ -45,9 +52,34 @@ def up(arguments: argparse.Namespace) -> None:
         print("its images are there for `helm install ... --set images.registry=localhost`", file=sys.stderr)
 
 
+def _found(name: str) -> Cluster | None:
+    """The cluster of that name which is up, by kind or by us."""
+    return kind.found_kind(name, start.default_root(name)) or start.found(name)
+
+
+def _enough_room() -> None:
+    """The first time is long and large: said before, and refused where the disk is too small."""
+    kept = cache.folder()
+    if (kept / "containerd").exists():
+        return
+    kept.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(kept).free
+    print(
+        f"the first time: about {FIRST_MINUTES} minutes on two cores, {FIRST_BYTES / 1e9:.0f} GB in {kept}, and Debian's"
+        " packages installed where they are missing; later it takes half a minute",
+        file=sys.stderr,
+    )
+    if free < FIRST_BYTES:
+        raise ClusterError(
+            f"{kept} has {free / 1e9:.1f} GB left; set {cache.VARIABLE} to a folder on a larger disk"
+        )
+
+
 def down(arguments: argparse.Namespace) -> None:
     root = start.default_root(arguments.name)
-    if root.exists():
+    if (cluster := kind.found_kind(arguments.name, root)) is not None:
+        cluster.down()
+    elif root.exists():
         start.end(start.Layout(root))
 
 
@@ -71,7 +103,7 @@ def prepare(_: argparse.Namespace) -> None:
 
 
 def status(arguments: argparse.Namespace) -> None:
-    cluster = start.found(arguments.name)
+    cluster = _found(arguments.name)
     if cluster is None:
         print("down")
         sys.exit(1)
@@ -80,7 +112,8 @@ def status(arguments: argparse.Namespace) -> None:
 
 def _show(cluster: Cluster) -> None:
     print(f"export KUBECONFIG={cluster.kubeconfig}")
-    print("programs:", ", ".join(cluster.programs()))
+    if cluster.layout is not None:
+        print("programs:", ", ".join(cluster.programs()))
     print(cluster.kubectl("get", "nodes", "-o", "wide"), end="")
 
 

@@ -90,7 +90,7 @@ def cluster() -> Iterator[Cluster]:
         yield Cluster(Path(named), Path(found) if found else kubectl())
         return
     try:
-        cluster = start_kind(kubectl()) if usable() else start_cluster()
+        cluster = start_kind() if usable() else start_cluster()
     except MissingError as error:
         pytest.skip(f"no cluster can be run here: {error}")
     with cluster:

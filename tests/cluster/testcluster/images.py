@@ -9,16 +9,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from testcluster import cache, debian
+from testcluster import cache, debian, progress
 from testcluster.errors import ClusterError, MissingError
 from testcluster.handle import Cluster
 from testcluster.layers import Built
+from testcluster.progress import Step
 from testcluster.runtime import Loader
 
 PROJECT = Path(__file__).resolve().parents[3]
@@ -55,23 +55,22 @@ class Buildah:
     def store(self) -> Path:
         return self.root / "store"
 
-    def run(self, *words: str | Path, seconds: float = _BUILD_SECONDS) -> str:
-        """What buildah printed."""
+    def run(self, *words: str | Path, step: Step | None = None, seconds: float = _BUILD_SECONDS) -> str:
+        """What buildah printed; with ``step``, which follows it, its last lines, errors among them."""
         (self.root / "tmp").mkdir(parents=True, exist_ok=True)
         where = ("--root", self.store, "--runroot", self.root / "run", "--storage-driver", "overlay")
         argv = [debian.program("buildah"), *map(str, (*where, *words))]
-        done = subprocess.run(
-            argv,
-            cwd=PROJECT,
-            env={**os.environ, "TMPDIR": str(self.root / "tmp"), "BUILDAH_ISOLATION": "chroot"},
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-        )
-        if done.returncode != 0:
-            said = (done.stdout + done.stderr).strip()[-4000:]
-            raise ClusterError(f"`buildah {' '.join(map(str, words))}` exited {done.returncode}:\n{said}")
-        return done.stdout
+        env = {**os.environ, "TMPDIR": str(self.root / "tmp"), "BUILDAH_ISOLATION": "chroot"}
+        if step is None:
+            done = subprocess.run(argv, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=seconds)
+            code, said, errors = done.returncode, done.stdout, done.stderr
+        else:
+            code, said = progress.followed(step, argv, cwd=PROJECT, env=env, seconds=seconds, at=_instruction)
+            errors = ""
+        if code != 0:
+            what = (said + errors).strip()[-4000:]
+            raise ClusterError(f"`buildah {' '.join(map(str, words))}` exited {code}:\n{what}")
+        return said
 
     def has(self, name: str) -> bool:
         return bool(self.run("images", "--quiet", "--filter", f"reference={name}", seconds=60).strip())
@@ -87,13 +86,14 @@ class Buildah:
             return name
         self._base(base)
         if not self.has(name):
-            with _said(f"building {name}"), _package_index() as secrets:
+            with progress.step(f"building {name}") as step, _package_index() as secrets:
                 self.run(
                     "build",
                     *("--layers", "--file", PROJECT / f"Dockerfile.{role}", "--tag", name),
                     *("--build-arg", f"BASE_IMAGE={base}", "--build-arg", "DEVICE=cpu"),
                     *secrets,
                     PROJECT,
+                    step=step,
                 )
             self._forget(role, but=name)
         return name
@@ -113,11 +113,11 @@ class Buildah:
         """Debian's smallest system and its Python, from the mirror that this machine uses."""
         if self.has(name):
             return
-        with _said(f"building {name}"):
+        with progress.step(f"building {name}") as step:
             container = self.run("from", "scratch").strip()
             try:
                 tree = Path(self.run("mount", container).strip())
-                _debootstrap(tree)
+                _debootstrap(tree, step)
                 self.run("commit", "--quiet", container, name)
             finally:
                 self.run("rm", container)
@@ -140,27 +140,16 @@ def tag(role: str, base: str) -> str:
     lock, members = _INPUTS[role]
     files = [PROJECT / f"Dockerfile.{role}", PROJECT / ".dockerignore", PROJECT / "requirements" / "uv.txt"]
     files += [PROJECT / "requirements" / f"{lock}.txt"]
+    files += [PROJECT / "requirements" / "without_cuda.py"] if lock == "cpu" else []
     files += [PROJECT / member / part for member in members for part in ("pyproject.toml", "src")]
     return cache.digest(files, base)
 
 
-def _debootstrap(tree: Path) -> None:
-    said = subprocess.run(
-        [
-            debian.program("debootstrap"),
-            "--variant=minbase",
-            f"--include={','.join(_PACKAGES)}",
-            _SUITE,
-            str(tree),
-            _mirror(),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=_BUILD_SECONDS,
-    )
-    if said.returncode != 0:
-        raise ClusterError(f"debootstrap exited {said.returncode}:\n{said.stdout[-2000:]}")
+def _debootstrap(tree: Path, step: Step) -> None:
+    argv = [debian.program("debootstrap"), "--variant=minbase", f"--include={','.join(_PACKAGES)}"]
+    code, said = progress.followed(step, [*argv, _SUITE, str(tree), _mirror()], seconds=_BUILD_SECONDS)
+    if code != 0:
+        raise ClusterError(f"debootstrap exited {code}:\n{said[-2000:]}")
     # Certificates of a proxy or mirror that this machine trusts; without them a build cannot fetch packages.
     shutil.copyfile(_CERTIFICATES, tree / _CERTIFICATES.relative_to("/"))
     for folder in ("var/cache/apt/archives", "var/lib/apt/lists", "var/log"):
@@ -207,14 +196,6 @@ def _pip_setting(name: str) -> str | None:
     return found[-1] if found else None
 
 
-@contextlib.contextmanager
-def _said(what: str) -> Iterator[None]:
-    began = time.monotonic()
-    print(f"{what} ...", file=sys.stderr, flush=True)
-    yield
-    print(f"{what}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-
-
 @dataclass(frozen=True)
 class Images:
     """Builds the project's images and gives them to a cluster.
@@ -240,46 +221,46 @@ class Images:
         buildah = Buildah.here()
         return {role: self._by_buildah(buildah, Loader(self.cluster.layout), role) for role in roles}
 
-    def name_as_released(self) -> None:
-        """Give the images, which are there, the names that the chart asks for with ``images.registry=localhost``."""
+    def load_as_released(self) -> None:
+        """Load the images by the names that the chart asks for with ``images.registry=localhost``."""
         chart = (PROJECT / "charts" / "scalerl" / "Chart.yaml").read_text()
         version = re.search(r"^appVersion: (\S+)$", chart, re.MULTILINE)
         assert version is not None
+        released = {role: f"localhost/scalerl-{role}:{version[1]}" for role in ROLES}
+        if self.cluster.layout is None:
+            for role, name in released.items():
+                self._by_docker(role, name)
+            return
         for role, name in self.load().items():
-            if self.cluster.layout is not None:
-                Loader(self.cluster.layout).name(name, f"localhost/scalerl-{role}:{version[1]}")
+            Loader(self.cluster.layout).name(name, released[role])
 
     def _by_buildah(self, buildah: Buildah, loader: Loader, role: str) -> str:
         there = loader.names()
         with buildah.lock():
             name = buildah.build(role, built=there)
             if name not in there:
-                with _said(f"loading {name}"):
+                with progress.step(f"loading {name}"):
                     Built(buildah.store, name).load(loader)
         loader.remove(*(n for n in there if n.startswith(f"localhost/scalerl-{role}:") and n != name))
         return name
 
-    def _by_docker(self, role: str) -> str:
+    def _by_docker(self, role: str, *also: str) -> str:
         name = f"localhost/scalerl-{role}:{tag(role, DEFAULT_BASE)}"
-        argv = [
-            "docker",
-            "build",
-            "--file",
-            f"Dockerfile.{role}",
-            "--tag",
-            name,
-            "--build-arg",
-            "DEVICE=cpu",
-            ".",
-        ]
-        with _said(f"building {name}"), tempfile.NamedTemporaryFile(suffix=".tar") as archive:
-            for command in (argv, ["docker", "save", "--output", archive.name, name]):
-                done = subprocess.run(
-                    command, cwd=PROJECT, capture_output=True, text=True, timeout=_BUILD_SECONDS
-                )
-                if done.returncode != 0:
-                    raise ClusterError(
-                        f"`{' '.join(command)}` exited {done.returncode}:\n{done.stderr[-4000:]}"
-                    )
+        build = ["docker", "build", "--file", f"Dockerfile.{role}", "--progress=plain"]
+        build += [word for given in (name, *also) for word in ("--tag", given)]
+        with (
+            progress.step(f"building {name}") as step,
+            tempfile.NamedTemporaryFile(suffix=".tar") as archive,
+        ):
+            save = ["docker", "save", "--output", archive.name, name, *also]
+            for argv in ([*build, "--build-arg", "DEVICE=cpu", "."], save):
+                code, said = progress.followed(step, argv, cwd=PROJECT, seconds=_BUILD_SECONDS)
+                if code != 0:
+                    raise ClusterError(f"`{' '.join(argv)}` exited {code}:\n{said[-4000:]}")
             self.cluster.load_image(Path(archive.name))
         return name
+
+
+def _instruction(line: str) -> str:
+    """The instruction of a Dockerfile that a line of buildah announces."""
+    return line[:80] if line.startswith("STEP") else ""

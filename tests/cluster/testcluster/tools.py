@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
-from testcluster import cache
+from testcluster import cache, progress
 from testcluster.errors import ClusterError, MissingError
 
 SOURCE = Path(__file__).resolve().parent.parent / "go"
@@ -57,18 +57,19 @@ def kueue_objects() -> Path:
 def _build(name: str, into: Path) -> None:
     go = _go()
     source = SOURCE / name if name in _OWN_MODULES else SOURCE
-    print(f"building {name}: minutes once, then kept in {into.parent}", file=sys.stderr, flush=True)
-    command = [go, "build", "-trimpath", "-ldflags", " ".join(["-s", "-w", *_stamps(name)])]
-    done = subprocess.run(
-        [*command, "-o", str(into / name), _PACKAGES[name]],
-        cwd=source,
-        env={**os.environ, "CGO_ENABLED": "0"},
-        capture_output=True,
-        text=True,
-        timeout=_BUILD_SECONDS,
-    )
-    if done.returncode != 0:
-        raise ClusterError(f"go build of {name} in {source} exited {done.returncode}:\n{done.stderr[-4000:]}")
+    command = [go, "build", "-v", "-trimpath", "-ldflags", " ".join(["-s", "-w", *_stamps(name)])]
+    packages = itertools.count(1)
+    with progress.step(f"building {name}, once") as step:
+        code, said = progress.followed(
+            step,
+            [*command, "-o", str(into / name), _PACKAGES[name]],
+            cwd=source,
+            env={**os.environ, "CGO_ENABLED": "0"},
+            seconds=_BUILD_SECONDS,
+            at=lambda _: f"{next(packages)} packages compiled or fetched",
+        )
+    if code != 0:
+        raise ClusterError(f"go build of {name} in {source} exited {code}:\n{said[-4000:]}")
     if name == "kube":
         (into / "kubectl").symlink_to(name)
     if name == "kueue":

@@ -1,0 +1,32 @@
+"""What takes minutes says that it goes on, how far it is, and how it ended."""
+
+from __future__ import annotations
+
+import pytest
+from testcluster import ClusterError, progress
+
+
+def test_a_long_step_says_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "EVERY_SECONDS", 0.1)
+    with progress.step("building it") as step:
+        script = "echo STEP 1; echo STEP 2 >&2; sleep 0.5; exit 3"
+        code, said = progress.followed(step, ["sh", "-c", script], seconds=30)
+    assert (code, said) == (3, "STEP 1\nSTEP 2\n")
+    first, *between, last = (line.split("] ")[1] for line in capsys.readouterr().err.splitlines())
+    assert first == "building it ..."
+    assert last.startswith("building it: done, ")
+    assert len(between) >= 3
+    assert between[-1].endswith("STEP 2")
+
+
+def test_a_command_that_hangs_is_killed() -> None:
+    code, _ = progress.followed(progress.Step("it"), ["sleep", "60"], seconds=0.2)
+    assert code == -9
+
+
+def test_a_step_that_fails_is_not_done(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ClusterError), progress.step("building it"):
+        raise ClusterError("no")
+    assert "done" not in capsys.readouterr().err
