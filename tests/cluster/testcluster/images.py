@@ -140,7 +140,6 @@ def tag(role: str, base: str) -> str:
     lock, members = _INPUTS[role]
     files = [PROJECT / f"Dockerfile.{role}", PROJECT / ".dockerignore", PROJECT / "requirements" / "uv.txt"]
     files += [PROJECT / "requirements" / f"{lock}.txt"]
-    files += [PROJECT / "requirements" / "without_cuda.py"] if lock == "cpu" else []
     files += [PROJECT / member / part for member in members for part in ("pyproject.toml", "src")]
     return cache.digest(files, base)
 
