@@ -119,11 +119,13 @@ class Trainer:
     async def train(self, step: int) -> None:
         request = ShardRequest(incarnation=self.incarnation, step=step, rank=0, world_size=1)
         self.shards.append(await self.call(endpoints.TRAINER_SHARD, request, Shard))
-        report = StepReport(
+        await self.call(endpoints.TRAINER_STEP, self.report(step), Ack)
+        self.version = step + 1
+
+    def report(self, step: int) -> StepReport:
+        return StepReport(
             incarnation=self.incarnation, step=step, stats={"loss": 0.0}, busy_seconds=0.1, trained_tokens=1
         )
-        await self.call(endpoints.TRAINER_STEP, report, Ack)
-        self.version = step + 1
 
     async def publish(self) -> None:
         begin = PublishBegin(incarnation=self.incarnation, version=self.version, wait_seconds=5.0)

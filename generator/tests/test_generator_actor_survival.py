@@ -20,7 +20,7 @@ from actor_stand_ins import CHARACTERS, Generator, write_run
 from test_generator_actor_coordinator import Coordinator, Trainer
 
 from scalerl_api.load import load_run
-from scalerl_api.wire import Member
+from scalerl_api.wire import Member, StepReport
 from scalerl_coordinator.curriculum import SeededEpochs
 from scalerl_tasks.sources import open_task
 
@@ -59,6 +59,19 @@ class MortalTrainer(Trainer):
         await super().train(step)
         if self.version % 4 == 0:
             await self.checkpoint()
+
+    def report(self, step: int) -> StepReport:
+        """Every fifth step has a loss that is not finite."""
+        if step % 5 != 3:
+            return super().report(step)
+        return StepReport(
+            incarnation=self.incarnation,
+            step=step,
+            stats={},
+            busy_seconds=0.1,
+            trained_tokens=0,
+            skipped="the loss is nan",
+        )
 
     async def send(self, member: Member) -> bool:
         try:
@@ -173,8 +186,12 @@ async def test_kills_with_bad_items_among_the_good(tmp_path: Path, rounds: int, 
     assert given_up == [text for text in texts if text in TOO_LONG or text in REFUSED]
     assert counts.given_up == COMPLETIONS * len(given_up) > 0
     assert counts.too_long == COMPLETIONS * sum(text in TOO_LONG for text in given_up) > 0
-    assert counts.trained + counts.filtered + counts.given_up == COMPLETIONS * slots
-    assert counts.acknowledged == counts.trained + counts.filtered
+    assert counts.trained + counts.filtered + counts.skipped + counts.given_up == COMPLETIONS * slots
+    assert counts.acknowledged == counts.trained + counts.filtered + counts.skipped
+    skipped = [
+        len(meta.scores) for s in trainer.shards if s.step % 5 == 3 for meta in s.groups if not meta.filtered
+    ]
+    assert counts.skipped == sum(skipped) > 0
     assert (counts.queued, counts.leased, counts.invalid) == (0, 0, 0)
     assert counts.ungraded == sum(len(meta.ungraded) for meta in metas)
     assert counts.ungraded > 0 or rounds == 1, "no hang met a completion"
