@@ -65,6 +65,7 @@ def test_an_entry_of_a_list_is_found_by_what_it_is(
         ("Job/prepare", "spec.containers[0].image", "spec.images.trainer"),
         ("Deployment/generator", "spec.containers[1].image", "spec.images.generator"),
         ("Job/prepare", "labels", "spec.podTemplate.labels"),
+        ("Job/prepare", "spec.containers[0].volumeMounts.subPath", "spec.podTemplate.volumeMounts.subPath"),
         ("Job/prepare", "metadata.labels", "spec.podTemplate.labels"),
     ],
 )  # fmt: skip

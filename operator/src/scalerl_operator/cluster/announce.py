@@ -26,6 +26,7 @@ _TROUBLE: Final = frozenset(
         *(Reason.UNSCHEDULABLE, Reason.IMAGE_PULL_FAILED, Reason.CONTAINER_CONFIG_INVALID),
         *(Reason.VOLUME_NOT_READY, Reason.OUT_OF_MEMORY, Reason.EVICTED, Reason.REFUSED_BY_NODE),
         *(Reason.SANDBOX_FAILED, Reason.COORDINATOR_REFUSED, Reason.CONTAINER_START_FAILED),
+        *(Reason.CLAIM_NOT_FOUND, Reason.STORAGE_CLASS_NOT_FOUND, Reason.VOLUME_NOT_WRITABLE),
     }
 )
 """What somebody has to see to, of whichever role: worth an event too."""

@@ -27,6 +27,8 @@ _MEMBER: Final[Mapping[str, str]] = {
 _KEYS: Final = {"env": "name", "volumes": "name", "volumeMounts": "mountPath"}
 """What tells the entries of a list apart; those of other lists are compared whole."""
 _VALUES: Final = (
+    # Of some lists the API server does not say which entry it means.
+    *_KEYS,
     "affinity",
     "nodeSelector",
     "runtimeClassName",

@@ -5,10 +5,12 @@ They are read for the constant of :mod:`scalerl_api.conditions` only, which says
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from scalerl_api.conditions import Reason
 
+_MISSING_CLAIM: Final = re.compile(r'persistentvolumeclaim "[^"]+" not found')
 _OF_VOLUMES: Final = ("volume", "free storage")
 _OF_ROOM: Final = ("insufficient ", "too many pods", "max volume count")
 """In the scheduler's words for what nodes lack."""
@@ -58,9 +60,13 @@ def placing_problem(message: str) -> Reason:
 
     >>> placing_problem("0/3 nodes are available: 1 node(s) exceed max volume count, 2 Insufficient cpu.").value
     'Unschedulable'
+    >>> placing_problem("0/1 nodes are available: pod has unbound immediate PersistentVolumeClaims. not found").value
+    'VolumeNotReady'
+    >>> placing_problem('0/1 nodes are available: persistentvolumeclaim "a" not found.').value
+    'ClaimNotFound'
     """
     text = message.lower()
-    if "persistentvolumeclaim" in text and "not found" in text:
+    if _MISSING_CLAIM.search(text):
         return Reason.CLAIM_NOT_FOUND
     if any(word in text for word in _OF_VOLUMES) and not any(word in text for word in _OF_ROOM):
         return Reason.VOLUME_NOT_READY
