@@ -36,7 +36,7 @@ STARTED = 1_000_000.0
             "0/1 nodes are available: pod has unbound immediate PersistentVolumeClaims.",
             Reason.VOLUME_NOT_READY,
         ),
-        ('0/1 nodes are available: persistentvolumeclaim "c" not found.', Reason.VOLUME_NOT_READY),
+        ('0/1 nodes are available: persistentvolumeclaim "c" not found.', Reason.CLAIM_NOT_FOUND),
     ],
 )
 def test_why_a_pod_has_no_node(message: str, reason: Reason) -> None:
