@@ -67,7 +67,8 @@ class Coordinator:
         self.address = next(_addresses)
         self.phase, self.stop_reason, self.told = wire.Phase.RUNNING, "", list[str]()
         self.step, self.points = 3, list[wire.EvaluationPoint]()
-        self.silent, self.asked = False, 0
+        self.silent, self.asked, self.token = False, 0, ""
+        """token: without it nobody is listened to; empty: everybody is."""
 
     def status(self) -> wire.Status:
         counts = wire.Counts(
@@ -109,10 +110,15 @@ class Coordinator:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        async def status(_: web.Request) -> web.Response:
+        async def status(request: web.Request) -> web.Response:
             self.asked += 1
             if self.silent:
                 await asyncio.sleep(30)
+            if self.token and request.headers["authorization"] != f"Bearer {self.token}":
+                said = wire.Problem(
+                    error="unauthorized", message="the run's bearer token is missing or wrong"
+                )
+                return web.Response(status=401, body=msgspec.msgpack.encode(said))
             return web.Response(body=msgspec.msgpack.encode(self.status()))
 
         async def stop(request: web.Request) -> web.Response:

@@ -18,13 +18,8 @@ from scalerl_operator.cluster import errors
 from scalerl_operator.cluster.api import KubeApi
 from scalerl_operator.cluster.cache import Cache
 from scalerl_operator.cluster.drift import differences, told
-from scalerl_operator.cluster.names import (
-    RENDERED_HASH,
-    RUN,
-    TOKEN_KEY,
-    Names,
-    label_value,
-)
+from scalerl_operator.cluster.names import ATTEMPT, RENDERED_HASH, RUN, TOKEN_KEY, Names, label_value
+from scalerl_operator.cluster.names import labels as labels_of_run
 from scalerl_operator.cluster.observed import (
     JOB_NAME,
     Problem,
@@ -36,7 +31,9 @@ from scalerl_operator.cluster.ownership import applied
 from scalerl_operator.cluster.place import CLAIM, WORKLOADS, Place, leaving, not_mine, refused
 from scalerl_operator.cluster.render import names_of, raw_hash, secret
 from scalerl_operator.cluster.repairs import Repairs
+from scalerl_operator.cluster.resize import never_smaller
 from scalerl_operator.cluster.types import Object
+from scalerl_operator.workloads import Role
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +43,8 @@ TRIED_SECONDS: Final = 60.0
 """For so long what the API server would have taken counts as what it takes."""
 CHECK_SECONDS: Final = 120.0
 """Between two looks whether a run's Secret, which cannot be watched, is still there."""
+SEARCH_SECONDS: Final = 15.0
+"""Between two questions for a coordinator's pod that its StatefulSet should have made, and nobody sees."""
 HURRIED_SECONDS: Final = 5
 """What the rest of a failed gang gets to end."""
 _GATHERED: Final = WORKLOADS | {"Service", "PodDisruptionBudget"}
@@ -68,6 +67,7 @@ class Applier:
         """By run, when its Secret was last known to be there."""
         self._doubted: set[str] = set()
         """Runs whose Secret, which cannot be watched, a pod did not find."""
+        self._searched: dict[str, float] = {}
         self._owned: dict[str, set[str]] = {}
         """By run, the uids of objects of which nothing is held by having created them."""
         self._trials: dict[tuple[str, str], float] = {}
@@ -78,6 +78,7 @@ class Applier:
         self.repairs.forget(uid)
         self._tokens.pop(uid, None)
         self._checked.pop(uid, None)
+        self._searched.pop(uid, None)
         self._doubted.discard(uid)
         self._owned.pop(uid, None)
 
@@ -178,7 +179,7 @@ class Applier:
             if (kind, name) not in place.objects:
                 there = await self._api.get(kind, place.namespace, name)
                 if there is not None and place.mine(there):
-                    await self._adopt(there, place, at_once=True)
+                    await self._adopt(there, place, _labels_of(name, place), at_once=True)
 
     async def apply(
         self, run: ScaleRLRun, place: Place, wanted: Sequence[Object], *, frozen: bool = False
@@ -216,6 +217,34 @@ class Applier:
         for obj in moving:
             problem = problem or await self._bring(obj, place)
         return problem
+
+    async def replace_stripped(self, place: Place) -> None:
+        """The coordinator's pod, where somebody took its labels off: its Service and we no longer find it, and its name keeps
+        the StatefulSet from making another. It is deleted; the next one goes on from the journal."""
+        called = Names(place.name)
+        name, owner = f"{called.coordinator}-0", place.objects.get(("StatefulSet", called.coordinator))
+        pod = place.objects.get(("Pod", name))
+        if owner is None or leaving(owner) or (pod is not None and place.mine(pod)):
+            return
+        asked = self._searched.get(place.uid, 0.0)
+        young = place.unix_seconds - seconds(owner["metadata"].get("creationTimestamp")) < SEARCH_SECONDS
+        if young or 0 <= place.unix_seconds - asked < SEARCH_SECONDS:
+            return
+        self._searched[place.uid] = place.unix_seconds
+        found = await self._api.list("Pod", place.namespace, field_selector=f"metadata.name={name}")
+        for pod in found:
+            owners = {o["uid"] for o in pod["metadata"].get("ownerReferences") or ()}
+            secrets_ = {(v.get("secret") or {}).get("secretName") for v in pod["spec"].get("volumes") or ()}
+            if (
+                leaving(pod)
+                or (place.mine(pod) and label(pod, RUN) == label_value(place.name))
+                or owners - {owner["metadata"]["uid"]}
+                or called.token not in secrets_
+            ):
+                continue
+            await self._api.delete("Pod", place.namespace, name, uid=pod["metadata"]["uid"])
+            text = f"Pod {name}: somebody took its labels off; it is made anew"
+            await self._api.event(place.run, "Warning", Reason.REPAIRED_DRIFT, text)
 
     async def _hurry(self, place: Place, job: str) -> None:
         """The ranks that a failed gang has left behind have nothing to save, and may hang in a collective."""
@@ -267,8 +296,13 @@ class Applier:
             return await self._create(wanted, place)
         if not place.mine(live):
             return not_mine(live, *key, place)
-        if leaving(live) or kind == "Job":
-            return None  # a Job cannot be changed: what is wanted of it anew is another attempt
+        if leaving(live):
+            return None
+        if kind == "Job":  # it cannot be changed: what is wanted of it anew is another attempt
+            await self._adopt(live, place, metadata["labels"])
+            return None
+        if kind == CLAIM:
+            wanted = never_smaller(wanted, live)
         found = differences(wanted, live)
         if not found or self.repairs.in_vain(place, key, found):
             return None
@@ -302,7 +336,7 @@ class Applier:
                 return problem
             if dry_run:
                 return None
-            await self._adopt(there, place)
+            await self._adopt(there, place, obj["metadata"]["labels"])
             # Whoever made it, of whatever spec, it is compared like all that is known to be there.
             return None if frozen else await self._bring(obj, place)
         except (errors.Invalid, errors.Forbidden) as error:
@@ -311,18 +345,20 @@ class Applier:
             self._made(made, place)
         return None
 
-    async def _adopt(self, there: Object, place: Place, *, at_once: bool = False) -> None:
+    async def _adopt(
+        self, there: Object, place: Place, labels: dict[str, str], *, at_once: bool = False
+    ) -> None:
         """An object of the run that was not known to be there: news of it are still on their way, or somebody has taken
-        off the label that they come by. Without that it is never heard of again.
+        off the labels that they come by. Without these it is never heard of again.
 
-        at_once: however often somebody takes it off.
+        labels: those that it is to have. at_once: however often somebody takes them off.
         """
-        kind, metadata, mine = there["kind"], there["metadata"], label_value(place.name)
-        stripped = label(there, RUN) != mine and not leaving(there)
-        if stripped and (at_once or self.repairs.may(place, (kind, metadata["name"]))):
-            patch = {"metadata": {"uid": metadata["uid"], "labels": {RUN: mine}}}
+        kind, metadata = there["kind"], there["metadata"]
+        stripped = {name: text for name, text in labels.items() if label(there, name) != text}
+        if stripped and not leaving(there) and (at_once or self.repairs.may(place, (kind, metadata["name"]))):
+            patch = {"metadata": {"uid": metadata["uid"], "labels": stripped}}
             there = await self._api.patch(kind, place.namespace, metadata["name"], patch)
-            text = f"{kind} {metadata['name']}: somebody took its label {RUN} off"
+            text = f"{kind} {metadata['name']}: somebody took labels off: {', '.join(sorted(stripped))}"
             await self._api.event(place.run, "Warning", Reason.REPAIRED_DRIFT, text)
         self._made(there, place)
 
@@ -393,6 +429,19 @@ class Applier:
         """What was taken in the namespace before may be so no longer."""
         self._trials = {at: when for at, when in self._trials.items() if at[0] != place.namespace}
         return refused(error, f"{obj['kind']} {obj['metadata']['name']}", obj, place.run)
+
+
+def _labels_of(name: str, place: Place) -> dict[str, str]:
+    """Of a workload, by its name."""
+    called = Names(place.name)
+    roles = {
+        called.prepare: Role.PREPARE,
+        called.coordinator: Role.COORDINATOR,
+        called.generator: Role.GENERATOR,
+    }
+    role = roles.get(name, Role.TRAINER)
+    attempt = {ATTEMPT: name.rpartition("-")[2]} if role is Role.TRAINER else {}
+    return labels_of_run(place.name, place.uid, role) | attempt
 
 
 def _token(held: Object) -> str:

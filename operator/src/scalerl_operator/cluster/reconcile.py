@@ -174,7 +174,7 @@ class Reconciler:
             return Answer(True)
         pods = observed.of(Role.COORDINATOR)
         return await self.coordinators.hear(
-            seen.uid, pods, lambda again: self._applier.token(seen, again), (observed.pods, observed.trainer)
+            seen.uid, pods, lambda again: self._applier.token(seen, again), (pods, observed.trainer)
         )
 
     def _answered(self, uid: str) -> None:
@@ -408,6 +408,8 @@ class Reconciler:
             found = standing(run, seen, plan.desired, plan.images, frozen=plan.frozen)
             if blocked is None and found is not None and not self._applier.repairs.lately(seen):
                 self._standing[seen.uid] = found
+        if plan.desired.coordinator and not any(pod.role == Role.COORDINATOR for pod in observed.pods):
+            await self._applier.replace_stripped(seen)
         blocked = blocked or await self._stuck.why(seen, observed, plan.desired)
         self._blocked.pop(seen.uid, None)
         if blocked is not None:

@@ -18,7 +18,7 @@ def standing(run: ScaleRLRun, place: Place, desired: Desired, images: Images, *,
     """What a run's objects follow from, and what they say, as one number: as long as it is the same, rendering and
     comparing would find the same. None while something is on its way out.
 
-    Pods are nothing that is rendered, and no status is. Of a Job it counts that it is there: it cannot be changed. The
+    Pods are nothing that is rendered, and no status is. Of a Job it counts that it is there, with its labels: it cannot be changed. The
     curve grows all the time, and is compared at every look anyway.
     """
     curve = ("ConfigMap", Names(place.name).curve)
@@ -28,11 +28,15 @@ def standing(run: ScaleRLRun, place: Place, desired: Desired, images: Images, *,
             continue
         if leaving(obj):
             return None
-        there.append((kind, name, hash(obj["metadata"]["uid"]) if kind == "Job" else _content(obj)))
+        there.append((kind, name, _identity(obj) if kind == "Job" else _content(obj)))
     there.sort()
     generation = place.run["metadata"].get("generation")
     labels = tuple(sorted(run.metadata.labels.items()))
     return hash((generation, labels, desired, images, frozen, leaving(place.run), tuple(there)))
+
+
+def _identity(job: Object) -> int:
+    return hash((job["metadata"]["uid"], tuple(sorted((job["metadata"].get("labels") or {}).items()))))
 
 
 def _content(obj: Object) -> int:

@@ -1,0 +1,108 @@
+"""What somebody does to a run's objects by hand: labels taken off, a Secret deleted or changed."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+from stage import Object, Stage, condition, tiny
+
+from scalerl_operator.cluster.apply import CHECK_SECONDS, SEARCH_SECONDS
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+
+NAME = "tiny-addition"
+OURS = ("scalerl.dev/", "app.kubernetes.io/")
+
+
+async def strip(there: Stage, kind: str, name: str, *only: str) -> Object:
+    """Without those labels of ours, or without any."""
+    live = await there.get(kind, name)
+    assert live is not None
+    labels = only or tuple(label for label in live["metadata"]["labels"] if label.startswith(OURS))
+    await there.edit(kind, name, {"metadata": {"labels": dict.fromkeys(labels)}})
+    return live
+
+
+@pytest.mark.parametrize("only", [(), ("scalerl.dev/run-uid",)], ids=["all", "the run's uid"])
+async def test_labels_that_somebody_takes_off_come_back(there: Stage, only: tuple[str, ...]) -> None:
+    """By its owner an object is the run's still."""
+    await there.start(tiny())
+    await there.look()
+    stripped = [
+        ("Deployment", f"{NAME}-generator"),
+        ("StatefulSet", f"{NAME}-coordinator"),
+        ("Service", f"{NAME}-trainer"),
+        ("ConfigMap", f"{NAME}-spec"),
+        ("Job", f"{NAME}-trainer-1"),
+    ]
+    before = [await strip(there, kind, name, *only) for kind, name in stripped]
+    for _ in range(2):
+        await there.look()
+        there.now += 10.0
+    for was in before:
+        live = await there.get(was["kind"], was["metadata"]["name"])
+        assert live is not None
+        assert live["metadata"]["uid"] == was["metadata"]["uid"]
+        assert was["metadata"]["labels"].items() <= live["metadata"]["labels"].items()
+    run = await there.looks(lambda r: True, times=1)
+    assert (run["status"]["phase"], condition(run, "Degraded")) == ("Running", "AsExpected")
+    assert run["status"]["trainer"]["attempt"] == 1
+
+
+@pytest.mark.parametrize("only", [(), ("scalerl.dev/run",)], ids=["all", "the run's name"])
+async def test_a_coordinators_pod_without_its_labels_is_made_anew(
+    there: Stage, only: tuple[str, ...]
+) -> None:
+    await there.start(tiny())
+    pod = await strip(there, "Pod", f"{NAME}-coordinator-0", *only)
+    await there.look()
+    there.now += SEARCH_SECONDS + 1.0
+    run = await there.looks(lambda r: condition(r, "CoordinatorReady") == "Starting", times=1)
+    assert run["status"]["phase"] == "Running"
+    await there.begin("coordinator")
+    run = await there.looks(lambda r: condition(r, "CoordinatorReady") == "Ready")
+    live = await there.get("Pod", f"{NAME}-coordinator-0")
+    assert live is not None
+    assert live["metadata"]["uid"] != pod["metadata"]["uid"]
+    assert any("took its labels off" in text for _, text in await there.events())
+
+
+async def test_a_pod_of_that_name_that_is_somebody_elses_is_left_alone(there: Stage) -> None:
+    container = {"name": "theirs", "image": "theirs:1"}
+    pod = {"apiVersion": "v1", "kind": "Pod", "spec": {"containers": [container]}}
+    await there.create(pod | {"metadata": {"name": f"{NAME}-coordinator-0"}})
+    await there.create(tiny())
+    await there.looks(lambda r: r.get("status", {}).get("phase") == "Preparing")
+    await there.end("prepare")
+    await there.looks(lambda r: r["status"]["phase"] == "Running")
+    there.now += SEARCH_SECONDS + 1.0
+    await there.look()
+    live = await there.get("Pod", f"{NAME}-coordinator-0")
+    assert live is not None
+    assert "deletionTimestamp" not in live["metadata"]
+
+
+async def test_a_secret_that_is_deleted_comes_back_as_it_was_without_any_pod_that_asks_for_it(
+    there: Stage,
+) -> None:
+    await there.start(tiny())
+    before = await there.get("Secret", f"{NAME}-token")
+    assert before is not None
+    await there.delete("Secret", f"{NAME}-token")
+    await there.look()
+    there.now += CHECK_SECONDS + 1.0
+    await there.look()
+    live = await there.get("Secret", f"{NAME}-token")
+    assert live is not None
+    assert (live["data"], live["metadata"]["labels"]) == (before["data"], before["metadata"]["labels"])
+
+
+async def test_a_token_that_is_refused_is_read_again(there: Stage) -> None:
+    """Somebody changed the Secret, and the coordinator has started since."""
+    await there.start(tiny())
+    there.coordinator.token = "another"
+    await there.looks(lambda r: condition(r, "CoordinatorReady") == "CoordinatorRefused", times=2)
+    token = base64.b64encode(b"another").decode()
+    await there.edit("Secret", f"{NAME}-token", {"data": {"token": token}})
+    await there.looks(lambda r: condition(r, "CoordinatorReady") == "Ready", times=3)
