@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scalerl_api.spec import RunSpec
@@ -338,6 +338,8 @@ def works(job: Job) -> bool:
 
 
 @settings(max_examples=300, deadline=None)
+@example(["look", "let in", "pods", "look", "let in", "fail"], True)
+@example(["look", "let in", "pods", "look", "suspend", "look", "look", "suspend", "look"], True)
 @given(days(), st.booleans())
 def test_two_attempts_are_never_wanted_at_once_and_every_run_ends(day: list[str], queued: bool) -> None:
     """The world moves at random; then it is left in peace, and the run has to come to its end."""

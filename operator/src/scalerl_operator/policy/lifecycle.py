@@ -131,12 +131,14 @@ def _drain(seen: Facts, memory: Memory, phase: Phase) -> Course | None:
     )
     if not works or memory.rest is not Rest.NO or now - since >= DRAIN_SECONDS:
         return None
+    # A trainer that a queue never let in leaves with nothing to save: nothing is made for it.
+    serving = seen.serving or not seen.queued or trainer.state is JobState.ACTIVE
     return Course(
         phase,
         replace(memory, drain_since=since),
         prepare=True,
-        coordinator=True,
-        generators=seen.generators_wanted,
+        coordinator=serving,
+        generators=seen.generators_wanted if serving else 0,
         trainer=trainer.attempt if trainer.state is JobState.ACTIVE else None,
         frozen=True,
         tell=_told(INTERRUPTED, seen.heard, resumed=False),
@@ -256,7 +258,9 @@ def _waits_in_queue(seen: Facts, memory: Memory) -> bool:
     if trainer.held and not trainer.ending:
         since = _since(memory.held_since, seen.unix_seconds)
         return not seen.serving or seen.unix_seconds - since >= HELD_SECONDS
-    return seen.queued and trainer.state is JobState.ABSENT and not seen.serving
+    # One that failed as soon as it was let in: its next attempt waits in the queue again.
+    gone = trainer.state in (JobState.ABSENT, JobState.FAILED, JobState.LEAVING)
+    return seen.queued and gone and not seen.serving
 
 
 def _wanted(spec: RunSpec, seen: Facts, *, resumed: bool) -> str:
