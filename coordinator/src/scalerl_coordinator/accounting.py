@@ -94,6 +94,9 @@ class Line(msgspec.Struct, array_like=True, frozen=True):
     """Completion tokens of trained (unfiltered) groups, and the sum of their staleness in steps:"""
     staleness_sum: int = 0
     staleness_max: int = 0
+    unused: float = 0.0
+    unused_too: int = 0
+    """Journals and checkpoints have numbers of before in these two places. New fields come last."""
     consecutive_skipped_steps: int = 0
 
     @property

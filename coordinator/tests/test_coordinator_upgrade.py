@@ -1,0 +1,64 @@
+"""What commit 01aee93 wrote, this code reads and goes on from.
+
+``of_01aee93`` holds bytes of that commit's own code: a run of :func:`coordinator_world.make_settings` that has trained
+four steps, the last of them twice; some groups are filtered, an evaluation is half done, a lease is open. It is
+there as a journal, as the same journal cut at 4000 bytes with a snapshot, and as the snapshot of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from coordinator_world import JournalWorld, World, check_consistency, make_settings, train
+
+from scalerl_api.wire import Split
+from scalerl_coordinator.accounting import Line
+from scalerl_coordinator.state import State
+
+WRITTEN = Path(__file__).parent / "of_01aee93"
+SETTINGS = make_settings(evaluation_temperature=1.0)
+
+
+def go_on(world: World) -> None:
+    check_consistency(world)
+    line = world.state.line
+    assert (line.work_tokens, line.trained_tokens, line.consecutive_skipped_steps) == (96, 40, 0)
+    world.hello("t3", 4)
+    world.member = world.register("g", version=4)
+    world.publish("t3")
+    world.serve(world.member, 4, 2)
+    assert [point.version for point in world.state.points] == [0, 2, 4]
+    train(world, "t3")
+    world.beat(world.member, 5)
+    train(world, "t3")
+    check_consistency(world)
+    assert world.state.version == 6
+    assert world.state.line.trained_tokens == 60
+
+
+@pytest.mark.parametrize("name", ["journal", "journal-with-snapshot"])
+def test_a_journal(name: str, tmp_path: Path) -> None:
+    shutil.copytree(WRITTEN / name, tmp_path / "journal")
+    world = JournalWorld(SETTINGS, tmp_path / "journal")
+    try:
+        fates = world.state.fates
+        assert (fates.acknowledged, fates.trained, fates.filtered) == (34, 18, 8)
+        assert set(world.state.marks) == {1, 2, 3}
+        assert {lease.split for lease in world.state.leases.values()} == {Split.HELD_OUT}
+        go_on(world)
+    finally:
+        world.close()
+        world.loop.close()
+
+
+def test_a_checkpoint() -> None:
+    snapshot = (WRITTEN / "checkpoint").read_bytes()
+    assert isinstance(State.decode(snapshot).line, Line)
+    world = World(SETTINGS)
+    world.hello("t", 4, snapshot)
+    world.acknowledge()
+    go_on(world)
+    world.crash(0)
+    check_consistency(world)
