@@ -281,6 +281,11 @@ class TestMismatch:
         got = ratio_statistics(torch.zeros(0), torch.zeros(0))
         assert (got.kl_k3, got.ratio_mean, got.effective_sample_fraction) == (0.0, 1.0, 1.0)
 
+    def test_ratios_that_all_underflow_are_a_problem_of_the_step_and_no_error(self) -> None:
+        got = ratio_statistics(torch.full((3,), -9999.0), torch.full((3,), -1.0))
+        assert (got.effective_sample_fraction, got.beyond_fraction) == (0.0, 1.0)
+        assert RatioGuard().problem(got) is not None
+
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
     def test_a_broken_generator_logprob_is_named(self, bad: float) -> None:
         with pytest.raises(NonFiniteLogprobError, match=r"1 of 3 .*first at flat token 2") as caught:

@@ -76,8 +76,11 @@ class RatioStatistics:
 
     @property
     def effective_sample_fraction(self) -> float:
-        """(Σρ)² / (N Σρ²), in (0, 1]: the share of tokens that importance weighting leaves effective."""
-        return self.ratio_sum**2 / (self.tokens * self.ratio_square_sum) if self.tokens else 1.0
+        """(Σρ)² / (N Σρ²), in [0, 1]: the share of tokens that importance weighting leaves effective; 0 where every ρ²
+        underflows."""
+        if not self.tokens:
+            return 1.0
+        return self.ratio_sum**2 / (self.tokens * self.ratio_square_sum) if self.ratio_square_sum else 0.0
 
     def __add__(self, other: RatioStatistics) -> RatioStatistics:
         return RatioStatistics(
