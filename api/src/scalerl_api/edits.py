@@ -104,7 +104,11 @@ EDITS: Final[Mapping[str, Edit]] = {
     "recipe.maxCompletionTokens": Edit(
         Effect.ALL, f"For completions begun from then on; an evaluation under way begins again. {_NEW_SET}"
     ),
-    "recipe.temperature": Edit(Effect.ALL, "For completions begun from then on."),
+    "recipe.temperature": Edit(
+        Effect.REFUSED,
+        "the recipe's temperature cannot change: rollouts that were accepted have log-probabilities at the one of before. "
+        "Create another run",
+    ),
     "recipe.loss": Edit(Effect.ALL),
     "recipe.aggregation": Edit(Effect.ALL),
     "recipe.advantageNormalization": Edit(Effect.ALL),

@@ -17,6 +17,10 @@ from scalerl_operator.policy.change import forbidden_changes
         ({"autoscaling": {"mode": "Off"}}, []),
         ({"seed": 3}, ["spec.seed: 0 → 3 (the seed cannot change"]),
         ({"recipe": {"promptsPerStep": 7}}, []),
+        (
+            {"recipe": {"temperature": "0.5"}},
+            ["spec.recipe.temperature: 1 → 0.5 (the recipe's temperature cannot change: rollouts that were"],
+        ),
         ({"trainer": {"replicas": 2, "zeroStage": 3}, "generator": {"extraArgs": ["--x"]}}, []),
         (
             {"seed": 3, "warmStart": {"steps": 5}},

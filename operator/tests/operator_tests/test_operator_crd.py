@@ -167,7 +167,7 @@ def test_what_a_checkpoint_was_made_with_cannot_change() -> None:
         if "oldSelf" in rule["rule"] and "self.status" not in rule["rule"]
     }
     assert fixed == {
-        *(f".spec.{name}" for name in ("model", "task", "seed", "warmStart")),
+        *(f".spec.{name}" for name in ("model", "task", "seed", "warmStart", "recipe.temperature")),
         *(f".spec.storage.{name}" for name in ("claimName", "size", "storageClassName", "accessMode")),
     }
 
