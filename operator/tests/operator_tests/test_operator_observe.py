@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from scalerl_api.spec import BudgetSpec
 from scalerl_api.wire import WIRE_VERSION, Ack, Counts, Phase, Problem, Status, Stop
@@ -108,6 +109,31 @@ async def test_bad_answers(code: int, body: Any, error: type[Exception], words: 
     async with coordinator(answer) as (url, _), CoordinatorClient(url, "t") as client:
         with pytest.raises(error, match=words):
             await client.status()
+
+
+async def test_a_coordinator_of_an_earlier_release_is_asked_and_told_in_its_own_version() -> None:
+    new = {"exports", "journal_error", "last_skip_reason", "skipped_steps"}
+    sent = msgspec.to_builtins(status(step=7))
+    asked, told = [], []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(given := request.headers["x-scalerl-wire"])
+        if given != "1":
+            said = f"you speak wire version {given}, the coordinator 1; update the older one"
+            problem = Problem(error="wire-version", message=said)
+            return web.Response(status=426, body=msgspec.msgpack.encode(problem))
+        if request.method == "POST":
+            told.append(msgspec.msgpack.decode(await request.read(), type=Stop).reason)
+            return await _ok(Ack())
+        return await _ok({name: value for name, value in sent.items() if name not in new})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    async with TestServer(app) as server, CoordinatorClient(str(server.make_url("")), "t") as client:
+        assert await client.status() == status(step=7)
+        await client.stop("enough")
+    assert told == ["enough"]
+    assert asked == ["2", "1", "1"], "its number is remembered"
 
 
 async def test_no_answer_and_a_slow_answer_are_unreachable() -> None:

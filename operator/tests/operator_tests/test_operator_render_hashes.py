@@ -19,6 +19,15 @@ from scalerl_operator.cluster.render import raw_hash, render, spec_hash
 from scalerl_operator.cluster.types import Images
 from scalerl_operator.workloads import Role
 
+ROLES = (Role.PREPARE, Role.COORDINATOR, Role.GENERATOR, Role.TRAINER)
+FULL: dict[str, Any] = {
+    "images": {"generator": "g:1"},
+    "podTemplate": {"labels": {"a": "b"}},
+    "recipe": {"temperature": "0.9"},
+    "storage": {"onDelete": "Delete"},
+    "trainer": {"replicas": 2},
+}
+
 
 def hashes(**spec: Any) -> dict[Role, str]:
     run = cluster_run(**spec)
@@ -67,6 +76,22 @@ def test_pods_and_jobs_say_for_which_spec_they_were_made() -> None:
         assert objects[key]["metadata"]["annotations"][names.SPEC_HASH] == spec_hash(
             run, Role(key.split("/")[1])
         )
+
+
+def test_a_change_of_what_the_hash_is_taken_over_has_another_version() -> None:
+    """If this fails, every run under way is held against another hash: raise SPEC_HASH_VERSION, then write these anew."""
+    assert [spec_hash(cluster_run(), role) for role in ROLES] == [
+        "2-e8e0f5c2aaa0177d",
+        "2-ce16489e945bc2c1",
+        "2-e8e0f5c2aaa0177d",
+        "2-e8e0f5c2aaa0177d",
+    ]
+    assert [spec_hash(cluster_run(**FULL), role) for role in ROLES] == [
+        "2-6fade591804dffb6",
+        "2-a1f3786e1658fa6d",
+        "2-5e14bf3477225ea0",
+        "2-6fade591804dffb6",
+    ]
 
 
 def test_another_release_of_the_operator_makes_no_new_hash() -> None:

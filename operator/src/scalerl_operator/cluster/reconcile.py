@@ -31,6 +31,7 @@ from scalerl_operator.cluster.conditions import (
     report,
     understood,
 )
+from scalerl_operator.cluster.earlier import restate
 from scalerl_operator.cluster.hearing import Answer, Coordinators
 from scalerl_operator.cluster.names import ABANDON, FINALIZER, QUEUE, selector
 from scalerl_operator.cluster.observed import Observed, Problem, label, observe, patient, seconds
@@ -217,6 +218,7 @@ class Reconciler:
     ) -> float | None:
         """``spec``: the run's, as the status keeps it. ``invalid``: why the present one is not accepted; the run then has
         the one accepted before."""
+        await restate(self._api, self._cache, seen)
         observed, placed = patient(
             observe(seen.objects, seen.uid, self._spec_hashes(run, seen)), seen.unix_seconds
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Final, Self, TypeVar
 
 import aiohttp
 import msgspec
@@ -14,6 +14,11 @@ from scalerl_operator.observe.errors import CoordinatorRefused, CoordinatorUnrea
 
 T = TypeVar("T")
 
+UPGRADE_REQUIRED: Final = 426
+SPOKEN: Final = (WIRE_VERSION, 1)
+"""Wire versions in which a status and a stop can be read here: each only added fields with defaults to them. A run under way
+keeps its images, so its coordinator may speak an earlier one."""
+
 
 class CoordinatorClient:
     """Asks one coordinator. Use as an async context manager; every call is bounded by ``timeout_seconds``."""
@@ -22,9 +27,9 @@ class CoordinatorClient:
         self._url = url
         self._headers = {
             "authorization": f"Bearer {token}",
-            WIRE_HEADER: str(WIRE_VERSION),
             "content-type": CONTENT_TYPE,
         }
+        self._version = WIRE_VERSION
         self._timeout = aiohttp.ClientTimeout(total=timeout_seconds)
         self._session: aiohttp.ClientSession | None = None
 
@@ -58,11 +63,17 @@ class CoordinatorClient:
         if self._session is None:
             raise RuntimeError("use CoordinatorClient as an async context manager")
         data = None if body is None else msgspec.msgpack.encode(body)
-        try:
-            async with self._session.request(method, self._url + path, data=data) as response:
-                content, code = await response.read(), response.status
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise CoordinatorUnreachable(f"{method} {path}: {type(error).__name__}: {error}") from error
+        for version in (self._version, *(v for v in SPOKEN if v != self._version)):
+            try:
+                async with self._session.request(
+                    method, self._url + path, data=data, headers={WIRE_HEADER: str(version)}
+                ) as response:
+                    content, code = await response.read(), response.status
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                raise CoordinatorUnreachable(f"{method} {path}: {type(error).__name__}: {error}") from error
+            if code != UPGRADE_REQUIRED:
+                self._version = version
+                break
         if code >= 500:
             raise CoordinatorUnreachable(f"{method} {path}: HTTP {code}: {_problem(content)}")
         if code >= 300:
