@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -68,6 +69,7 @@ class Parts:
         self.cache = cache
         self.metrics = metrics
         self.wake = wake
+        """For what a run's coordinator or its autoscaler says. Not for what makes up for a failed look."""
         self.on_lost: list[Callable[[], Awaitable[None]]] = []
         """Called when this replica no longer leads and nothing is in work."""
 
@@ -136,7 +138,8 @@ class Operator:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self.api)
             await stack.enter_async_context(self._server())
-            self._parts = Parts(self._settings, self.api, self.cache, self.metrics, self.queue.wake)
+            wake = functools.partial(self.queue.wake, patient=True)
+            self._parts = Parts(self._settings, self.api, self.cache, self.metrics, wake)
             self._reconcile = await stack.enter_async_context(self._make_reconcile(self._parts))
             news = asyncio.create_task(self._inform(), name="news")
             try:

@@ -36,6 +36,9 @@ class Coordinator:
         """The connections by which it was asked."""
         self.told: list[str] = []
         self.answers, self.refuses = True, ""
+        self.reason = ""
+        self.slow: asyncio.Event | None = None
+        """The next answer, which is made at once, comes only then."""
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[PodView]:
@@ -46,7 +49,11 @@ class Coordinator:
                 return web.Response(status=426, body=body)
             if not self.answers:
                 await asyncio.sleep(60)
-            return web.Response(body=msgspec.msgpack.encode(status([])))
+            said = msgspec.structs.replace(status([]), stop_reason=self.reason, wall_seconds=len(self.asked))
+            if (slow := self.slow) is not None:
+                self.slow = None
+                await slow.wait()
+            return web.Response(body=msgspec.msgpack.encode(said))
 
         async def tell(request: web.Request) -> web.Response:
             self.told.append(msgspec.msgpack.decode(await request.read(), type=Stop).reason)
@@ -116,6 +123,16 @@ async def heard(ours: Coordinators, uid: str, pods: list[PodView], token: Tokens
             return answer
         await asyncio.sleep(0.01)
     raise AssertionError("no answer in 10 s")
+
+
+async def asked(there: Coordinator, times: int) -> None:
+    """Until it has been asked so often from now."""
+    until = len(there.asked) + times
+    for _ in range(1000):
+        if len(there.asked) >= until:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("not asked in 10 s")
 
 
 async def test_an_answer_is_of_what_is_seen_and_looks_that_see_the_same_share_it() -> None:
@@ -247,3 +264,41 @@ async def test_forty_that_do_not_answer_hold_up_no_look_at_another(monkeypatch: 
         began = time.monotonic()
         assert (await heard(ours, "u", [pod], token, 1)).status is not None
         assert time.monotonic() - began < 1.0
+
+
+async def test_an_answer_that_was_asked_for_earlier_and_comes_later_counts_no_more() -> None:
+    there, token = Coordinator(), Tokens()
+    async with there.serving() as pod, coordinators(background=False) as ours:
+        await ours.hear("u", [pod], token, 1)
+        there.slow = late = asyncio.Event()
+        earlier = asyncio.create_task(ours.ask("u"))
+        await asked(there, 1)
+        there.reason = "interrupted"
+        await ours.ask("u")
+        late.set()
+        await earlier
+        answer = await ours.hear("u", [pod], token, 1)
+        assert answer.status is not None
+        assert answer.status.stop_reason == "interrupted"
+
+
+async def test_only_news_wake_a_run_that_waits_for_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hearing, "POLL_SECONDS", 0.02)
+    there, token, woken = Coordinator(), Tokens(), list[str]()
+
+    async with there.serving() as pod, coordinators(wake=woken.append) as ours:
+        await heard(ours, "u", [pod], token, 1)
+        woken.clear()
+        await asked(there, 5)
+        assert woken == [], "how long it has run is always another"
+        there.reason = "maxSteps"
+        await asked(there, 2)
+        assert woken
+        await heard(ours, "u", [pod], token, 1)
+        await asked(there, 2)
+        woken.clear()
+        await asked(there, 5)
+        assert woken == []
+        assert await ours.hear("u", [pod], token, 2) == Answer(False)
+        await asked(there, 2)
+        assert woken, "a look waits, for the same"

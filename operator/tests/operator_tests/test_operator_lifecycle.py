@@ -55,6 +55,11 @@ def exists(course: Course) -> tuple[bool, bool, int, int | None]:
     return course.prepare, course.coordinator, course.generators, course.trainer
 
 
+def test_a_run_whose_coordinator_is_silent_is_looked_at_no_more_often_than_another() -> None:
+    """Its first answer wakes the run."""
+    assert decide(SPEC, replace(RUNNING, heard=None), FIRST).again_seconds == 5.0
+
+
 def test_preparation_comes_before_anything_else() -> None:
     for state in (JobState.ABSENT, JobState.ACTIVE):
         course = decide(SPEC, Facts(0.0, prepare=Job(state)), Memory())

@@ -114,6 +114,33 @@ def test_a_failing_key_is_never_hot_however_often_it_is_woken(pauses: list[float
     run(scenario())
 
 
+def test_what_waits_patiently_brings_no_failed_key_forward_and_any_other() -> None:
+    async def scenario() -> None:
+        fails = True
+
+        def outcome(key: Key) -> float | None:
+            if fails:
+                raise RuntimeError("always")
+            return 30.0
+
+        work = Work(lambda: 0.1, outcome)
+        one = queue(work)
+        one.wake(A, patient=True)
+        for _ in range(600):
+            await asyncio.sleep(1.0)
+            one.wake(A, patient=True)
+        assert 10 <= len(work.begun) <= 20, "about one a minute in the end"
+        fails = False
+        await asyncio.sleep(61.0)
+        before = len(work.begun)
+        one.wake(A, patient=True)
+        await asyncio.sleep(1.0)
+        assert len(work.begun) == before + 1
+        await one.drain(1)
+
+    run(scenario())
+
+
 def test_a_key_woken_in_work_is_run_once_more_and_many_wake_ups_are_one() -> None:
     async def scenario() -> None:
         work = Work(seconds=lambda: 1.0)

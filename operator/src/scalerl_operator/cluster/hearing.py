@@ -59,6 +59,10 @@ class _Poller:
         self.seen: object = None
         self.answered_for: object = self
         """What was seen when it was last asked; first nothing that anybody can see."""
+        self.asked = self.newest = 0
+        """Questions so far, and the last one of these that counts: a background question and one by a look may overlap."""
+        self.given: object = None
+        """:meth:`news` as the last look was given it; None: that look waits for an answer."""
         self.now = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
 
@@ -70,6 +74,12 @@ class _Poller:
     def current(self) -> Status | None:
         fresh = time.monotonic() - self.at <= OLDEST_ANSWER_SECONDS
         return self.answer if fresh else None
+
+    def news(self) -> object:
+        """What a run is looked at for at once. All else, which moves all the time, waits for the next look by the clock."""
+        now = self.current()
+        said = None if now is None else (now.phase, now.stop_reason, len(now.points), now.journal_error)
+        return said, self.refusal
 
     def pause(self) -> float:
         """Seconds to the next question."""
@@ -85,7 +95,7 @@ class Coordinators:
     """A poller a run, kept between looks.
 
     fence: asked before a coordinator is told anything; raises where this process may not act. wake: called with the uid of a
-    run of which there is an answer. background: ask without being asked to; else only :meth:`ask` does.
+    run of which there is an answer that a look waits for, or that has news. background: ask without being asked to; else only :meth:`ask` does.
     """
 
     def __init__(
@@ -135,20 +145,31 @@ class Coordinators:
         if seen != held.seen:
             held.seen = seen
             held.now.set()
-        return Answer(True, held.current()) if held.known else Answer(False)
+        if not held.known:
+            held.given = None
+            return Answer(False)
+        held.given = held.news()
+        return Answer(True, held.current())
 
     async def ask(self, uid: str) -> None:
-        """Ask now; the answer, or that there is none, is the last one."""
+        """Ask now; the answer, or that there is none, is the last one, unless one that was asked for later has come."""
         held = self._pollers.get(uid)
         if held is None:
             return
-        seen = held.seen
+        held.asked += 1
+        seen, number = held.seen, held.asked
+        answer: Status | CoordinatorUnreachable | CoordinatorRefused
         try:
-            held.answer = await held.client.status()
+            answer = await held.client.status()
         except (CoordinatorUnreachable, CoordinatorRefused) as problem:
-            self._note(uid, held, "no word from the coordinator", problem)
+            answer = problem
+        if number < held.newest:
+            return
+        held.newest = number
+        if isinstance(answer, Status):
+            held.answer, held.failures, held.refusal = answer, 0, ""
         else:
-            held.failures, held.refusal = 0, ""
+            self._note(uid, held, "no word from the coordinator", answer)
         held.answered_for, held.at = seen, time.monotonic()
 
     @property
@@ -187,7 +208,8 @@ class Coordinators:
             except Exception:
                 log.exception("run %s: asking its coordinator failed", uid)
                 held.answer, held.failures = None, held.failures + 1
-            self._wake(uid)
+            if held.known and held.news() != held.given:
+                self._wake(uid)
             pause = held.pause()
             if held.failures:
                 await asyncio.sleep(pause)

@@ -48,6 +48,8 @@ class _Pass:
     began: float
     woken_at: float | None = None
     """When the key is to be looked at again for a wake-up that came during the pass."""
+    patient: bool = True
+    """All those wake-ups were."""
 
 
 class WorkQueue:
@@ -88,15 +90,18 @@ class WorkQueue:
         self._passes: dict[Key, _Pass] = {}
         self._failures: dict[Key, int] = {}
 
-    def wake(self, key: Key, delay: float = 0.0) -> None:
+    def wake(self, key: Key, delay: float = 0.0, *, patient: bool = False) -> None:
         """``key`` is due in ``delay`` seconds, or sooner if it already was.
 
         In work, it is looked at once more afterwards. After a failure it is brought forward, but not closer than
-        ``SOONEST_AFTER_FAILURE_SECONDS`` to it.
+        ``SOONEST_AFTER_FAILURE_SECONDS`` to it; ``patient``: not at all, as what has changed is not what failed.
         """
         at = asyncio.get_running_loop().time() + max(0.0, delay)
         if (in_work := self._passes.get(key)) is not None:
             in_work.woken_at = at if in_work.woken_at is None else min(at, in_work.woken_at)
+            in_work.patient = in_work.patient and patient
+        elif patient and key in self._failures and key in self._waiting:
+            return
         elif key not in self._due:
             self._schedule(key, at)
 
@@ -200,7 +205,7 @@ class WorkQueue:
             again = None if delay is None else now + max(SHORTEST_DELAY_SECONDS, delay)
         if again is not None:
             self._schedule(key, again, floor)
-        if over.woken_at is not None and key not in self._due:
+        if over.woken_at is not None and key not in self._due and not (over.patient and result == "error"):
             self._schedule(key, max(over.woken_at, floor), floor)
         if self._observer is not None:
             self._observer.finished(key, result, now - over.began)

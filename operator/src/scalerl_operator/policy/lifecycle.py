@@ -247,7 +247,7 @@ def _run(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
         generators=seen.generators_wanted,
         trainer=trainer,
         tell=tell,
-        again_seconds=min(wait, POLL_SECONDS if heard is not None else ASK_AGAIN_SECONDS),
+        again_seconds=min(wait, POLL_SECONDS),  # a first answer wakes the run
         note="" if heard is not None else "the coordinator to answer",
     )
 
