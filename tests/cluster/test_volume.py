@@ -50,6 +50,7 @@ async def is_held(there: Stage, says: str) -> Object:
     assert says in message
     assert "has trained 3 steps and does not start on an empty volume" in message
     assert run["status"]["phase"] == "Pending"
+    assert (condition(run, "Degraded"), condition(run, "Prepared")) == ("ClaimLost", "Prepared")
     assert any(
         reason == "ClaimLost" and text.startswith("Accepted: ") for reason, text in await there.events()
     )

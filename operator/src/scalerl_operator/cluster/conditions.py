@@ -272,11 +272,11 @@ def _meaning(type_: ConditionType, value: bool, reason: Reason) -> str:
 
 
 def _said(run: ScaleRLRun | None, before: RunStatus, seen: Looked) -> Sequence[Said]:
-    if run is None or seen.accepted is not None:
+    if run is None or (seen.accepted is not None and before.start_time is None):
         why = seen.accepted or Problem(Reason.SPEC_INVALID, "")
         return [(ConditionType.ACCEPTED, False, why), *_ends(seen.course, before.stop_reason)]
     return [
-        (ConditionType.ACCEPTED, seen.invalid is None, seen.invalid or _warnings(run)),
+        _accepted(run, seen),
         _admitted(run, before, seen),
         _prepared(run, before, seen),
         _role(ConditionType.COORDINATOR_READY, Role.COORDINATOR, 1, seen),
@@ -292,6 +292,12 @@ def _said(run: ScaleRLRun | None, before: RunStatus, seen: Looked) -> Sequence[S
         _degraded(run, before, seen),
         *_ends(seen.course, before.stop_reason),
     ]
+
+
+def _accepted(run: ScaleRLRun, seen: Looked) -> Said:
+    """A run that was begun may be held later: its volume is lost."""
+    why = seen.accepted or seen.invalid
+    return ConditionType.ACCEPTED, why is None, why or _warnings(run)
 
 
 def _warnings(run: ScaleRLRun) -> Problem:
