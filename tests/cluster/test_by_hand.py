@@ -50,7 +50,11 @@ async def test_labels_that_somebody_takes_off_come_back(there: Stage, only: tupl
     assert run["status"]["trainer"]["attempt"] == 1
 
 
-@pytest.mark.parametrize("only", [(), ("scalerl.dev/run",)], ids=["all", "the run's name"])
+@pytest.mark.parametrize(
+    "only",
+    [(), ("scalerl.dev/run",), ("scalerl.dev/run-uid",), ("app.kubernetes.io/component",)],
+    ids=["all", "the run's name", "the run's uid", "the role"],
+)
 async def test_a_coordinators_pod_without_its_labels_is_made_anew(
     there: Stage, only: tuple[str, ...]
 ) -> None:

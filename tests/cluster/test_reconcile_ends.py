@@ -137,6 +137,27 @@ async def test_a_run_of_a_refused_spec_with_a_silent_coordinator_goes_once_it_ha
     assert there.coordinator.told == []
 
 
+async def test_a_run_that_is_let_go_and_that_somebody_else_still_holds_is_asked_for_nothing(
+    there: Stage,
+) -> None:
+    await there.create(tiny())
+    await there.looks(lambda r: r.get("status", {}).get("phase") == "Preparing")
+    await there.end("prepare")
+    await there.looks(lambda r: r["status"]["phase"] == "Running")
+    await there.begin("coordinator")
+    await there.looks(lambda r: condition(r, "CoordinatorReady") == "Ready")
+    run = await there.get("ScaleRLRun", NAME)
+    assert run is not None
+    theirs = [*run["metadata"]["finalizers"], "test/theirs"]
+    await there.edit("ScaleRLRun", NAME, {"metadata": {"finalizers": theirs}})
+    await there.delete("ScaleRLRun", NAME)
+    await there.looks(lambda r: r["metadata"]["finalizers"] == ["test/theirs"])
+    asked = there.coordinator.asked
+    await there.reconciler.coordinators.ask_all()
+    assert there.coordinator.asked == asked
+    await there.edit("ScaleRLRun", NAME, {"metadata": {"finalizers": None}})
+
+
 async def test_deleted_as_an_orphan_it_is_drained_and_leaves_what_it_had_as_it_was(there: Stage) -> None:
     await there.start(tiny())
     before = await objects(there)

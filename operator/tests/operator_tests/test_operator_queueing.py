@@ -16,6 +16,7 @@ from scalerl_api.wire import Phase as Word
 from scalerl_operator.cluster.conditions import Looked, Steered, report
 from scalerl_operator.cluster.names import ATTEMPT, COMPONENT, QUEUE, RUN_UID
 from scalerl_operator.cluster.observed import JOB_NAME, Observed, observe
+from scalerl_operator.cluster.reconcile import _at_work
 from scalerl_operator.policy.course import Course, Facts, Job, JobState, Memory
 from scalerl_operator.policy.lifecycle import HELD_SECONDS, decide
 from scalerl_operator.workloads import Role
@@ -38,6 +39,21 @@ def test_a_run_begins_with_what_the_queue_has_let_in() -> None:
     assert course.again_seconds is None, "the queue's word wakes us"
     course = decide(SPEC, replace(held, trainer=Job(JobState.ACTIVE, 1)), course.memory)
     assert (course.phase, exists(course)) == ("Running", (True, True, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "at_work"),
+    [
+        (HELD, False),
+        (replace(HELD, ending=True), True),
+        (replace(HELD, held=False), True),
+        (Job(JobState.LEAVING, 1), True),
+        (Job(JobState.FAILED, 1), False),
+    ],
+)
+def test_a_trainer_that_a_queue_holds_has_no_volume_mounted(trainer: Job, at_work: bool) -> None:
+    observed = replace(observe({}, UID, {Role.PREPARE: "", Role.TRAINER: ""}), trainer=trainer)
+    assert _at_work(observed) is at_work
 
 
 def test_without_a_queue_all_begins_at_once() -> None:

@@ -18,7 +18,15 @@ from scalerl_operator.cluster import errors
 from scalerl_operator.cluster.api import KubeApi
 from scalerl_operator.cluster.cache import Cache
 from scalerl_operator.cluster.drift import differences, told
-from scalerl_operator.cluster.names import ATTEMPT, RENDERED_HASH, RUN, TOKEN_KEY, Names, label_value
+from scalerl_operator.cluster.names import (
+    ATTEMPT,
+    COMPONENT,
+    RENDERED_HASH,
+    RUN,
+    TOKEN_KEY,
+    Names,
+    label_value,
+)
 from scalerl_operator.cluster.names import labels as labels_of_run
 from scalerl_operator.cluster.observed import (
     JOB_NAME,
@@ -224,7 +232,7 @@ class Applier:
         called = Names(place.name)
         name, owner = f"{called.coordinator}-0", place.objects.get(("StatefulSet", called.coordinator))
         pod = place.objects.get(("Pod", name))
-        if owner is None or leaving(owner) or (pod is not None and place.mine(pod)):
+        if owner is None or leaving(owner) or (pod is not None and _is_found(pod, place)):
             return
         asked = self._searched.get(place.uid, 0.0)
         young = place.unix_seconds - seconds(owner["metadata"].get("creationTimestamp")) < SEARCH_SECONDS
@@ -237,7 +245,7 @@ class Applier:
             secrets_ = {(v.get("secret") or {}).get("secretName") for v in pod["spec"].get("volumes") or ()}
             if (
                 leaving(pod)
-                or (place.mine(pod) and label(pod, RUN) == label_value(place.name))
+                or (_is_found(pod, place) and label(pod, RUN) == label_value(place.name))
                 or owners - {owner["metadata"]["uid"]}
                 or called.token not in secrets_
             ):
@@ -442,6 +450,11 @@ def _labels_of(name: str, place: Place) -> dict[str, str]:
     role = roles.get(name, Role.TRAINER)
     attempt = {ATTEMPT: name.rpartition("-")[2]} if role is Role.TRAINER else {}
     return labels_of_run(place.name, place.uid, role) | attempt
+
+
+def _is_found(pod: Object, place: Place) -> bool:
+    """Whether the coordinator's StatefulSet still knows the pod."""
+    return place.mine(pod) and label(pod, COMPONENT) == Role.COORDINATOR
 
 
 def _token(held: Object) -> str:

@@ -146,6 +146,7 @@ class Reconciler:
             return None
         seen = self._observe(key, obj)
         if leaving(obj) and FINALIZER not in seen.finalizers:
+            await self._let_go(seen)
             return None  # the rest is the garbage collector's
         await self._applier.find(seen, seen.at_work)
         invalid, spec = None, kept(obj)
@@ -203,6 +204,7 @@ class Reconciler:
             course = lifecycle.leave(self._facts(seen, observed, heard, steered), seen.memory)
             if course.release:
                 await self._run.release(seen)
+                await self._let_go(seen)
                 return None
             if course.tell is not None:
                 await self._tell(seen, course.tell)
@@ -232,6 +234,7 @@ class Reconciler:
         )
         if course.release:
             await self._run.release(seen)
+            await self._let_go(seen)
             return None
         seen, volume = await self._volume(run, seen, observed, course)
         plan = self._plan(run, seen, course)
@@ -456,6 +459,11 @@ class Reconciler:
         self._on_status((seen.namespace, seen.name), status)
         return await self._run.write(seen, status)
 
+    async def _let_go(self, seen: Seen) -> None:
+        """Nothing is left to do for a run, though it may be there for long: another's finalizer may hold it."""
+        self._uids.pop((seen.namespace, seen.name), None)
+        await self._forget(seen.uid)
+
     async def _forget(self, uid: str) -> None:
         scaling = self._scalings.pop(uid, None)
         if scaling is not None:
@@ -474,7 +482,9 @@ class Reconciler:
 
 def _at_work(observed: Observed) -> bool:
     """Whether pods of the run may have its volume mounted, and save to it."""
-    return observed.serving or observed.trainer.state in (JobState.ACTIVE, JobState.LEAVING)
+    trainer = observed.trainer
+    in_queue = trainer.held and not trainer.ending
+    return observed.serving or (trainer.state in (JobState.ACTIVE, JobState.LEAVING) and not in_queue)
 
 
 def _starts(course: Course) -> bool:
