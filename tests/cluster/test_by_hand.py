@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import json
 
 import pytest
 from stage import Object, Stage, condition, tiny
 
+from scalerl_operator.cluster import errors
 from scalerl_operator.cluster.apply import CHECK_SECONDS, SEARCH_SECONDS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
@@ -110,3 +113,51 @@ async def test_a_token_that_is_refused_is_read_again(there: Stage) -> None:
     token = base64.b64encode(b"another").decode()
     await there.edit("Secret", f"{NAME}-token", {"data": {"token": token}})
     await there.looks(lambda r: condition(r, "CoordinatorReady") == "Ready", times=3)
+
+
+async def test_labels_of_a_job_that_admission_lets_nobody_write_fail_no_look(there: Stage) -> None:
+    """As Kueue's webhook does with the queue of a Job that it has let in."""
+    await there.start(tiny())
+    await strip(there, "Job", f"{NAME}-trainer-1", "app.kubernetes.io/name")
+    policy = f"no-labels-{there.namespace}"
+    where = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": there.namespace}}}
+    jobs = {"apiGroups": ["batch"], "apiVersions": ["v1"], "operations": ["UPDATE"], "resources": ["jobs"]}
+    same = "object.metadata.labels == oldObject.metadata.labels"
+    rule = {
+        "kind": "ValidatingAdmissionPolicy",
+        "metadata": {"name": policy},
+        "spec": {
+            "matchConstraints": where | {"resourceRules": [jobs]},
+            "validations": [{"expression": same, "message": "labels of a Job that is let in cannot change"}],
+        },
+    }
+    binding = {
+        "kind": "ValidatingAdmissionPolicyBinding",
+        "metadata": {"name": policy},
+        "spec": {"policyName": policy, "validationActions": ["Deny"]},
+    }
+    for obj in (rule, binding):
+        manifest = json.dumps({"apiVersion": "admissionregistration.k8s.io/v1"} | obj)
+        there.kubectl("apply", "-f", "-", stdin=manifest)
+    for tries in range(60):  # until the policy is in force
+        try:
+            await there.edit("Job", f"{NAME}-prepare", {"metadata": {"labels": {"try": str(tries)}}})
+        except errors.Invalid:
+            break
+        await asyncio.sleep(0.5)
+    run = await there.looks(lambda r: "cannot change" in str(r["status"]["conditions"]), times=1)
+    assert run["status"]["phase"] == "Running"
+    labels = {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "team"}}}
+    there.kubectl("delete", "validatingadmissionpolicybinding", policy)
+    await there.edit("ScaleRLRun", NAME, labels)
+    there.now += 600.0
+    for _ in range(20):
+        await there.look()
+        job = await there.get("Job", f"{NAME}-trainer-1")
+        assert job is not None
+        if "app.kubernetes.io/name" in job["metadata"]["labels"]:
+            break
+        await asyncio.sleep(0.5)
+        there.now += 600.0
+    assert "app.kubernetes.io/name" in job["metadata"]["labels"]
+    assert "kueue.x-k8s.io/queue-name" not in job["metadata"]["labels"], "its own labels are Kueue's to keep"

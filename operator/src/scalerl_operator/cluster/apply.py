@@ -307,8 +307,7 @@ class Applier:
         if leaving(live):
             return None
         if kind == "Job":  # it cannot be changed: what is wanted of it anew is another attempt
-            await self._adopt(live, place, metadata["labels"])
-            return None
+            return await self._adopt(live, place, _labels_of(metadata["name"], place))
         if kind == CLAIM:
             wanted = never_smaller(wanted, live)
         found = differences(wanted, live)
@@ -344,9 +343,10 @@ class Applier:
                 return problem
             if dry_run:
                 return None
-            await self._adopt(there, place, obj["metadata"]["labels"])
+            ours = _labels_of(name, place) if kind == "Job" else obj["metadata"]["labels"]
+            problem = await self._adopt(there, place, ours)
             # Whoever made it, of whatever spec, it is compared like all that is known to be there.
-            return None if frozen else await self._bring(obj, place)
+            return problem if frozen or problem is not None else await self._bring(obj, place)
         except (errors.Invalid, errors.Forbidden) as error:
             return self._refused(error, obj, place)
         if not dry_run:
@@ -355,20 +355,26 @@ class Applier:
 
     async def _adopt(
         self, there: Object, place: Place, labels: dict[str, str], *, at_once: bool = False
-    ) -> None:
+    ) -> Problem | None:
         """An object of the run that was not known to be there: news of it are still on their way, or somebody has taken
         off the labels that they come by. Without these it is never heard of again.
 
-        labels: those that it is to have. at_once: however often somebody takes them off.
+        labels: those that it is to have; of a Job only ours: Kueue lets nobody write its own on one that it has let in.
+        at_once: however often somebody takes them off. Returns why the cluster does not let us put them back.
         """
         kind, metadata = there["kind"], there["metadata"]
         stripped = {name: text for name, text in labels.items() if label(there, name) != text}
         if stripped and not leaving(there) and (at_once or self.repairs.may(place, (kind, metadata["name"]))):
             patch = {"metadata": {"uid": metadata["uid"], "labels": stripped}}
-            there = await self._api.patch(kind, place.namespace, metadata["name"], patch)
+            try:
+                there = await self._api.patch(kind, place.namespace, metadata["name"], patch)
+            except (errors.Invalid, errors.Forbidden) as error:
+                self._made(there, place)
+                return self._refused(error, there, place)
             text = f"{kind} {metadata['name']}: somebody took labels off: {', '.join(sorted(stripped))}"
             await self._api.event(place.run, "Warning", Reason.REPAIRED_DRIFT, text)
         self._made(there, place)
+        return None
 
     def _made(self, obj: Object, place: Place) -> None:
         place.objects[obj["kind"], obj["metadata"]["name"]] = obj
