@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from coordinator_client import make_group
 from coordinator_world import JournalWorld, World, check_consistency, make_settings, ready, train
@@ -12,6 +14,7 @@ from scalerl_coordinator import slots
 from scalerl_coordinator.core import Refusal
 from scalerl_coordinator.membership import UnknownMember
 from scalerl_coordinator.status import view
+from scalerl_coordinator.training import fill_shard
 
 
 def test_nothing_is_leased_before_weights_and_nothing_beyond_k():
@@ -168,6 +171,35 @@ def test_a_fresh_slot_waits_for_the_weights_that_train_it_and_nothing_else_does(
         world.report("t", version)
         world.publish("t")
     assert world.state.line.staleness_max <= 2
+
+
+def test_versions_of_a_lost_line_are_not_taken_for_the_ones_that_are_trained_again(monkeypatch):
+    """A member keeps version 3 of the lost line while another version 3 is trained."""
+    monkeypatch.setattr(slots, "FRESH_EVERY", 1)
+    monkeypatch.setattr(slots, "_LEAST_FRESH", 1)
+    world = ready(World(make_settings(evaluation_every=100)))
+    train(world)
+    assert not world.plan("t", 0).ambiguous
+    world.checkpoint("t", [1])
+    for _ in range(2):
+        world.beat(world.member, world.state.version)
+        train(world)
+    world.beat(world.member, 3)
+    assert world.state.reissue == [9]
+    world.hello("t2", 1)
+    # Nothing waits for weights that are not to be told apart; what comes after them does.
+    assert world.serve(world.register("h", version=2), 2, 1)[0].slot == 9
+    for version in range(1, 6):
+        world.publish("t2")
+        world.beat(world.member, max(3, version))
+        leases = world.serve(world.member, max(3, version))
+        assert world.next("t2").action is NextAction.TRAIN
+        plan = world.plan("t2", version)
+        assert plan.ambiguous == (version <= 3)
+        assert fill_shard(replace(plan, items=[]), {}).ambiguous == plan.ambiguous
+        world.report("t2", version)
+        check_consistency(world)
+        assert version > 3 or 12 not in {lease.slot for lease in leases}
 
 
 def test_a_stale_group_is_dropped_and_its_slot_issued_again():

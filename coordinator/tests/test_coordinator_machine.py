@@ -106,7 +106,7 @@ class Coordinator(RuleBasedStateMachine):
             if lease.split is Split.TRAIN:
                 state, k = self.world.state, self.world.settings.identity.max_staleness_steps
                 step = state.step_of(lease.slot)
-                fresh = slots.is_fresh(lease.slot, state.batch_sizes, k)
+                fresh = step > state.lost and slots.is_fresh(lease.slot, state.batch_sizes, k)
                 assert step - self.members[name][1] <= (0 if fresh else self._bound(step))
                 assert self.max_steps is None or step < self.max_steps
                 assert lease.prompt_index == SeededEpochs(TRAIN_PROMPTS, 11).choose(lease.slot)

@@ -96,6 +96,10 @@ def test_a_token_is_fresh_until_other_weights_take_over() -> None:
     batch = rank_batch(wire.Shard(step=STEP, groups=metas, sequences=sequences), RecipeSpec()).batch
     assert batch.fresh_n is not None
     assert batch.fresh_n.tolist() == [True, True, True, False, False, False, False, False]
+    shard = wire.Shard(step=STEP, groups=metas, sequences=sequences, ambiguous=True)
+    lost = rank_batch(shard, RecipeSpec()).batch.fresh_n
+    assert lost is not None
+    assert not lost.any()
 
 
 def test_golden_advantages_and_weights() -> None:

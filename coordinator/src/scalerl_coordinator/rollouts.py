@@ -154,7 +154,8 @@ class Rollouts:
         limit = lease_limit(version, sizes, k, core.settings.max_steps)
 
         def too_old(slot: int) -> bool:
-            return is_fresh(slot, sizes, k) and version < state.step_of(slot)
+            step = state.step_of(slot)
+            return version < step and step > state.lost and is_fresh(slot, sizes, k)
 
         issues: list[tuple[Split, int, int, int]] = []
         for slot in state.reissue:

@@ -64,6 +64,8 @@ class State(msgspec.Struct):
     published: int = -1
     newest: int = 0
     """Highest version that any weights ever had, on this line or one that was lost."""
+    lost: int = -1
+    """Highest version that generators may have of a line that was lost. Up to it, a version may be of two weights."""
     line: Line = Line()
     marks: dict[int, Line] = {}
     """The line as it was at each version that the trainer may come back to."""

@@ -37,6 +37,7 @@ def trainer_joined(state: State, record: r.TrainerJoined) -> None:
             state.fates.trained -= rollouts
         state.fates.queued += rollouts
         state.rows.pop(step)
+    state.lost = max(state.lost, state.version, state.published)
     state.line = state.marks[record.version]
     state.marks = {v: line for v, line in state.marks.items() if v < record.version}
     state.version = record.version

@@ -43,6 +43,8 @@ class ShardPlan:
     lease_ids: list[str]
     """Of each group of the step, in slot order: the keys of their blobs; "" for a slot that was given up."""
     items: list[Item]
+    ambiguous: bool
+    """As in :class:`~scalerl_api.wire.Shard`."""
 
 
 @dataclass(slots=True)
@@ -261,7 +263,8 @@ class Training:
             for slot, g in zip(state.slots_of(request.step), groups, strict=True)
         ]
         share = balance(items, request.world_size)[request.rank]
-        return ShardPlan(request.step, metas, [g.lease_id for g in groups], share)
+        lease_ids = [g.lease_id for g in groups]
+        return ShardPlan(request.step, metas, lease_ids, share, ambiguous=request.step <= state.lost)
 
     def step(self, report: wire.StepReport, now: float) -> Row | None:
         """A step is over: its line of metrics.jsonl, or None where that was known already. Raises Refusal."""
@@ -419,7 +422,7 @@ def fill_shard(plan: ShardPlan, groups: Mapping[str, wire.Group]) -> wire.Shard:
                 versions=completion.versions,
             )
         )
-    return wire.Shard(step=plan.step, groups=plan.groups, sequences=sequences)
+    return wire.Shard(step=plan.step, groups=plan.groups, sequences=sequences, ambiguous=plan.ambiguous)
 
 
 def _check_finite(stats: dict[str, float]) -> None:

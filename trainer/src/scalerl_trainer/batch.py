@@ -91,7 +91,7 @@ def rank_batch(shard: wire.Shard, recipe: RecipeSpec) -> RankBatch:
         sequences.append(Sequence(prompt.tolist(), tokens.tolist(), mask))
         logprobs.append(scores[trained])
         # What older weights began has their states in its key-value cache: not the present weights alone.
-        fresh.append(np.logical_and.accumulate(age == 0))
+        fresh.append(np.logical_and.accumulate((age == 0) & (not shard.ambiguous)))
         places.append(first[sequence.group] + sequence.sample)
     index_s = torch.tensor(places, dtype=torch.long)
     batch = TrainBatch(

@@ -103,6 +103,9 @@ class Shard(Struct, frozen=True, kw_only=True):
     groups: list[GroupMeta]
     sequences: list[Sequence]
     """This rank's sequences of unfiltered groups, balanced over ranks by tokens."""
+    ambiguous: bool = False
+    """Other weights had this step's version before the trainer went back to a checkpoint: a token of that version may
+    be theirs, so it compares nothing at equal weights."""
 
 
 class StepReport(Struct, frozen=True, kw_only=True):
