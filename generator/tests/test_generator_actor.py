@@ -213,7 +213,7 @@ async def test_grading_errors_are_told_once_a_kind(
     await scene.member()
     seconds = itertools.count(1)
 
-    async def fails(self: GradingPool, prompt: Prompt, texts: list[str], **_: bool) -> list[Graded]:
+    async def fails(self: GradingPool, prompt: Prompt, texts: list[str], **_: Any) -> list[Graded]:
         slow = Graded(0.0, f"grading took longer than {next(seconds)} s and was killed")
         return [slow, Graded(1.0), slow, Graded(0.0, "the verifier gave 7, which is not in [0, 1]")]
 

@@ -222,6 +222,17 @@ async def test_a_hanging_group_does_not_hold_up_the_others():
         await stuck
 
 
+async def test_each_verdict_is_told_as_it_falls_a_timeout_too():
+    told = []
+    async with GradingPool(FACTORS, timeout_seconds=0.5) as pool:
+        begun = time.monotonic()
+        verdicts = await pool.score_group(
+            PRIME, [PRIME.answer, FOREVER, "5"], on_graded=lambda: told.append(time.monotonic() - begun)
+        )
+    assert len(told) == len(verdicts) == 3
+    assert told[1] - told[0] > 0.3
+
+
 async def test_a_late_event_loop_is_not_the_graders_fault():
     async with GradingPool(VerifierConfig("exact"), timeout_seconds=1) as pool:
         await pool.score_group(FOUR, ["4"])

@@ -10,7 +10,7 @@ what grows              what bounds it
 groups at the server    ``max_concurrent_sequences`` over occupancy, plus an eighth (or one group)
 groups in hand          twice that: grading or a coordinator that is away hold up new leases
 open lease requests     one; what becomes free meanwhile is asked for together
-age of a lease          its time, which begins anew whenever its tokens grow; past it the group is someone else's
+age of a lease          its time, which begins anew whenever it comes further; past it the group is someone else's
 ======================  =====================================================================
 
 An answer that gets lost on its way leaves leases that nobody works on. Heartbeats name the leases in
@@ -45,8 +45,8 @@ _EMPTY_ANSWER_SECONDS = 0.05
 _AHEAD = 0.125
 _LEAST_OCCUPANCY = 0.2
 _SMOOTHING = 0.05
-_FAILURES_IN_A_ROW = 16
-"""Groups that fail one after the other, with none that succeeds between them: it is not the groups."""
+_MOST_FAILED = 16
+"""Slots that fail one after the other, with none that succeeds between them: it is not the slots."""
 
 
 class Occupancy:
@@ -140,7 +140,10 @@ class Leasing:
         self._releases: set[asyncio.Task[None]] = set()
         self._backoff = Backoff()
         self._closing = False
-        self._failed_in_a_row = 0
+        self._failed: set[tuple[Split, int]] = set()
+        """Slots that failed after their first token, since a group was graded."""
+        self._refused: set[tuple[Split, int]] = set()
+        """Slots that failed before it, since the server told of any token."""
         self._failure: BaseException | None = None
         self._over = False
 
@@ -149,7 +152,7 @@ class Leasing:
 
         Raises:
             WrongPrompt, TaskError, Refused: what no retry mends.
-            Exception: the last failure of a group, when :data:`_FAILURES_IN_A_ROW` failed and none succeeded.
+            Exception: the last failure of a group, when :data:`_MOST_FAILED` slots failed and none succeeded.
         """
         while not self._over:
             if self._failure is not None:
@@ -239,8 +242,9 @@ class Leasing:
             async with asyncio.timeout(held.deadline - time.monotonic()) as held.timeout:
                 generated = await self._maker.generate(lease, lambda tokens: self._grew(held, tokens))
                 self._generated(held, generated)
-                self._delivery.put(await self._maker.grade(generated), held.deadline)
-                self._failed_in_a_row = 0
+                group = await self._maker.grade(generated, self._graded)
+                self._delivery.put(group, held.deadline)
+                self._failed.clear()
         except TimeoutError:
             logger.warning(
                 "lease %s came no further for %.0f s and is dropped", lease.lease_id, lease.remaining_seconds
@@ -260,19 +264,29 @@ class Leasing:
         except Exception as error:
             # One group's affair: the others go on, and the coordinator says who tries this one again.
             self._metrics.failed.inc()
-            self._failed_in_a_row += 1
+            (self._failed if held.began else self._refused).add((lease.split, lease.slot))
             logger.warning("lease %s failed", lease.lease_id, exc_info=not isinstance(error, VllmError))
             self._release([lease.lease_id], f"{type(error).__name__}: {error}", ReleaseCause.FAILED)
-            if self._failed_in_a_row >= _FAILURES_IN_A_ROW:
+            if len(self._failed | self._refused) >= _MOST_FAILED:
                 raise
+        finally:  # others look at it until its task is done
+            held.timeout, held.generating = None, False
 
     def _grew(self, held: _Held, tokens: int) -> None:
         """The server sampled tokens of ``held``: it came further, and so did all that wait in its queue."""
         held.began = True
+        self._refused.clear()
         for other in self._held.values():
             if other is held or (other.generating and not other.began):
                 self._membership.progress(other.lease.lease_id, tokens)
                 other.renew()
+
+    def _graded(self) -> None:
+        """A completion was graded: every group that is being graded, or waits for a grader, came further."""
+        for held in self._held.values():
+            if held.timeout is not None and not held.generating:
+                self._membership.progress(held.lease.lease_id, 1)
+                held.renew()
 
     def _generated(self, held: _Held, generated: Generated) -> None:
         self._grew(held, 1)  # what was generated has its whole time to be graded and delivered

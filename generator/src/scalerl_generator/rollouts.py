@@ -188,10 +188,10 @@ class RolloutMaker:
             return Generated(lease, prompt, encoded, completions, seconds)
         raise AssertionError("the last attempt returns or raises")
 
-    async def grade(self, generated: Generated) -> Group:
+    async def grade(self, generated: Generated, on_graded: Callable[[], None]) -> Group:
         """Score the completions and pack the group.
 
-        A completion on which the verifier fails or runs out of its limits has no verdict, and says why.
+        ``on_graded`` is told of each completion of this group that has its verdict. A completion on which the verifier fails or runs out of its limits has no verdict, and says why.
 
         Raises:
             GradingError: the verifier's processes cannot be kept running; nothing was scored.
@@ -200,7 +200,9 @@ class RolloutMaker:
         started = time.monotonic()
         texts = await self._in_thread(self._codec.texts, [c.token_ids for c in generated.completions])
         in_thought = generated.encoded.in_thought
-        scores = await self._grader.score_group(generated.prompt, texts, in_thought=in_thought)
+        scores = await self._grader.score_group(
+            generated.prompt, texts, in_thought=in_thought, on_graded=on_graded
+        )
         self._metrics.grading_seconds.observe(time.monotonic() - started)
         self._note_grading_errors(generated.prompt, [s.error for s in scores if s.error is not None])
         completions = [

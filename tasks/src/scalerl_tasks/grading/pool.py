@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -55,6 +55,7 @@ class _Job:
     prompt: Prompt
     completions: Sequence[str]
     done: asyncio.Future[list[Graded]]
+    on_graded: Callable[[], None] | None
     results: list[Graded] = field(default_factory=list)
     deaths: int = 0
     """Of graders, in a row, on the first completion without a result."""
@@ -137,11 +138,17 @@ class GradingPool:
         self._refuse_waiting(GradingError("the grading pool was closed"))
 
     async def score_group(
-        self, prompt: Prompt, completions: Sequence[str], *, in_thought: bool = False
+        self,
+        prompt: Prompt,
+        completions: Sequence[str],
+        *,
+        in_thought: bool = False,
+        on_graded: Callable[[], None] | None = None,
     ) -> list[Graded]:
         """Grade completions of one prompt; the result has their order.
 
-        ``in_thought``: the prompt left a thought open, so the completions begin inside one.
+        ``in_thought``: the prompt left a thought open, so the completions begin inside one. ``on_graded`` is called
+        as each of them has its verdict, and must not raise.
 
         A completion whose grading fails in any way has score 0 and an error. Cancelling the call is safe.
 
@@ -156,7 +163,7 @@ class GradingPool:
         if not completions:
             return []
         texts = [THOUGHT + text for text in completions] if in_thought else list(completions)
-        job = _Job(prompt, texts, asyncio.get_running_loop().create_future())
+        job = _Job(prompt, texts, asyncio.get_running_loop().create_future(), on_graded)
         self._jobs.put_nowait(job)
         return await job.done
 
@@ -244,6 +251,8 @@ class GradingPool:
         job.results.append(graded)
         self.counts.graded += 1
         self.counts.errors += graded.error is not None
+        if job.on_graded is not None:
+            job.on_graded()
 
     def _drop(self, grader: Grader) -> None:
         if self._server is not None:

@@ -1,0 +1,171 @@
+"""Groups beside one another: what one's failure, or the wait for a grader, does to the others."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, cast
+
+import aiohttp
+import pytest
+from actor_stand_ins import TOKEN, until
+from test_generator_actor_parts import empty_group
+
+from scalerl_api.wire import Group, Lease, Split
+from scalerl_generator.coordinator_client import CoordinatorClient
+from scalerl_generator.delivery import Delivery
+from scalerl_generator.join import Membership
+from scalerl_generator.leasing import Leasing
+from scalerl_generator.metrics import ActorMetrics
+from scalerl_generator.rollouts import Generated, RolloutMaker
+from scalerl_generator.state import BusyClock, ServerState
+from scalerl_generator.vllm_replies import GenerationFailed
+
+pytestmark = pytest.mark.timeout(30)
+
+Grow = Callable[[int], None]
+
+
+class Maker:
+    """Generates as each test says, and grades one group at a time, four completions of ``grading_seconds`` each."""
+
+    def __init__(self) -> None:
+        self.generators: dict[str, Callable[[Grow], Awaitable[None]]] = {}
+        self.grading_seconds = 0.0
+        self._grader = asyncio.Lock()
+
+    async def generate(self, lease: Lease, on_tokens: Grow) -> Generated:
+        await self.generators[lease.lease_id](on_tokens)
+        return Generated(lease, cast(Any, None), cast(Any, None), [], 0.0)
+
+    async def grade(self, generated: Generated, on_graded: Callable[[], None]) -> Group:
+        async with self._grader:
+            for _ in range(4):
+                await asyncio.sleep(self.grading_seconds)
+                on_graded()
+        return empty_group(generated.lease.lease_id)
+
+
+class Hands:
+    """A :class:`Leasing` whose leases the test gives out."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        server, busy = ServerState(), BusyClock()
+        server.came_up()
+        metrics = ActorMetrics(server, busy)
+        client = CoordinatorClient(session, "http://127.0.0.1:1", TOKEN)
+        self.membership = Membership(client, server, busy, metrics, name="g", control_url="http://h:1")
+        self.delivery = Delivery(client, self.membership, metrics)
+        self.maker = Maker()
+        maker = cast(RolloutMaker, self.maker)
+        parts = client, self.membership, server, maker, self.delivery, metrics
+        self.leasing = Leasing(*parts, capacity=16, per_group=4)
+
+    def take(
+        self, name: str, generate: Callable[[Grow], Awaitable[None]], slot: int = 0, seconds: float = 60.0
+    ) -> None:
+        self.maker.generators[name] = generate
+        lease = Lease(
+            lease_id=name,
+            split=Split.TRAIN,
+            slot=slot,
+            prompt_index=0,
+            prompt_id="p",
+            completions=4,
+            max_tokens=32,
+            temperature=1.0,
+            remaining_seconds=seconds,
+            policy_version=0,
+        )
+        self.leasing._take(lease, "m1", time.monotonic())
+
+    async def served(self) -> None:
+        await until(lambda: not self.leasing._held)
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self.leasing._failure
+
+
+@pytest.fixture
+async def hands() -> AsyncIterator[Hands]:
+    async with aiohttp.ClientSession() as session:
+        hands = Hands(session)
+        yield hands
+        for task in hands.leasing._releases:
+            task.cancel()
+
+
+async def refuse(_: Grow) -> None:
+    raise GenerationFailed("refused")
+
+
+async def test_a_group_that_fails_in_the_turn_in_which_another_grows(hands: Hands) -> None:
+    turn = asyncio.Event()
+
+    async def fail(_: Grow) -> None:
+        await turn.wait()
+        raise GenerationFailed("refused")
+
+    async def grow(on_tokens: Grow) -> None:
+        await turn.wait()
+        on_tokens(1)
+
+    hands.take("bad", fail, 0)
+    hands.take("good", grow, 1)
+    await asyncio.sleep(0.01)
+    turn.set()
+    await hands.served()
+    assert hands.membership.held_leases == {"good"}
+    assert len(hands.delivery) == 1
+
+
+async def test_a_few_slots_that_fail_again_and_again_do_not_end_the_others(hands: Hands) -> None:
+    hands.take("slow", lambda _: asyncio.Event().wait(), 100)
+    for attempt in range(5):
+        for slot in range(4):
+            hands.take(f"{slot}.{attempt}", refuse, slot)
+    await until(lambda: len(hands.leasing._held) == 1)
+    assert hands.failure is None
+
+
+async def test_many_slots_are_refused_while_another_grows(hands: Hands) -> None:
+    async def grow(on_tokens: Grow) -> None:
+        while True:
+            on_tokens(1)
+            await asyncio.sleep(0)
+
+    hands.take("slow", grow, 100)
+    for slot in range(40):
+        hands.take(f"{slot}", refuse, slot)
+        await asyncio.sleep(0.001)
+    assert len(hands.leasing._held) == 1
+    assert hands.failure is None
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["at-once", "after-tokens"])
+async def test_a_server_on_which_every_slot_fails_ends_the_actor(hands: Hands, begun: bool) -> None:
+    async def fail(on_tokens: Grow) -> None:
+        if begun:
+            on_tokens(1)
+        raise GenerationFailed("no log-probabilities")
+
+    for slot in range(16):
+        assert hands.failure is None
+        hands.take(f"{slot}", fail, slot)
+        await hands.served()
+    assert isinstance(hands.failure, GenerationFailed)
+
+
+async def test_groups_wait_for_a_grader_longer_than_their_lease(hands: Hands) -> None:
+    async def generate(_: Grow) -> None:
+        await asyncio.sleep(0)
+
+    hands.maker.grading_seconds = 0.1
+    for n in range(4):
+        hands.take(f"{n}", generate, n, seconds=0.7)
+    await hands.served()
+    assert hands.membership.held_leases == {"0", "1", "2", "3"}
+    assert len(hands.delivery) == 4
+    assert hands.membership._progress["3"] >= 15, "heartbeats tell the coordinator"
