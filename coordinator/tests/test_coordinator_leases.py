@@ -291,13 +291,46 @@ def test_members_that_have_served_nothing_are_no_evidence_against_a_slot():
     for member in members:
         world.beat(member, 0)
     held_out, *_ = world.lease(members[0], 0, 1)
-    for member in (members[0], members[1], members[0], members[1]):
-        release(world, member, held_out, wire.ReleaseCause.FAILED)
+    for attempt in range(4):
+        release(world, members[attempt % 2], held_out, wire.ReleaseCause.FAILED)
         assert world.state.fates.held_out_given_up == 0
         world.pass_time(20, dict.fromkeys(members, 0))
-        held_out = next(lease for lease in world.lease(member, 0) if lease.slot == held_out.slot)
+        leases = world.lease(members[(attempt + 1) % 2], 0)
+        held_out = next(lease for lease in leases if lease.slot == held_out.slot)
     release(world, members[0], held_out, wire.ReleaseCause.FAILED)
     assert world.state.fates.held_out_given_up == 2
+
+
+def test_what_failed_with_a_broken_new_member_is_for_those_that_serve(world):
+    proven(world, "g")
+    world.member = world.core.membership.named("g").member_id
+    slots = set()
+    for broken in [world.register(f"broken-{n}", version=0) for n in range(6)]:
+        for lease in world.lease(broken, 0):
+            slots.add(lease.slot)
+            release(world, broken, lease, wire.ReleaseCause.FAILED)
+        world.pass_time(60, {m.member_id: 0 for m in world.core.membership.members.values()})
+        assert world.lease(broken, 0) == []
+    assert max(s.failures for s in world.core.book.spoiled.values()) == 6
+    assert world.state.fates.given_up == 0
+    assert slots <= {lease.slot for lease in world.serve(world.member, 0)}
+    check_consistency(world)
+
+
+def test_a_slot_that_failed_with_the_one_member_that_serves_is_not_left_to_a_broken_one(world):
+    proven(world, "g")
+    world.member = world.core.membership.named("g").member_id
+    broken = world.register("broken", version=0)
+    slot = world.lease(broken, 0, 1)[0]
+    release(world, broken, slot, wire.ReleaseCause.FAILED)
+    for attempt in range(5):
+        assert world.state.fates.given_up == 0, attempt
+        lease = world.lease(world.member, 0, 1)[0]
+        assert lease.slot == slot.slot
+        release(world, world.member, lease, wire.ReleaseCause.FAILED)
+        world.pass_time(60, {world.member: 0, broken: 0})
+        assert slot.slot not in {other.slot for other in world.lease(broken, 0)}
+    assert world.state.fates.given_up == 2
 
 
 def test_a_slot_that_generates_nothing_until_its_deadline_is_not_issued_for_ever(world):
