@@ -13,6 +13,7 @@ import pytest
 from coordinator_client import Answer, Client, make_group
 
 from scalerl_api import endpoints, wire
+from scalerl_api.process import STEPS_LOST_EXIT_CODE
 
 
 @pytest.fixture
@@ -245,7 +246,7 @@ def test_an_empty_volume_is_not_taken_for_the_beginning_of_a_run_that_has_steps(
     monkeypatch.setenv("SCALERL_RUN_FILE", str(mounted / "run.yaml"))
     for _ in range(2):
         coordinator.start(ready=False)
-        assert coordinator.process.wait(20) == 1
+        assert coordinator.process.wait(20) == STEPS_LOST_EXIT_CODE
     last = coordinator.log().splitlines()[-1]
     assert "the run has trained steps, and neither journal nor checkpoint is here" in last
     coordinator.paths.checkpoint(3).mkdir(parents=True)

@@ -7,6 +7,7 @@ import contextlib
 import pytest
 from stage import Object, Stage, condition, tiny
 
+from scalerl_api.process import STEPS_LOST_EXIT_CODE
 from scalerl_operator.cluster import errors
 from scalerl_operator.cluster.names import ABANDON, RUN, RUN_UID
 
@@ -120,6 +121,48 @@ async def test_of_a_run_whose_claim_was_deleted_while_it_was_suspended_the_steps
     assert "trained" not in spec_map["data"]
 
 
+async def finds_nothing(there: Stage) -> None:
+    """The coordinator's container ends again and again: the volume is empty."""
+    pod = (await there.all("Pod", "coordinator"))[0]
+    over = {"exitCode": STEPS_LOST_EXIT_CODE, "reason": "Error"}
+    of_all = {"ready": False, "restartCount": 50, "imageID": "", "lastState": {"terminated": over}}
+    looping = {"reason": "CrashLoopBackOff", "message": "back-off 5m0s restarting failed container"}
+    containers = [
+        of_all | {"name": c["name"], "image": c["image"], "state": {"waiting": looping}}
+        for c in pod["spec"]["containers"]
+    ]
+    status = {"conditions": [{"type": "Ready", "status": "False"}], "containerStatuses": containers}
+    await there.edit("Pod", pod["metadata"]["name"], {"status": status}, "status")
+
+
+async def test_a_run_whose_coordinator_finds_an_empty_volume_is_held_and_goes_on_or_begins_again(
+    there: Stage,
+) -> None:
+    await there.start(tiny())
+    await finds_nothing(there)
+    run = await there.looks(lambda r: condition(r, "Accepted") == "ClaimLost", times=1)
+    assert "holds neither journal nor checkpoint" in degraded(run)["message"]
+    assert (run["status"]["phase"], condition(run, "Degraded")) == ("Pending", "ClaimLost")
+    await there.end("trainer", 1, count=2)
+    for _ in range(3):
+        await there.look()
+        there.now += 600.0
+    run = await there.looks(lambda r: condition(r, "Degraded") == "ClaimLost", times=1)
+    assert (run["status"]["phase"], run["status"]["trainer"].get("restarts", 0)) == ("Pending", 0)
+    # Somebody restores what was on it.
+    await there.begin("coordinator")
+    run = await there.looks(lambda r: r["status"]["phase"] == "Running")
+    assert (condition(run, "Accepted"), run["status"]["step"]) == ("Accepted", 3)
+    await finds_nothing(there)
+    await there.looks(lambda r: condition(r, "Accepted") == "ClaimLost", times=1)
+    await there.edit(*THE_RUN, {"metadata": {"annotations": {ABANDON: "3"}}})
+    run = await there.looks(lambda r: condition(r, "Accepted") == "Accepted")
+    assert "step" not in run["status"]
+    spec_map = await there.get("ConfigMap", "tiny-addition-spec")
+    assert spec_map is not None
+    assert "trained" not in spec_map["data"]
+
+
 async def test_a_claim_that_goes_under_a_working_run_is_not_made_anew(there: Stage) -> None:
     await there.start(tiny())
     await delete_claim(there)
@@ -145,7 +188,7 @@ async def test_a_claim_that_the_run_only_names_is_looked_for_too(there: Stage) -
     await there.start(tiny(storage={"claimName": CLAIM[1]}))
     await there.edit(*CLAIM, {"metadata": {"finalizers": [IN_USE]}})
     await there.delete(*CLAIM)
-    there.now += 301.0
+    there.now += 31.0
     await there.looks(lambda r: condition(r, "Degraded") == "ClaimDeleted", times=1)
     await rests(there)
     await there.edit(*CLAIM, {"metadata": {"finalizers": None}})

@@ -25,6 +25,8 @@ BAD_INPUT_EXIT_CODE = 2
 """A role exits with this when its input is wrong: starting it again cannot help."""
 DIVERGED_EXIT_CODE = 3
 """The trainer exits with this when steps in a row had to be skipped: not finite, or ratios that explode."""
+STEPS_LOST_EXIT_CODE = 4
+"""The coordinator exits with this when the run has trained steps and none of them is on its volume."""
 
 
 class EnvironmentProblem(Exception):

@@ -1,7 +1,8 @@
 """``python -m scalerl_coordinator.main --listen HOST:PORT``: the coordinator's process.
 
-Exit codes: 0 after SIGTERM or SIGINT; 1 where the run's steps are gone from its volume; 2 when starting again would not help (environment, run file, task, a journal
-that is damaged, of another run, or in use); anything else is a crash and may be restarted.
+Exit codes: 0 after SIGTERM or SIGINT; 2 when starting again would not help (environment, run file, task, a journal that
+is damaged, of another run, or in use); 4 where the run's steps are gone from its volume; anything else is a crash and may
+be restarted.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from aiohttp import web
 
 from scalerl_api.load import SpecError, load_run
 from scalerl_api.paths import RunPaths
-from scalerl_api.process import EnvironmentProblem, ProcessEnvironment
+from scalerl_api.process import STEPS_LOST_EXIT_CODE, EnvironmentProblem, ProcessEnvironment
 from scalerl_coordinator.core import Core, Refusal
 from scalerl_coordinator.curriculum import SeededEpochs
 from scalerl_coordinator.files import RunFiles
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         asyncio.run(serve(ProcessEnvironment.read(), host, port))
     except StepsLost as problem:
         log.error("%s", problem)
-        return 1
+        return STEPS_LOST_EXIT_CODE
     except _BAD_INPUT as problem:
         log.error("%s", problem)
         return 2

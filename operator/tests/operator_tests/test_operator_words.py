@@ -95,6 +95,16 @@ def test_restarts_in_a_row_are_counted_whatever_a_nodes_longest_back_off(
     assert pod_view(pod).restarts == counted
 
 
+def test_an_end_for_an_empty_volume_is_told_and_is_no_restart_until_it_is_ready_again() -> None:
+    looping = {"reason": "CrashLoopBackOff", "message": "back-off 5m0s restarting failed container"}
+    last = {"terminated": {"exitCode": 4, "finishedAt": rfc3339(STARTED + 50.0)}}
+    view = pod_view(a_pod({"waiting": looping}, restartCount=30, lastState=last))
+    assert (view.restarts, view.steps_lost) == (0, True)
+    again = pod_view(a_pod({"running": {}}, restartCount=31, lastState=last))
+    assert again.steps_lost, "it is yet to look"
+    assert not pod_view(a_pod({"running": {}}, ready=True, restartCount=31, lastState=last)).steps_lost
+
+
 def a_pod(state: dict[str, Any], **container: Any) -> dict[str, Any]:
     status = {"name": "c", "ready": False, "restartCount": 0, "state": state} | container
     return {

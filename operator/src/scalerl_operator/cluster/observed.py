@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 from scalerl_api.conditions import Reason
-from scalerl_api.process import BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE
+from scalerl_api.process import BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE, STEPS_LOST_EXIT_CODE
 from scalerl_operator.cluster.names import ATTEMPT, COMPONENT, RUN_UID, SPEC_HASH
 from scalerl_operator.cluster.types import Object
 from scalerl_operator.cluster.words import creation_problem, placing_problem
@@ -81,6 +81,8 @@ class PodView:
     bad_input: Ended | None
     disrupted: bool = False
     started: bool = False
+    steps_lost: bool = False
+    """A container said, when it last ended, that the volume holds none of the run's steps, and none is ready since."""
 
 
 @dataclass(frozen=True)
@@ -228,6 +230,7 @@ def pod_view(pod: Object) -> PodView:
         bad_input=next((e for c in containers for e in _bad_inputs(c)), None),
         disrupted=_is_disrupted(status, conditions),
         started=bool(containers) and all(c.get("started") is True for c in containers),
+        steps_lost=any(not c.get("ready") and _last_end(c) == STEPS_LOST_EXIT_CODE for c in containers),
     )
 
 
@@ -282,13 +285,21 @@ def _quick_restarts(container: Object, pod_started: float) -> int:
     minutes of work in between, which would have taken the back-off back. On a node with a shorter one, of a container that
     has on average ended sooner than that over all of its pod's time."""
     waiting = (container.get("state") or {}).get("waiting") or {}
-    if waiting.get("reason") != "CrashLoopBackOff":
+    if waiting.get("reason") != "CrashLoopBackOff" or _last_end(container) == STEPS_LOST_EXIT_CODE:
         return 0
     count = int(container.get("restartCount", 0))
     before = (container.get("lastState") or {}).get("terminated") or {}
     ended = seconds(before.get("finishedAt"))
     quick = 0 < pod_started < ended < pod_started + count * QUIET_SECONDS
     return count if quick or LONGEST_BACK_OFF in waiting.get("message", "") else 0
+
+
+def _last_end(container: Object) -> int | None:
+    """The exit code with which the container ended last; None if it never has."""
+    for state in (container.get("state") or {}, container.get("lastState") or {}):
+        if (over := state.get("terminated")) is not None:
+            return int(over.get("exitCode", 1))
+    return None
 
 
 def _bad_inputs(container: Object) -> Iterable[Ended]:

@@ -239,7 +239,9 @@ class Reconciler:
         seen, volume = await self._volume(run, seen, observed, course)
         plan = self._plan(run, seen, course)
         missing = None if plan.stands else await self._missing(run, seen, plan.images)
-        if volume.gone and _starts(course) and not _at_work(observed):
+        # What drains is to save what it has, wherever it can.
+        empty = _is_empty(observed) and not course.frozen
+        if volume.gone and _starts(course) and (empty or not _at_work(observed)):
             missing = volume.problem
         if missing is not None:
             course = Course(Phase.PENDING, seen.memory, again_seconds=BLOCKED_SECONDS)
@@ -370,11 +372,13 @@ class Reconciler:
         self, run: ScaleRLRun, seen: Seen, observed: Observed, course: Course
     ) -> tuple[Seen, Volume]:
         """What there is to say of the run's claim, and the run: without its steps if somebody gave them up."""
-        steps = seen.before.step or 0
-        if leaving(seen.run) or course.memory.outcome is not None:
+        steps, empty = seen.before.step or 0, _is_empty(observed)
+        # That its trainer gives up on an empty volume is no end of a run.
+        outcome = seen.memory.outcome if empty else course.memory.outcome
+        if leaving(seen.run) or outcome is not None:
             return seen, Volume()
-        volume = await self._claims.look(run, seen, steps, at_work=_at_work(observed))
-        if not (volume.gone and abandons(seen, steps)) or _at_work(observed):
+        volume = await self._claims.look(run, seen, steps, at_work=_at_work(observed), empty=empty)
+        if not (volume.gone and abandons(seen, steps)) or (_at_work(observed) and not empty):
             return seen, volume
         await self._run.write(seen, without_steps(seen.before), at_once=True)
         await self._api.event(
@@ -485,6 +489,11 @@ def _at_work(observed: Observed) -> bool:
     trainer = observed.trainer
     in_queue = trainer.held and not trainer.ending
     return observed.serving or (trainer.state in (JobState.ACTIVE, JobState.LEAVING) and not in_queue)
+
+
+def _is_empty(observed: Observed) -> bool:
+    """Whether the coordinator found none of the run's steps on the volume."""
+    return any(pod.steps_lost for pod in observed.of(Role.COORDINATOR))
 
 
 def _starts(course: Course) -> bool:

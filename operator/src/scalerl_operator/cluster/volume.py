@@ -11,14 +11,14 @@ from typing import Final
 
 from scalerl_api.conditions import Reason
 from scalerl_api.spec import ScaleRLRun
-from scalerl_api.status import RunStatus, TroubleStatus
+from scalerl_api.status import ExportsStatus, RunStatus, TroubleStatus
 from scalerl_operator.cluster.api import KubeApi
 from scalerl_operator.cluster.names import ABANDON, RUN, RUN_UID, Names, label_value
 from scalerl_operator.cluster.observed import Problem
 from scalerl_operator.cluster.place import CLAIM, Place, leaving
 from scalerl_operator.cluster.types import Object
 
-ASK_SECONDS: Final = 300.0
+ASK_SECONDS: Final = 30.0
 """Between two questions for a claim that the run only names: it has no label by which it would be watched."""
 
 
@@ -42,8 +42,11 @@ class Claims:
         """The run is gone."""
         self._asked.pop(uid, None)
 
-    async def look(self, run: ScaleRLRun, place: Place, steps: int, *, at_work: bool) -> Volume:
-        """``steps``: trained so far. ``at_work``: pods of the run may still have the volume mounted."""
+    async def look(
+        self, run: ScaleRLRun, place: Place, steps: int, *, at_work: bool, empty: bool = False
+    ) -> Volume:
+        """``steps``: trained so far. ``at_work``: pods of the run may still have the volume mounted. ``empty``: the
+        coordinator says that it holds none of the steps."""
         named = run.spec.storage.claim_name
         name = named or Names(place.name).claim
         live = place.objects.get((CLAIM, name)) if named is None else None
@@ -59,6 +62,8 @@ class Claims:
             return Volume(_lost(name, steps, how), gone=True)
         if (live.get("status") or {}).get("phase") == "Lost" and steps:
             return Volume(_lost(name, steps, "has lost its volume"), gone=True)
+        if steps and empty:
+            return Volume(_lost(name, steps, "holds neither journal nor checkpoint of the run"), gone=True)
         if not leaving(live):
             return Volume()
         if steps and not at_work:
@@ -86,5 +91,13 @@ def abandons(place: Place, steps: int) -> bool:
 
 def without_steps(status: RunStatus) -> RunStatus:
     """The status of a run that begins again at step 0."""
-    none = {"step": None, "last_step_time": None, "reward": None, "points": 0, "forecast": None}
-    return status.model_copy(update={**none, "trouble": TroubleStatus()})
+    none = {
+        "step": None,
+        "last_step_time": None,
+        "reward": None,
+        "points": 0,
+        "forecast": None,
+        "decision": None,
+    }
+    empty = {"decisions": [], "exports": ExportsStatus(), "trouble": TroubleStatus()}
+    return status.model_copy(update={**none, **empty})
