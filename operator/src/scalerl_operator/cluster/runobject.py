@@ -5,6 +5,7 @@ Each write is against the version that was looked at: what another has written s
 
 from __future__ import annotations
 
+import logging
 from typing import Final
 
 from scalerl_api.spec import KIND, ScaleRLRun
@@ -19,6 +20,8 @@ from scalerl_operator.cluster.observed import seconds
 from scalerl_operator.cluster.place import leaving
 from scalerl_operator.cluster.seen import Seen
 
+log = logging.getLogger(__name__)
+
 PROGRESS_SECONDS: Final = 15.0
 """Between two writes of a status in which only what moves all the time is new."""
 
@@ -30,6 +33,8 @@ class RunObject:
         self._api = api
         self._cache = cache
         self._written: dict[str, float] = {}
+        self._dropped: set[str] = set()
+        """Fields of a status that the installed CRD, which is older than this process, does not keep."""
 
     def forget(self, uid: str) -> None:
         """The run is gone."""
@@ -39,6 +44,7 @@ class RunObject:
         """The status, if it says anything new, and the events of what it says. Returns when a write that was put off is
         due. ``at_once``: none is put off."""
         new, old = status.to_object(), seen.run.get("status") or {}
+        new = {name: value for name, value in new.items() if name not in self._dropped}
         if new == old:
             return None
         if not at_once and seen.before.conditions and waits_for_progress_only(seen.before, status):
@@ -56,6 +62,13 @@ class RunObject:
         )
         self._cache.remember(made)
         seen.run.update(metadata=made["metadata"], status=made["status"])
+        if dropped := new.keys() - made["status"].keys():
+            self._dropped |= dropped
+            log.warning(
+                "the CRD %s is of an older release and does not keep status.%s: update the CRDs, then restart the operator",
+                KIND,
+                ", status.".join(sorted(dropped)),
+            )
         await announce(self._api, seen.run, seen.before, status)
         return None
 
