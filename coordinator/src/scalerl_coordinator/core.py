@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from scalerl_api.wire import INTERRUPTED, Split
 from scalerl_coordinator import records as r
 from scalerl_coordinator.curriculum import Curriculum
-from scalerl_coordinator.leases import HOPELESS_ATTEMPTS, NOTABLE_ATTEMPTS, LeaseBook
-from scalerl_coordinator.membership import Membership
+from scalerl_coordinator.leases import HOPELESS_ATTEMPTS, MOST_FAILURES, NOTABLE_ATTEMPTS, LeaseBook, Place
+from scalerl_coordinator.membership import Member, Membership
 from scalerl_coordinator.rollout_records import OpenLease
 from scalerl_coordinator.settings import FIXED, Settings
 from scalerl_coordinator.state import State
@@ -142,13 +142,19 @@ class Core:
     def spoil(self, lease: OpenLease, reason: str, now: float, *, failed: bool) -> None:
         """The lease of a place was closed without a group. ``failed``: its holder was well, and could not serve it.
 
-        A place that failed with two members that serve others, or too often, is given up.
+        A place that failed with two members that serve others, or too often while nobody is better placed to try
+        it, is given up.
         """
         place = (lease.split, lease.slot)
         member = self.membership.named(lease.holder)
-        proven = lease.holder if member is not None and member.proven else None
-        spoiled = self.book.spoil(place, reason, now, failed=failed, proven=proven)
-        if spoiled.hopeless:
+        proven = member is not None and member.proven
+        failed_by = lease.holder if failed else None
+        spoiled = self.book.spoil(place, reason, now, failed_by=failed_by, proven=proven)
+        failures = spoiled.proven_failures if proven else spoiled.failures
+        often = failures >= MOST_FAILURES and not (
+            member is not None and self.others_should_try(place, member)
+        )
+        if len(spoiled.proven) > 1 or often:
             self.give_up(lease, r.GivenUpFor.FAILED, f"failed {spoiled.failures} times, last: {reason}", now)
         elif spoiled.attempts == NOTABLE_ATTEMPTS:
             log.error("%s slot %d came back %d times, last because: %s", *place, spoiled.attempts, reason)
@@ -216,6 +222,19 @@ class Core:
         if meter.wall or meter.busy or meter.tokens:
             self.commit(r.UsageAdded(meter.wall, meter.device, meter.alive, meter.busy, meter.tokens))
             self.meter = _Meter(now)
+
+    def others_should_try(self, place: Place, member: Member) -> bool:
+        """Whether ``place`` failed with ``member``, and somebody is there who has not tried it, or has served others."""
+        spoiled = self.book.spoiled.get(place)
+        if spoiled is None or member.name not in spoiled.failed_by:
+            return False
+        return any(
+            other.healthy
+            and other.version >= member.version
+            and (other.name not in spoiled.failed_by or (other.proven and not member.proven))
+            for other in self.membership.members.values()
+            if other is not member
+        )
 
     # --- questions ------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ NOTABLE_ATTEMPTS = 5
 HOPELESS_ATTEMPTS = 10
 """A final evaluation does not wait for a prompt that came back so often."""
 MOST_FAILURES = 5
-"""A place that failed so often is given up, whoever it failed with: there may be one generator only."""
+"""A place that failed so often with members that have served others, or with all there are, is given up."""
 
 Place = tuple[Split, int]
 """A training slot, or a position in the held-out set."""
@@ -44,11 +44,11 @@ class Spoiled:
     failures: int = 0
     """Of the attempts: by members that were well."""
     failed_by: frozenset[str] = frozenset()
-    """Names of those that have served another group since they registered: it is not they that are broken."""
-
-    @property
-    def hopeless(self) -> bool:
-        return len(self.failed_by) > 1 or self.failures >= MOST_FAILURES
+    """Their names."""
+    proven_failures: int = 0
+    """Of the failures: by members that served another group since they registered. It is not they that are broken."""
+    proven: frozenset[str] = frozenset()
+    """Their names."""
 
 
 @dataclass(slots=True)
@@ -125,24 +125,32 @@ class LeaseBook:
         return None if lease is None else lease.prompt_id
 
     def spoil(
-        self, place: Place, reason: str, now: float, *, failed: bool = False, proven: str | None = None
+        self,
+        place: Place,
+        reason: str,
+        now: float,
+        *,
+        failed_by: str | None = None,
+        proven: bool = False,
     ) -> Spoiled:
         """``place`` came back for ``reason``. It is issued again at once; from the second time on it waits.
 
-        ``failed``: its holder was well, and could not serve it. ``proven``: the holder's name, if it has served
-        others.
+        ``failed_by``: its holder's name, if that was well and could not serve it. ``proven``: it has served others.
         """
         before = self.spoiled.get(place, Spoiled(0, 0.0, ""))
         attempts = before.attempts + 1
         delay = 0.0 if attempts == 1 else min(2.0 ** min(attempts - 2, 16), _LONGEST_DELAY_SECONDS)
-        failed_by = before.failed_by | ({proven} if failed and proven is not None else frozenset())
-        self.spoiled[place] = Spoiled(attempts, now + delay, reason, before.failures + failed, failed_by)
+        names = frozenset[str]() if failed_by is None else frozenset({failed_by})
+        self.spoiled[place] = Spoiled(
+            attempts,
+            now + delay,
+            reason,
+            before.failures + len(names),
+            before.failed_by | names,
+            before.proven_failures + len(names) * proven,
+            before.proven | (names if proven else frozenset()),
+        )
         return self.spoiled[place]
-
-    def failed_with(self, place: Place, holder: str) -> bool:
-        """Whether ``place`` has failed with ``holder``: somebody else should try it."""
-        spoiled = self.spoiled.get(place)
-        return spoiled is not None and holder in spoiled.failed_by
 
     def attempts(self, place: Place) -> int:
         """How often ``place`` came back since it was last served."""

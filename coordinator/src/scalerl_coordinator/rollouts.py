@@ -176,14 +176,9 @@ class Rollouts:
         return issues, [(slot, prompt) for slot, prompt in held_back if slot < newest]
 
     def _may_try(self, place: Place, member: Member, now: float) -> bool:
-        """Whether ``place`` may be issued to ``member`` now; what failed with it is for others, while there are any."""
-        book = self._core.book
-        if book.waits(place, now):
-            return False
-        return not book.failed_with(place, member.name) or not any(
-            other is not member and other.healthy and other.version >= member.version
-            for other in self._core.membership.members.values()
-        )
+        """Whether ``place`` may be issued to ``member`` now; what failed with it is for others first."""
+        core = self._core
+        return not core.book.waits(place, now) and not core.others_should_try(place, member)
 
     def _lease(self, issue: r.Issue, holder: str, now: float) -> wire.Lease:
         core, identity = self._core, self._core.settings.identity
