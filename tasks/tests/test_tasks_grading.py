@@ -35,8 +35,18 @@ PRIME = Prompt("prime", "Factorize 6", "2 × 3")
 FOREVER = " × ".join(["9" * 4000] * 2000)
 
 
+others: set[int] = set()
+"""What tests of other files have left running in this process: fork servers of multiprocessing."""
+
+
+@pytest.fixture(autouse=True)
+def _before() -> None:
+    others.clear()
+    others.update(children())
+
+
 def children(pid: int | None = None) -> set[int]:
-    """All living descendants of a process."""
+    """All living descendants of a process that this test has started."""
     found: set[int] = set()
     todo = [pid or os.getpid()]
     while todo:
@@ -45,7 +55,7 @@ def children(pid: int | None = None) -> set[int]:
                 new = set(map(int, (task / "children").read_text().split()))
                 todo += new
                 found |= new
-    return found
+    return found - others
 
 
 def alive(pid: int) -> bool:

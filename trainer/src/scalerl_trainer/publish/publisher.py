@@ -210,6 +210,8 @@ class Publisher:
             time.sleep(GRACE_SECONDS)
             store.close()
             answers = _after_failure(calls)
+            # Where somebody is gone, the others have lost their connection to it.
+            to_blame = {m for m, a in answers.items() if not (a.ok or a.blameless)} or to_blame
             return {m: _without(a, str(error), m in to_blame) for m, a in answers.items()}
         answers = calls.wait()
         clock.open += time.perf_counter() - started
