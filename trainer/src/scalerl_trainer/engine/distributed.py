@@ -18,7 +18,7 @@ from scalerl_trainer.errors import EngineError, Stopped
 POLL_SECONDS = 0.05
 FAREWELL_SECONDS = 1.0
 """Rank 0 keeps the store open for so long after a stop, for the others to read why."""
-_STOPPED = "stopped"
+_WORD, _GO, _STOPPED = "word", "go", "stopped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,19 +125,22 @@ def _rendezvous(rank: Rank, timeout_seconds: float, stopped: Callable[[], bool])
     store = stores[0]
     store.set(f"here/{rank.rank}", "")
     everyone = [f"here/{other}" for other in range(rank.world)]
-    while not store.check(everyone):
+    while True:
+        # The first word holds for all: who goes on can count on the others, who leaves takes them with it.
         if stopped():
-            store.set(_STOPPED, "")
+            store.compare_set(_WORD, "", _STOPPED)
+        elif store.check(everyone):
+            store.compare_set(_WORD, "", _GO)
+        if store.check([_WORD]):
+            if store.get(_WORD).decode() == _GO:
+                return store
             if rank.rank == 0:
                 time.sleep(FAREWELL_SECONDS)
-            raise Stopped("stopped while the ranks were gathering")
-        if store.check([_STOPPED]):
-            raise Stopped("another rank was stopped while the ranks were gathering")
+            raise Stopped("this rank or another was stopped while the ranks were gathering")
         if time.monotonic() > deadline:
             missing = [other for other in range(rank.world) if not store.check([f"here/{other}"])]
             raise TimeoutError(f"ranks {missing} of {rank.world} did not come within {timeout_seconds:g} s")
         time.sleep(POLL_SECONDS)
-    return store
 
 
 def leave() -> None:

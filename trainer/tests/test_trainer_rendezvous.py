@@ -1,0 +1,79 @@
+"""Ranks that gather while one of them is told to stop: all go on, or none does."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from scalerl_trainer.engine import distributed
+from scalerl_trainer.engine.distributed import Rank
+from scalerl_trainer.errors import Stopped
+
+
+class Gathering:
+    """Three ranks as threads; rank 0 sleeps on after its first look around until it is told to ``look`` again."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            self._port = int(s.getsockname()[1])
+        self.told = [threading.Event() for _ in range(3)]
+        self.asleep, self.look = threading.Event(), threading.Event()
+        self.outcome: dict[int, str] = {}
+        self.threads: dict[int, threading.Thread] = {}
+        monkeypatch.setattr(distributed, "time", SimpleNamespace(monotonic=time.monotonic, sleep=self._sleep))
+
+    def _sleep(self, seconds: float) -> None:
+        if threading.current_thread() is self.threads[0]:
+            self.asleep.set()
+            assert self.look.wait(20)
+        time.sleep(seconds)
+
+    def come(self, rank: int) -> threading.Thread:
+        self.threads[rank] = threading.Thread(target=self._gather, args=(rank,))
+        self.threads[rank].start()
+        return self.threads[rank]
+
+    def _gather(self, rank: int) -> None:
+        try:
+            distributed._rendezvous(
+                Rank(rank, 3, 0, "127.0.0.1", self._port), 20.0, lambda: self.told[rank].is_set()
+            )
+            self.outcome[rank] = "goes on"
+        except Stopped:
+            self.outcome[rank] = "stopped"
+
+    def end(self) -> None:
+        self.look.set()
+        for thread in self.threads.values():
+            thread.join(30)
+
+
+def test_a_rank_that_comes_after_a_stop_leaves_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Gathering(monkeypatch)
+    ranks.come(0)
+    assert ranks.asleep.wait(20)
+    waits = ranks.come(1)
+    time.sleep(0.3)
+    ranks.told[1].set()
+    waits.join(20)
+    ranks.come(2).join(20)
+    ranks.end()
+    assert ranks.outcome == dict.fromkeys(range(3), "stopped")
+
+
+def test_a_rank_that_is_stopped_after_another_has_gone_on_goes_on_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = Gathering(monkeypatch)
+    ranks.come(0)
+    assert ranks.asleep.wait(20)
+    for late in (ranks.come(1), ranks.come(2)):
+        late.join(20)
+    ranks.told[0].set()
+    ranks.end()
+    assert ranks.outcome == dict.fromkeys(range(3), "goes on")
