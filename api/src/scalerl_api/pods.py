@@ -21,10 +21,14 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_POR
 """By these a rank of the trainer finds its place among the others: the runtime gives them too."""
 RESERVED_LABELS = ("scalerl.dev/", "app.kubernetes.io/", "batch.kubernetes.io/")
 """Start of the names of the labels and annotations by which a run's objects are found."""
-RESERVED_PATHS = ("/run/scalerl", "/etc/scalerl", "/tmp", "/dev/shm", "/opt/scalerl", "/opt/scalerl-members")  # noqa: S108
+RESERVED_PATHS = (
+    *("/run/scalerl", "/var/run/scalerl", "/etc/scalerl", "/tmp", "/dev/shm"),  # noqa: S108
+    *("/opt/scalerl", "/opt/scalerl-members"),
+)
 """Where the operator mounts (the run's volume, its spec and token, what a role may write to), and where the images have
-their programs. Neither they, nor what is below, nor what is above them can be mounted over."""
-SYSTEM_PATHS = ("/bin", "/lib", "/lib64", "/proc", "/sbin", "/sys", "/usr")
+their programs. Neither they, nor what is below, nor what is above them can be mounted over. ``/var/run`` is a link to
+``/run`` in the images."""
+SYSTEM_PATHS = ("/bin", "/lib", "/lib64", "/proc", "/sbin", "/sys", "/usr", "/usr/lib", "/usr/local")
 """Without these no program starts; what is below them can be mounted over."""
 RESERVED_VOLUMES = "scalerl-"
 """Start of the names of the operator's own volumes."""
