@@ -27,6 +27,16 @@ def test_the_budget_of_steps_ends_the_run_once_its_last_version_is_measured():
     assert view(world.core).phase is Phase.FINISHED
 
 
+def test_the_trainer_is_told_which_versions_are_measured(world):
+    assert [v for v in range(5) if world.training.measures(v)] == [0, 2, 4]
+    ending = World(make_settings(max_steps=3))
+    assert [v for v in range(5) if ending.training.measures(v)] == [0, 2, 3, 4]
+    world.core.stop("plateau", world.now)
+    assert world.training.measures(3), "the last one, whichever it is"
+    world.core.stop(wire.INTERRUPTED, world.now)
+    assert not world.training.measures(3)
+
+
 def test_a_stop_outlives_crashes_and_can_be_taken_back(world):
     train(world)
     world.core.stop("plateau", world.now)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +21,8 @@ from scalerl_api.load import load_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec, ScratchModel
 from scalerl_api.wire import EvaluationPoint
-from scalerl_trainer.exporting import Exporter
+from scalerl_trainer import exporting
+from scalerl_trainer.exporting import Exporter, Wanted
 from scalerl_trainer.metrics import Metrics
 from scalerl_trainer.models import load_model, write_scratch
 from scalerl_trainer.targets import TargetError, open_target
@@ -27,7 +31,9 @@ from scalerl_trainer.tensor_files import TensorInfo
 EXAMPLE = Path(__file__).parents[2] / "examples/tiny/run.yaml"
 
 
-def point(version: int, reward: float) -> EvaluationPoint:
+def point(
+    version: int, reward: float, set_digest: str = "", *, mixed_versions: bool = False
+) -> EvaluationPoint:
     return EvaluationPoint(
         version=version,
         work_tokens=version,
@@ -35,8 +41,8 @@ def point(version: int, reward: float) -> EvaluationPoint:
         standard_error=0.0,
         samples=1,
         prompts=1,
-        set_digest="",
-        mixed_versions=False,
+        set_digest=set_digest,
+        mixed_versions=mixed_versions,
         truncated_fraction=0.0,
         mean_tokens=1.0,
         wall_seconds=0.0,
@@ -47,10 +53,10 @@ def point(version: int, reward: float) -> EvaluationPoint:
 class Run:
     """A run's directory, a model whose weights are the version, and the exporter."""
 
-    def __init__(self, root: Path, to: str | None = None) -> None:
+    def __init__(self, root: Path, to: str | None = None, *, enabled: bool = True) -> None:
         self.paths = RunPaths(root)
         whole = load_run(EXAMPLE).spec.model_dump(by_alias=True, exclude_none=True)
-        whole["trainer"]["export"] = {"to": to} if to else {}
+        whole["trainer"]["export"] = {"enabled": enabled} | ({"to": to} if to else {})
         self.spec = RunSpec.model_validate(whole)
         if not self.paths.base_model.exists():
             self.paths.base_model.mkdir(parents=True)
@@ -61,10 +67,10 @@ class Run:
         self.streams = self.exhausted = 0
         self.start()
 
-    def start(self) -> None:
+    def start(self, copy_pauses: tuple[float, ...] = (0.05,) * 40) -> None:
         self.metrics = Metrics()
         self.exporter = Exporter(
-            self.paths, self.spec, self.metrics, write_pauses=(0.01,), copy_pauses=(0.05,) * 40
+            self.paths, self.spec, self.metrics, write_pauses=(0.01,), copy_pauses=copy_pauses
         )
 
     def write(self, version: int) -> None:
@@ -106,7 +112,6 @@ def name(version: int) -> str:
 
 def test_the_best_and_the_last_are_kept(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    assert [v for v in range(0, 165, 5) if run.exporter.due(v)] == list(range(0, 161, 10))
     points = []
     for version, reward in ((0, 0.2), (10, 0.5), (20, 0.5), (30, 0.4), (40, 0.3)):
         run.write(version)
@@ -135,6 +140,59 @@ def test_what_is_not_measured_yet_stays(tmp_path: Path) -> None:
     assert run.folders == [name(10), name(20), name(30)]
 
 
+def test_an_evaluation_that_is_done_late_still_has_its_model(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for version in (10, 20, 30):
+        run.write(version)
+    run.exporter.evaluated([point(10, 0.1), point(30, 0.2)])
+    until(lambda: run.folders == [name(20), name(30)])
+    assert run.exporter.waiting
+    run.exporter.evaluated([point(10, 0.1), point(30, 0.2), point(20, 0.3)])
+    assert not run.exporter.waiting
+    run.exporter.close()
+    said = run.said()
+    assert said.best is not None
+    assert said.last is not None
+    assert (said.best.version, said.last.version) == (20, 30)
+    assert run.folders == [name(20), name(30)]
+
+
+def test_best_is_chosen_among_points_that_compare() -> None:
+    of_before = [point(10, 0.9, "a"), point(20, 0.3, "b")]
+    wanted = Wanted.of([*of_before, point(30, 0.2, "b"), point(40, 0.8, "b", mixed_versions=True)])
+    assert wanted is not None
+    assert (wanted.best.version, wanted.last.version) == (20, 40)
+    nothing = point(50, float("nan"), "b")
+    assert Wanted.of([nothing]) is None
+    wanted = Wanted.of([*of_before, nothing])
+    assert wanted is not None
+    assert (wanted.best.version, wanted.last.version) == (20, 20)
+    wanted = Wanted.of([point(10, 0.9, mixed_versions=True), point(20, 0.3, mixed_versions=True)])
+    assert wanted is not None
+    assert (wanted.best.version, wanted.last.version) == (10, 20), "better than none"
+
+
+def test_a_last_version_that_is_not_exported_replaces_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.write(70)
+    points = [point(70, 0.4)]
+    run.exporter.evaluated(points)
+    run.exporter.evaluated([*points, point(73, 0.5)])
+    run.exporter.close()
+    assert run.folders == [name(70)]
+    said = run.said()
+    assert said.best is not None
+    assert (said.best, said.best.version) == (said.last, 70)
+
+
+def test_a_run_without_exports_leaves_all_as_it_is(tmp_path: Path) -> None:
+    run = Run(tmp_path, enabled=False)
+    assert not run.exporter.wants(0)
+    run.exporter.evaluated([point(10, 0.1)])
+    run.exporter.close()
+    assert not run.paths.exports.exists()
+
+
 def test_a_full_disk_is_tried_again_counted_and_ends_nothing(tmp_path: Path) -> None:
     """A real short write: no file of this process may grow beyond 4,000 bytes meanwhile."""
     run = Run(tmp_path)
@@ -151,11 +209,13 @@ def test_a_full_disk_is_tried_again_counted_and_ends_nothing(tmp_path: Path) -> 
     assert run.streams == run.exhausted == 3, "the other ranks are never left in a gather"
     assert run.folders == [name(10)]
     run.exporter.evaluated([point(10, 0.1), point(20, 0.9)])
-    until(lambda: run.said().best is None)
+    until(lambda: run.said().problem != "")
     said = run.said()
     assert said.failures == 2
     assert said.problem.startswith("version 20: [Errno 27]")
-    assert said.best is None, "what is best was not exported, and that is said"
+    assert said.best is not None
+    assert said.best.version == 10, "it stays until there is a better one"
+    assert run.folders == [name(10)]
     run.write(30)
     run.exporter.evaluated([point(10, 0.1), point(20, 0.9), point(30, 1.0)])
     run.exporter.close()
@@ -188,6 +248,46 @@ def test_a_target_that_cannot_be_reached_is_tried_again(tmp_path: Path) -> None:
         assert (copied / name(20) / file.name).read_bytes() == file.read_bytes()
 
 
+def test_a_target_that_cannot_be_reached_holds_up_no_commit(tmp_path: Path) -> None:
+    """The pauses of copies are minutes; after them it is the newest that is copied."""
+    blocked = tmp_path / "mount"
+    blocked.write_text("not a folder")
+    run = Run(tmp_path / "run", to=str(blocked))
+    run.start(copy_pauses=(3.0,))
+    points = []
+    for version in (10, 20, 30, 40):
+        run.write(version)
+        points.append(point(version, version / 100))
+        run.exporter.evaluated(points)
+        until(lambda version=version: run.folders == [name(version)])
+    assert run.count("copy", "failed") == 1
+    blocked.unlink()
+    until(lambda: run.count("copy", "ok") == 1)
+    assert [p.name for p in blocked.iterdir()] == [name(40)]
+    run.exporter.close()
+    assert run.folders == [name(40)]
+
+
+def test_who_is_told_to_stop_does_not_wait_for_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount that hangs: the index of the folder is a pipe that nobody writes to."""
+    monkeypatch.setattr(exporting, "STOPPED_SECONDS", 0.2)
+    run = Run(tmp_path / "run", to=str(tmp_path / "out"))
+    run.write(10)
+    until(lambda: run.folders == [name(10)])
+    pipe = run.paths.exports / name(10) / "hangs"
+    os.mkfifo(pipe)
+    monkeypatch.setattr(shutil, "copyfile", lambda *_: open(pipe).close())
+    run.exporter.evaluated([point(10, 0.1)])
+    told = threading.Event()
+    threading.Timer(1.0, told.set).start()
+    begun = time.monotonic()
+    run.exporter.close(told.is_set)
+    assert 1.0 <= time.monotonic() - begun < 10.0
+    os.close(os.open(pipe, os.O_WRONLY))
+
+
 def test_a_restart_knows_what_lies_where(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", to=str(tmp_path / "out"))
     run.write(10)
@@ -197,7 +297,8 @@ def test_a_restart_knows_what_lies_where(tmp_path: Path) -> None:
     (run.paths.exports / ".tmp-step-00000020-1").mkdir()
     run.start()
     assert run.folders == [name(10)]
-    assert run.exporter.has(10)
+    assert not run.exporter.wants(10)
+    assert run.exporter.wants(20)
     run.exporter.evaluated([point(10, 0.1)])
     run.exporter.close()
     assert run.said() == before

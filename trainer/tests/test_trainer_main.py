@@ -423,6 +423,23 @@ def test_an_interrupted_run_is_saved_without_waiting_for_an_evaluation(new_run: 
     assert run.checkpoints() == [status.step] == [1]
 
 
+def test_a_run_that_is_stopped_ends_with_its_last_model(new_run: Any) -> None:
+    run = new_run(checkpoint__everySteps=100)
+    directory = run.start(seconds_per_group=0.05)
+    until(lambda: run.step() >= 2)
+    run.stop("enough")
+    assert run.wait_trainer(60) == [0, 0]
+    status = run.status()
+    assert status is not None
+    assert 2 <= status.step < 6
+    assert status.exports is not None
+    assert status.exports.last is not None
+    assert status.exports.last.version == status.points[-1].version == status.step
+    exported = load_file(run.paths.root / status.exports.last.path / "model.safetensors")
+    last = torch.load(directory / f"v{status.step}.pt")
+    assert all(torch.equal(last[name], exported[name]) for name in last)
+
+
 def test_the_last_version_is_saved_before_it_is_measured(new_run: Any) -> None:
     run = new_run(
         evaluation__everySteps=1,

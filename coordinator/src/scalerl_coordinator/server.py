@@ -328,7 +328,10 @@ class Server:
 
     async def _next(self, request: wire.NextRequest) -> wire.Next:
         found = await self._poll(TRAINER, request.wait_seconds, lambda now: self._training.next(request, now))
-        return found or wire.Next(action=wire.NextAction.WAIT, step=request.version)
+        found = found or wire.Next(
+            action=wire.NextAction.WAIT, step=request.version, reason=self._core.ending
+        )
+        return msgspec.structs.replace(found, measured=self._training.measures(request.version))
 
     async def _shard(self, request: wire.ShardRequest) -> bytes:
         plan = await self._decided(lambda _: self._training.plan_shard(request))

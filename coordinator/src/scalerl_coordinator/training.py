@@ -193,6 +193,14 @@ class Training:
             core.commit(r.FinishGiven(core.ending))
         return wire.Next(action=NextAction.FINISH, step=core.state.version, reason=core.ending)
 
+    def measures(self, version: int) -> bool:
+        """Whether ``version``, which the trainer holds, has a point, or will have: the last one of a run does."""
+        core = self.core
+        settings = core.settings
+        return not core.interrupted and (
+            bool(core.ending) or due(version, settings.evaluation_every, settings.max_steps)
+        )
+
     def _measured(self, version: int) -> bool:
         return any(p.version == version for p in self.core.state.points)
 

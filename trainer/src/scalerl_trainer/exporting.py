@@ -1,19 +1,20 @@
 """Models of evaluations, exported while the run trains: the best one's and the last one's are kept.
 
 Rank 0's. The weights of a version exist only until the next update, so they are written at once, while training
-waits; flushing, renaming, copying elsewhere and removing what is no longer wanted is a thread's. Nothing that fails
-here ends the run: it is counted, said in ``exports.json``, and tried again.
+waits; flushing, renaming and removing what is no longer wanted is a thread's, copying elsewhere another's. Nothing that
+fails here ends the run: it is counted, said in ``exports.json``, and tried again.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import re
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -40,6 +41,8 @@ COPY_PAUSES = (5.0, 20.0, 60.0, 180.0)
 """The same of a copy; nobody waits for them. After the last it is tried again with the next evaluation."""
 CLOSE_SECONDS = 600.0
 """How long the end of the run waits for a copy under way."""
+STOPPED_SECONDS = 30.0
+"""The same of a trainer that was told to stop."""
 
 Weights = Callable[[], Iterator[torch.Tensor]]
 
@@ -53,9 +56,15 @@ class Wanted:
 
     @classmethod
     def of(cls, points: Sequence[EvaluationPoint]) -> Wanted | None:
-        if not points:
+        """Rewards compare within the newest held-out set, and where one version was measured alone; if none was, the
+        mixed ones have to do."""
+        finite = [p for p in points if math.isfinite(p.reward)]
+        if not finite:
             return None
-        return cls(max(points, key=lambda p: (p.reward, p.version)), max(points, key=lambda p: p.version))
+        whole = [p for p in finite if not p.mixed_versions] or finite
+        newest = max(whole, key=lambda p: p.version).set_digest
+        best = max((p for p in whole if p.set_digest == newest), key=lambda p: (p.reward, p.version))
+        return cls(best, max(finite, key=lambda p: p.version))
 
 
 class Exporter:
@@ -76,29 +85,33 @@ class Exporter:
         self._paths, self._spec, self._metrics = paths, spec, metrics
         self._write_pauses, self._copy_pauses = write_pauses, copy_pauses
         self._closing = threading.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="export")
-        self._tasks: list[Future[None]] = []
-        self._wanted: Wanted | None = None
-        self._newest = -1
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="export")
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="export-copy")
+        self._tasks: set[Future[None]] = set()
+        self._lock = threading.Lock()
+        """Of what both threads share: what was said, what went wrong, what is being copied."""
+        self._points: Sequence[EvaluationPoint] = []
         self._said = read_exports(paths.exports) or Exports()
-        self._failures, self._problem = 0, ""
+        self._failures, self._problems = 0, {"write": "", "copy": ""}
+        self._copying: frozenset[int] = frozenset()
+        self._copy_queued = False
         self._target: Target | None = None
         self._remove_staged()
-
-    def due(self, version: int) -> bool:
-        """Whether an evaluation measures ``version``, as the coordinator decides it."""
-        return self._spec.trainer.export.enabled and (
-            version % self._spec.evaluation.every_steps == 0 or version == self._spec.budget.max_steps
-        )
+        self._tried = -1
+        self._unmeasured = set(self._versions())
 
     @property
     def waiting(self) -> bool:
-        """Whether the newest export has no evaluation yet."""
-        return self._newest > (-1 if self._wanted is None else self._wanted.last.version)
+        """Whether there is an export whose evaluation is not known."""
+        return self._spec.trainer.export.enabled and bool(self._unmeasured)
 
-    def has(self, version: int) -> bool:
-        """Whether that version is there, or on its way."""
-        return version == self._newest or self._folder(version).is_dir()
+    def wants(self, version: int) -> bool:
+        """Whether a version that is measured is still to be exported."""
+        return (
+            self._spec.trainer.export.enabled
+            and version != self._tried
+            and not self._folder(version).is_dir()
+        )
 
     def write(self, version: int, infos: Sequence[TensorInfo], weights: Weights) -> float:
         """Export the present weights as ``version``; returns how long training was held up, in seconds.
@@ -106,14 +119,15 @@ class Exporter:
         ``weights`` gives them anew at each call, and is always exhausted: it is a collective.
         """
         begun = time.perf_counter()
+        self._tried = version
         for pause in (*self._write_pauses, None):
             tensors = weights()
             try:
                 staged = stage_model(
                     self._folder(version), self._paths.base_model, infos, tensors, self._spec
                 )
-                self._newest = version
-                self._do(partial(self._commit, staged, version))
+                self._unmeasured.add(version)
+                self._do(self._disk, partial(self._commit, staged, version))
                 break
             except (OSError, ValueError) as error:
                 self._failed("write", f"version {version}: {error}")
@@ -121,88 +135,111 @@ class Exporter:
                 for _ in tensors:
                     pass
             if pause is None or self._closing.wait(pause):
-                self._do(self._settle)
+                self._do(self._disk, self._settle)
                 break
         return time.perf_counter() - begun
 
     def evaluated(self, points: Sequence[EvaluationPoint]) -> None:
         """Keep what ``points`` call best and last, copy it, remove the rest."""
-        wanted = Wanted.of(points)
-        if wanted is not None and wanted != self._wanted:
-            self._wanted = wanted
-            self._do(self._settle)
+        if not self._spec.trainer.export.enabled:
+            return
+        self._unmeasured -= {p.version for p in points}
+        if points and points != self._points:
+            self._points = points
+            self._do(self._disk, self._settle)
 
-    def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Wait for what is under way; copies that fail now are not tried again."""
+    def close(self, stopped: Callable[[], bool] = lambda: False, seconds: float = CLOSE_SECONDS) -> None:
+        """Wait for what is under way, not for long once ``stopped``; copies that fail now are not tried again."""
         deadline = time.monotonic() + seconds
         self._closing.set()
-        for task in self._tasks:
-            try:
-                task.result(max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
-                log.error("an export is not done after %.0f s, and given up", seconds)
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        while under_way := [task for task in tuple(self._tasks) if not task.done()]:
+            now = time.monotonic()
+            if stopped():
+                deadline = min(deadline, now + STOPPED_SECONDS)
+            if now >= deadline:
+                log.error("an export or a copy of one is not done, and given up")
+                break
+            wait(under_way, timeout=min(0.5, deadline - now))
+        for thread in (self._disk, self._copier):
+            thread.shutdown(wait=False, cancel_futures=True)
 
-    # --- the thread's -------------------------------------------------------------------------------------
+    # --- the threads' -------------------------------------------------------------------------------------
 
-    def _do(self, task: Callable[[], None]) -> None:
-        self._tasks = [t for t in self._tasks if not t.done()]
-
+    def _do(self, thread: ThreadPoolExecutor, task: Callable[[], None]) -> None:
         def guarded() -> None:
             try:
                 task()
             except Exception as error:  # whatever it was, the run goes on
                 self._failed("write", f"{type(error).__name__}: {error}")
 
-        self._tasks.append(self._thread.submit(guarded))
+        done = thread.submit(guarded)
+        self._tasks.add(done)
+        done.add_done_callback(self._tasks.discard)
 
     def _commit(self, staged: Path, version: int) -> None:
         commit_model(staged, self._folder(version))
         self._metrics.exports.labels("write", "ok").inc()
         self._metrics.export_version.set(version)
-        self._problem = ""
-        log.info("version %d is exported to %s", version, self._folder(version))
+        self._problems["write"] = ""
         self._settle()
 
     def _settle(self) -> None:
-        """Removes what is neither best nor last nor still to be measured, says what is there, copies it."""
-        wanted = self._wanted
-        self._say(wanted)
-        if wanted is None:
-            return
-        kept = {wanted.best.version, wanted.last.version}
-        for version in self._versions():
-            if version not in kept and version < wanted.last.version:
-                shutil.rmtree(self._folder(version), ignore_errors=True)
-        if self._spec.trainer.export.to is not None:
-            self._copy(wanted)
+        """Says what is there, removes what is neither best nor last nor still to be measured, copies the rest."""
+        with self._lock:
+            self._choose()
+        try:
+            self._say()
+        finally:  # on a full disk nothing can be said until something is removed
+            self._remove()
+        if self._spec.trainer.export.to is not None and not self._copy_queued:
+            self._copy_queued = True
+            self._do(self._copier, self._copy)
 
-    def _copy(self, wanted: Wanted) -> None:
-        models = {role: m for role in ("best", "last") if (m := getattr(self._said, role)) is not None}
-        if all(model.uri for model in models.values()):
-            return
+    def _remove(self) -> None:
+        with self._lock:
+            kept = {m.version for m in (self._said.best, self._said.last) if m is not None} | self._copying
+            measured = {p.version for p in self._points}
+        for version in self._versions():
+            if version in measured and version not in kept:
+                shutil.rmtree(self._folder(version), ignore_errors=True)
+
+    def _copy(self) -> None:
+        """Copies what is newest at each attempt. What it reads stays until it is done, so that a copy that takes
+        longer than the time between two evaluations ends too."""
+        self._copy_queued = False
         for pause in (*self._copy_pauses, None):
+            with self._lock:
+                models = {
+                    role: m for role in ("best", "last") if (m := getattr(self._said, role)) is not None
+                }
+                if all(model.uri for model in models.values()):
+                    return
+                self._copying = frozenset(m.version for m in models.values())
             try:
                 if self._target is None:
                     self._target = open_target(str(self._spec.trainer.export.to))
                 uris = self._target.put({role: (m, self._paths.root / m.path) for role, m in models.items()})
+                problem = ""
                 self._metrics.exports.labels("copy", "ok").inc()
-                self._problem = ""
-                self._say(wanted, uris)
-                return
             except TargetError as error:
-                self._failed("copy", str(error))
-                self._say(wanted)
-                if pause is None or self._closing.wait(pause):
-                    return
+                uris, problem = {}, str(error)
+                self._failed("copy", problem)
+            with self._lock:
+                self._problems["copy"] = problem[:1000]
+                self._choose(uris)
+                self._copying = frozenset()
+            self._say()
+            self._do(self._disk, self._remove)
+            if problem and (pause is None or self._closing.wait(pause)):
+                return
 
-    def _say(self, wanted: Wanted | None, uris: dict[int, str] | None = None) -> None:
+    def _choose(self, uris: dict[int, str] | None = None) -> None:
+        """Best and last are of the models that are there: one that could not be written replaces none."""
         known = {m.version: m for m in (self._said.best, self._said.last) if m is not None}
+        present = set(self._versions())
 
-        def model(point: EvaluationPoint) -> ExportedModel | None:
+        def model(point: EvaluationPoint) -> ExportedModel:
             folder = self._folder(point.version)
-            if not folder.is_dir():
-                return None
             written = datetime.fromtimestamp(folder.stat().st_mtime, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
             before = known.get(point.version)
             copied = before.uri if before is not None and before.time == written else ""
@@ -214,21 +251,25 @@ class Exporter:
                 time=written,
             )
 
+        wanted = Wanted.of([p for p in self._points if p.version in present])
         self._said = Exports(
             best=self._said.best if wanted is None else model(wanted.best),
             last=self._said.last if wanted is None else model(wanted.last),
             failures=self._failures,
-            problem=self._problem,
+            problem="; ".join(filter(None, self._problems.values())),
         )
+
+    def _say(self) -> None:
         file = self._paths.exports / EXPORTS_FILE
-        file.parent.mkdir(parents=True, exist_ok=True)
         aside = file.with_name(f"{STAGED}{file.name}")
-        aside.write_bytes(msgspec.json.format(msgspec.json.encode(self._said), indent=1))
-        aside.replace(file)
+        with self._lock:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            aside.write_bytes(msgspec.json.format(msgspec.json.encode(self._said), indent=1))
+            aside.replace(file)
 
     def _failed(self, what: str, reason: str) -> None:
         self._failures += 1
-        self._problem = reason[:1000]
+        self._problems[what] = reason[:1000]
         self._metrics.exports.labels(what, "failed").inc()
         log.error("an export failed and will be tried again: %s", reason)
 
@@ -236,7 +277,7 @@ class Exporter:
         return self._paths.exports / f"step-{version:08d}"
 
     def _versions(self) -> list[int]:
-        return sorted(int(m[1]) for p in self._paths.exports.iterdir() if (m := _NAME.match(p.name)))
+        return sorted(int(m[1]) for p in self._paths.exports.glob("step-*") if (m := _NAME.match(p.name)))
 
     def _remove_staged(self) -> None:
         for path in self._paths.exports.glob(f"{STAGED}*"):

@@ -4,9 +4,9 @@ Rank 0 waits for nobody outside for more than :data:`POLL_SECONDS` without a ``M
 told to stop or dies is noticed within that. A rank that raises ends its process; the others lose their
 connection to it and end too, and all come back from the last checkpoint.
 
-After an update the order is: report the step, publish, checkpoint where due. Once the run is ending the
-checkpoint comes first, because what follows (giving out the last weights, measuring them) may take long,
-and whoever interrupts a run waits for the checkpoint.
+After an update the order is: report the step, publish, checkpoint where due, export what is measured. Once the
+run is ending the checkpoint comes first, because what follows (giving out the last weights, measuring them) may take
+long, and whoever interrupts a run waits for the checkpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from scalerl_trainer.checkpoint import CheckpointError
 from scalerl_trainer.coordinator_client import CoordinatorUnreachable, Unresumable
 from scalerl_trainer.engine import StepStats
 from scalerl_trainer.errors import DivergedError
-from scalerl_trainer.exporting import CLOSE_SECONDS, Exporter
+from scalerl_trainer.exporting import Exporter
 from scalerl_trainer.packing import Sequence as PackedSequence
 from scalerl_trainer.publish.control import ActorControl
 from scalerl_trainer.publish.probe import ProbeSequence, probe
@@ -37,8 +37,6 @@ from scalerl_trainer.worker import Order, Trained, Worker
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 5.0
-_INTERRUPTED_SECONDS = 30.0
-"""How long a trainer that was told to stop waits for a copy of a model under way."""
 COORDINATOR_SECONDS = 300.0
 """How long a coordinator that does not answer is waited for."""
 SKIPPED_STEPS_BROKEN = 3
@@ -86,27 +84,23 @@ class Leader:
         log.info("hello: version %d, published %d", w.version, self._published)
         if save_now:
             self._save()
-        if self._exporter.due(w.version) and not self._exporter.has(w.version):
-            self._export()
         while not self._told_to_stop():
             order = self._ask()
             if self._exporter.waiting:
                 self._evaluated()
+            if order.reason:  # the run is ending
+                self._save()
+            if order.measured and not w.stop.is_set() and self._exporter.wants(w.version):
+                self._export()
             match order.action:
                 case wire.NextAction.TRAIN:
                     self._train(order.step)
                     if w.version > self._published:
                         self._publish()
-                    if self._exporter.due(w.version):
-                        self._export()
                     if w.version % w.spec.checkpoint.every_steps == 0:
                         self._save()
                 case wire.NextAction.PUBLISH:
-                    if order.reason:  # the run is ending
-                        self._save()
                     self._publish()
-                    if order.reason not in ("", wire.INTERRUPTED) and not self._exporter.has(w.version):
-                        self._export()  # it is measured
                 case wire.NextAction.WAIT:
                     pass
                 case wire.NextAction.FINISH:
@@ -117,7 +111,7 @@ class Leader:
         self._commit(patient=True)
         self._tell(Order.LEAVE)
         self._evaluated()
-        self._exporter.close(_INTERRUPTED_SECONDS if w.stop.is_set() else CLOSE_SECONDS)
+        self._exporter.close(w.stop.is_set)
         if w.saver.last_step != w.version:
             raise CheckpointError(
                 f"version {w.version} could not be saved; what was trained since the checkpoint before is lost"

@@ -47,6 +47,9 @@ class Next(Struct, frozen=True, kw_only=True):
     action: NextAction
     step: int
     reason: str = ""
+    """Why the run is ending; empty while it is not."""
+    measured: bool = False
+    """The version that the trainer holds has an evaluation, or will have: its model is worth keeping."""
 
 
 class ShardRequest(Struct, frozen=True, kw_only=True):
