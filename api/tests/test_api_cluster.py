@@ -13,6 +13,7 @@ from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.load import SpecError, parse_run, run_from_object
 from scalerl_api.pods import PodTemplate, PullSecret
 from scalerl_api.process import ProcessEnvironment
+from scalerl_api.spec import free_option
 from scalerl_api.status import Condition, RunStatus
 
 OBJECT: dict[str, Any] = {
@@ -214,3 +215,16 @@ def test_every_constant_says_what_it_means() -> None:
         assert constant.text.endswith("."), constant
         assert constant.isalpha(), constant
         assert constant[0].isupper(), constant
+
+
+@pytest.mark.parametrize(
+    "argument", ["--config=/data/x.yaml", "--gpu_memory-util=0.5", "--max-model-le", "--ssl-keyfile=/k"]
+)
+def test_options_of_vllm_are_refused_in_every_way_to_write_them(argument: str) -> None:
+    with pytest.raises(ValueError, match="leave it out"):
+        free_option(argument)
+
+
+@pytest.mark.parametrize("argument", ["--seed=1", "--model-impl=vllm", "--max-num-batched-tokens=1", "-O3"])
+def test_and_others_are_free(argument: str) -> None:
+    assert free_option(argument) == argument

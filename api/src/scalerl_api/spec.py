@@ -187,15 +187,22 @@ class CoordinatorSpec(Model):
 SERVER_OPTIONS: Final = (
     *("--model", "--host", "--port", "--uds", "--api-key", "--middleware", "--dtype", "--max-model-len"),
     *("--max-num-seqs", "--tensor-parallel-size", "-tp", "--gpu-memory-utilization", "--logprobs-mode"),
-    *("--generation-config", "--weight-transfer-config", "--worker-extension-cls"),
+    *("--generation-config", "--weight-transfer-config", "--worker-extension-cls", "--config"),
+    *("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-ciphers"),
 )
-"""vLLM's options that follow from other fields, or by which actor, trainer and server work together."""
+"""vLLM's options that follow from other fields, or by which actor, trainer and server work together. A
+beginning of one counts as it: vLLM takes abbreviations."""
+SHORTEST_ABBREVIATION: Final = 6
+"""Characters; fewer may be the beginning of anything."""
 
 
 def free_option(argument: str) -> str:
     """An argument of vLLM's command line that the operator does not set itself."""
     name = argument.split("=", 1)[0].replace("_", "-")
-    if name in SERVER_OPTIONS:
+    abbreviates = len(name) >= SHORTEST_ABBREVIATION and any(
+        option.startswith(name) for option in SERVER_OPTIONS
+    )
+    if name in SERVER_OPTIONS or abbreviates or name.startswith("--ssl-"):
         raise ValueError(f"{name} is set from other fields, or by the operator itself; leave it out")
     return argument
 

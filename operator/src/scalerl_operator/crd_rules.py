@@ -39,7 +39,14 @@ from scalerl_api.source import (
     TaskSpec,
     parameter_value,
 )
-from scalerl_api.spec import MAX_BATCH_COMPLETIONS, SERVER_OPTIONS, BudgetSpec, RunSpec, free_option
+from scalerl_api.spec import (
+    MAX_BATCH_COMPLETIONS,
+    SERVER_OPTIONS,
+    SHORTEST_ABBREVIATION,
+    BudgetSpec,
+    RunSpec,
+    free_option,
+)
 
 
 @dataclass(frozen=True)
@@ -349,10 +356,13 @@ UNRESERVED: Final = (
 
 # --- functions of the models ---------------------------------------------------------------------
 
+_OPTION: Final = "self.split('=')[0].replace('_', '-')"
+
 OF_FUNCTIONS: Final[Mapping[Callable[..., Any], tuple[Rule, ...]]] = {
     free_option: (
         Rule(
-            f"!(self.split('=')[0].replace('_', '-') in {list(SERVER_OPTIONS)})",
+            f"!{list(SERVER_OPTIONS)}.exists(option, option == {_OPTION} || (size({_OPTION}) >= {SHORTEST_ABBREVIATION} "
+            f"&& option.startsWith({_OPTION}))) && !{_OPTION}.startsWith('--ssl-')",
             "this option is set from other fields, or by the operator itself; leave it out",
         ),
     ),
