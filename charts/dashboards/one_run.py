@@ -161,8 +161,12 @@ ROLLOUTS = Section(
         ),
         lines(
             "Given up",
-            "Share of slots that trained nothing: their prompt is too long for the context, or failed again and again.",
-            (f"max by (why) (scalerl_coordinator_given_up_fraction{{{RUN}}})", "{{why}}"),
+            "Share of the last half hour's slots that train nothing: their prompt is too long for the context, or failed again and again.",
+            (
+                f"sum by (why) (increase(scalerl_coordinator_given_up_slots_total{{{RUN}}}[30m])) / ignoring (why) "
+                f"group_left () sum (increase(scalerl_coordinator_closed_slots_total{{{RUN}}}[30m]))",
+                "{{why}}",
+            ),
             unit="percentunit",
         ),
         lines(

@@ -12,7 +12,9 @@ from scalerl_api import wire
 from scalerl_api.wire import NextAction, PushResult, Split
 from scalerl_coordinator import slots
 from scalerl_coordinator.core import Refusal
+from scalerl_coordinator.journal import JournalFigures
 from scalerl_coordinator.membership import UnknownMember
+from scalerl_coordinator.metrics import Metrics
 from scalerl_coordinator.status import view
 from scalerl_coordinator.training import fill_shard
 
@@ -251,6 +253,7 @@ def test_a_slot_that_failed_with_two_members_is_given_up_and_its_step_goes_on(wo
     counts = view(world.core).counts
     assert (counts.given_up, counts.too_long, counts.acknowledged) == (2, 0, 4)
     assert any("slot 2" in m and "is given up: failed 2 times" in m for m in caplog.messages)
+    assert world.core.closed_slots == {"": 2, "failed": 1}
     assert world.next("t").action is NextAction.TRAIN
     plan = world.plan("t", 0)
     assert [(g.slot, len(g.scores), g.filtered) for g in plan.groups] == [
@@ -267,6 +270,23 @@ def test_a_slot_that_failed_with_two_members_is_given_up_and_its_step_goes_on(wo
     world.acknowledge()
     before = world.state.encode()
     assert world.replay().encode() == before
+
+
+def test_slots_given_up_are_counted_by_the_process(world):
+    figures = Metrics(
+        lambda: view(world.core),
+        JournalFigures(),
+        refusing=lambda: False,
+        staleness_bound=1,
+        closed_slots=world.core.closed_slots,
+    )
+    release(world, world.member, world.lease(world.member, 0, 1)[0], wire.ReleaseCause.TOO_LONG)
+    world.serve(world.member, 0, 1)
+    assert {
+        'scalerl_coordinator_given_up_slots_total{why="failed"} 0.0',
+        'scalerl_coordinator_given_up_slots_total{why="too_long"} 1.0',
+        "scalerl_coordinator_closed_slots_total 2.0",
+    } <= set(figures.text().decode().splitlines())
 
 
 def test_one_generator_alone_gives_a_slot_up_after_five_failures(world):

@@ -84,7 +84,7 @@ def _registries() -> Iterator[CollectorRegistry]:
         mismatch=[wire.Mismatch(source="sampled", positions="all", kl=0.0, recent_kl=0.0, tokens=1)],
     )  # fmt: skip
     coordinator = CoordinatorMetrics(
-        lambda: status, JournalFigures(), refusing=lambda: False, staleness_bound=1
+        lambda: status, JournalFigures(), refusing=lambda: False, staleness_bound=1, closed_slots={}
     )
     yield coordinator._registry
     yield TrainerMetrics().registry

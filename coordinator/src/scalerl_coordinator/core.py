@@ -11,6 +11,7 @@ What members do is in :class:`~.rollouts.Rollouts`, what the trainer does in :cl
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import dataclass, field
 
 from scalerl_api.wire import INTERRUPTED, Split
@@ -68,6 +69,8 @@ class Core:
     """Applied, not yet journaled; with each record its blob."""
     forgotten: set[str] = field(default_factory=set)
     """Leases whose blobs nobody will ask for again."""
+    closed_slots: Counter[str] = field(default_factory=Counter)
+    """Since the process began, whatever line they are on: training slots served (``""``), or given up, by why."""
     wake: set[str] = field(default_factory=set)
     """Who has a reason to look again: ``WORK`` (actors that poll for leases), ``TRAINER``."""
 
@@ -123,6 +126,7 @@ class Core:
             self.book.resync({i: lease.holder for i, lease in state.leases.items()}, self.meter.last)
         match record:
             case r.GroupAccepted():
+                self.closed_slots[""] += 1
                 if state.closed(state.step_of(record.slot)):
                     self.wake.add(TRAINER)
             case r.EvaluationAccepted():
@@ -133,6 +137,8 @@ class Core:
             case r.LeasesIssued() | r.UsageAdded() | r.Dropped() | r.CheckpointCommitted():
                 pass
             case _:
+                if isinstance(record, r.GivenUp) and record.split is Split.TRAIN:
+                    self.closed_slots[record.why.value] += 1
                 self.wake |= {WORK, TRAINER}
 
     def close_lease(self, lease_id: str, why: r.Why, rollouts: int = 0) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import (
     CollectorRegistry,
@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from scalerl_api.wire import Phase, Status
 from scalerl_coordinator.journal import JournalFigures
+from scalerl_coordinator.records import GivenUpFor
 
 _PREFIX = "scalerl_coordinator_"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -26,6 +27,7 @@ class Metrics:
     """The process's registry, and the counters that the server moves itself.
 
     refusing: whether the journal takes nothing now. staleness_bound: steps that a trained token may be old.
+    closed_slots: of this process, by why they were given up, ``""`` for those that were served.
     """
 
     def __init__(
@@ -35,11 +37,12 @@ class Metrics:
         *,
         refusing: Callable[[], bool],
         staleness_bound: int,
+        closed_slots: Mapping[str, int],
     ) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
-        self._registry.register(_RunCollector(status, journal, refusing, staleness_bound))
+        self._registry.register(_RunCollector(status, journal, refusing, staleness_bound, closed_slots))
         self.requests = Counter(
             _PREFIX + "requests",
             "Answered requests by endpoint and status code.",
@@ -69,11 +72,13 @@ class _RunCollector(Collector):
         journal: JournalFigures,
         refusing: Callable[[], bool],
         staleness_bound: int,
+        closed_slots: Mapping[str, int],
     ) -> None:
         self._status = status
         self._journal = journal
         self._refusing = refusing
         self._staleness_bound = staleness_bound
+        self._closed_slots = closed_slots
 
     def collect(self) -> Iterable[Metric]:
         status, journal = self._status(), self._journal
@@ -117,15 +122,19 @@ class _RunCollector(Collector):
         ):
             if value is not None:
                 yield GaugeMetricFamily(_PREFIX + name, text, value=float(value))
-        given_up = GaugeMetricFamily(
-            _PREFIX + "given_up_fraction",
-            "Share of rollouts that are not there since their slot was given up, by why.",
+        given_up = CounterMetricFamily(
+            _PREFIX + "given_up_slots",
+            "Training slots given up since this process began, by why.",
             labels=("why",),
         )
-        slots = max(1, counts.acknowledged + counts.given_up)
-        given_up.add_metric(("failed",), (counts.given_up - counts.too_long) / slots)
-        given_up.add_metric(("too_long",), counts.too_long / slots)
+        for why in GivenUpFor:
+            given_up.add_metric((why.value,), self._closed_slots.get(why.value, 0))
         yield given_up
+        yield CounterMetricFamily(
+            _PREFIX + "closed_slots",
+            "Training slots served or given up since this process began.",
+            value=float(sum(self._closed_slots.values())),
+        )
         mismatch = GaugeMetricFamily(
             _PREFIX + "mismatch_kl",
             "KL estimate (k3) of trainer against generators, of late, by what was measured and token position.",

@@ -82,6 +82,7 @@ class Server:
             journal.figures,
             refusing=lambda: journal.refusing is not None,
             staleness_bound=core.settings.identity.max_staleness_steps,
+            closed_slots=core.closed_slots,
         )
         self._gate = Gate(token, self._metrics)
         self._events = {WORK: asyncio.Event(), TRAINER: asyncio.Event()}
