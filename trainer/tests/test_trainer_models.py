@@ -20,6 +20,7 @@ from scalerl_trainer.models import (
     load_tokenizer,
     write_scratch,
 )
+from scalerl_trainer.models.load import check_buffers
 from scalerl_trainer.models.tokens import TokenCounter
 
 TEXTS = [f"State the answer: {i} + {i} = {2 * i}" for i in range(100)]
@@ -130,6 +131,18 @@ def test_logits_that_are_more_than_a_product_are_refused(folder: Path) -> None:
     model.config.final_logit_softcapping = 30.0
     with pytest.raises(ModelError, match=r"final_logit_softcapping = 30\.0 are not supported"):
         Policy(model, fp32_head=True)
+
+
+def test_weights_that_are_buffers_are_refused(folder: Path) -> None:
+    model = load_model(str(folder), dtype="float32")
+    model.model.register_buffer("table", torch.ones(2), persistent=False)
+    model.model.register_buffer("counts", torch.ones(2, dtype=torch.int64))
+    check_buffers(model, "it")
+    model.model.register_buffer("e_score_correction_bias", torch.ones(2))
+    with pytest.raises(
+        ModelError, match=r"of it has weights that are buffers .*: model.e_score_correction_bias; "
+    ):
+        check_buffers(model, "it")
 
 
 def test_a_missing_package_is_named_not_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

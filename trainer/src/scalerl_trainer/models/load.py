@@ -23,7 +23,8 @@ def load_model(
 
     Raises:
         ModelNotFoundError: it is not there, or its files are not a model.
-        ModelError: a package that it needs is missing; which one.
+        ModelError: a package that it needs is missing, or it has weights that no optimizer step changes and nobody is
+            given; which ones.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -43,8 +44,21 @@ def load_model(
         ) from error
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(_advice("model", name_or_path, revision, error)) from error
+    check_buffers(model, name_or_path)
     model.config.use_cache = False
     return model.train()
+
+
+def check_buffers(model: Any, name: str) -> None:
+    """Raise ``ModelError`` for floating buffers that belong to the weights (DeepSeek-V3's ``e_score_correction_bias``):
+    publishes and exports are of parameters, so generators and whoever loads the model would lack them."""
+    saved = model.state_dict().keys()
+    lost = [n for n, buffer in model.named_buffers() if n in saved and buffer.is_floating_point()]
+    if lost:
+        raise ModelError(
+            f"the model of {name} has weights that are buffers and not parameters, which are neither published nor "
+            f"exported: {', '.join(lost[:3])}{f' and {len(lost) - 3} more' if len(lost) > 3 else ''}; choose another model"
+        )
 
 
 def load_tokenizer(name_or_path: str, *, revision: str | None = None, chat: bool = False) -> Any:
