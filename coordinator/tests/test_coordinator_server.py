@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import io
+import os
 import time
 
 import aiohttp
@@ -278,3 +279,20 @@ async def test_an_unauthorized_flood_of_bodies_is_not_read(local):
         with pytest.raises(Answer) as caught:
             await stranger.post(endpoints.GROUPS, bytes(1000), wire.PushReply)
         assert caught.value.status == 401
+
+
+async def test_a_slow_disk_does_not_hold_up_the_status(local, serving, monkeypatch):
+    index = local.paths.exports / "exports.json"
+    index.parent.mkdir(parents=True)
+    index.write_text('{"failures": 3}')
+    await asyncio.sleep(1.0)
+    exports = (await serving.status()).exports
+    assert exports is not None
+    assert exports.failures == 3
+    index.unlink()
+    os.mkfifo(index)  # whoever opens it hangs until somebody writes
+    await asyncio.sleep(0.6)
+    for _ in range(3):
+        assert (await asyncio.wait_for(serving.status(), 5)).exports == exports
+    index.rename(aside := index.with_name("aside"))
+    aside.open("wb").close()

@@ -23,6 +23,7 @@ import msgspec
 from aiohttp import web
 
 from scalerl_api import endpoints, wire
+from scalerl_api.exports import Exports
 from scalerl_coordinator import records as r
 from scalerl_coordinator.clock import LogicalClock
 from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal
@@ -91,6 +92,8 @@ class Server:
         self._files_thread = ThreadPoolExecutor(1, thread_name_prefix="files")
         self._points_written: list[wire.EvaluationPoint] | None = None
         self._files_problem = ""
+        self._exports: Exports | None = None
+        self._reading: asyncio.Task[None] | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._closing = False
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -107,6 +110,7 @@ class Server:
         await self._journal.durable()
         await self._write_rows(whole=True)
         await self._write_curve()
+        await self._read_exports()
         self._ticker = asyncio.create_task(self._keep_time(), name="coordinator-tick")
         self._ticker.add_done_callback(self._ticker_done)
 
@@ -140,6 +144,13 @@ class Server:
                 self._training.tick(now)
                 self._flush()
                 await self._write_curve()
+            if self._reading is None or self._reading.done():  # time does not wait for a disk
+                self._reading = asyncio.create_task(self._read_exports())
+
+    async def _read_exports(self) -> None:
+        self._exports = await asyncio.get_running_loop().run_in_executor(
+            self._files_thread, self._files.exports
+        )
 
     def _ticker_done(self, ticker: asyncio.Task[None]) -> None:
         problem = None if ticker.cancelled() else ticker.exception()
@@ -400,9 +411,11 @@ class Server:
         return wire.Ack()
 
     async def _status(self, request: web.Request) -> web.Response:
-        # Not on the files' thread: a slow disk must not hold up the answer to the operator.
-        exports = await asyncio.to_thread(self._files.exports)
-        status, error = msgspec.structs.replace(view(self._core), exports=exports), self._journal.refusing
+        # A slow disk must not hold up the answer to the operator: it gets what the last tick has read.
+        status, error = (
+            msgspec.structs.replace(view(self._core), exports=self._exports),
+            self._journal.refusing,
+        )
         if error is not None:
             status = msgspec.structs.replace(status, journal_error=error.strerror or str(error))
         return respond(msgspec.msgpack.encode(status))
