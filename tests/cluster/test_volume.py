@@ -186,6 +186,7 @@ async def test_a_claim_that_the_run_only_names_is_looked_for_too(there: Stage) -
     claim = {"apiVersion": "v1", "kind": CLAIM[0], "metadata": {"name": CLAIM[1]}, "spec": spec}
     await there.create(claim)
     await there.start(tiny(storage={"claimName": CLAIM[1]}))
+    await there.look()
     await there.edit(*CLAIM, {"metadata": {"finalizers": [IN_USE]}})
     await there.delete(*CLAIM)
     there.now += 31.0
