@@ -62,10 +62,10 @@ class Server:
         self.runs.delete_namespaced_custom_object(*self.where, name)
 
 
-def install(api: client.ApiClient) -> None:
-    """The definition as the models have it now, whatever was there before."""
+def install(api: client.ApiClient, definition: Object | None = None) -> None:
+    """The definition as the models have it now, or another, whatever was there before."""
     extensions = client.ApiextensionsV1Api(api)
-    body = crd.definition()
+    body = definition or crd.definition()
     name = body["metadata"]["name"]
     try:
         extensions.create_custom_resource_definition(body)
@@ -260,3 +260,30 @@ def test_a_status_is_stored_whole_and_leaves_the_spec_alone(server: Server, stor
     with pytest.raises(ApiException) as refused:
         server.runs.replace_namespaced_custom_object_status(*where, twice)
     assert "Duplicate value" in refusal(refused.value)
+
+
+def test_a_run_that_was_taken_before_there_was_a_rule_goes_on(server: Server) -> None:
+    """Its status is written, and it can be suspended; who breaks the rule anew is refused."""
+    without = crd.definition()
+    schema = without["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    del schema["x-kubernetes-validations"]
+    broken = merged(BASE, {"spec": {"trainer": {"replicas": 64}, "recipe": {"promptsPerStep": 8}}})
+    install(server.api, without)
+    try:
+        created = server.create(merged(broken, {"metadata": {"name": "earlier"}}))
+    finally:
+        install(server.api)
+    deadline = time.monotonic() + ESTABLISHED_SECONDS
+    while True:  # until the rules are in force
+        try:
+            server.create(merged(broken, {"metadata": {"name": "later"}}), dry_run="All")
+        except ApiException as error:
+            said = refusal(error)
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert "trainer.replicas must be at most" in said
+    run = server.write_status(created, {"phase": "Running", "step": 1})
+    run = server.replace(merged(run, {"spec": {"suspend": True}}))
+    assert run["spec"]["suspend"] is True
+    server.delete("earlier")

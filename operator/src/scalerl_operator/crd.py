@@ -18,6 +18,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -157,7 +158,9 @@ def _model(model: type[BaseModel], *, defaults: bool) -> Schema:
     schema = {"type": "object", "description": _plain(inspect.getdoc(model) or ""), "properties": properties}
     if required:
         schema["required"] = required
-    _add_rules(schema, crd_rules.OF_MODELS.get(model, ()))
+    # What holds for fields further apart is looked at anew with any edit of the spec, also one of `suspend`.
+    held = crd_rules.OF_MODELS.get(model, ())
+    _add_rules(schema, (replace(rule, kept=True) for rule in held) if model is RunSpec else held)
     _add_rules(schema, (r for (of, _), r in crd_rules.REFUSED_EDITS.items() if of is model and r.field))
     return schema
 

@@ -9,6 +9,7 @@ checked as it stands when the definition is installed.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -58,6 +59,8 @@ class Rule:
     message: str
     field: str = ""
     changes: bool = False
+    kept: bool = False
+    """An object that broke the rule before, taken when there was none, may go on to: else nobody could suspend it."""
 
     def as_validation(self) -> dict[str, Any]:
         """An entry of ``x-kubernetes-validations``."""
@@ -66,6 +69,10 @@ class Rule:
             entry["fieldPath"] = f".{self.field}"
         if self.changes:
             entry["reason"] = "FieldValueForbidden"
+        if self.kept:
+            before = re.sub(r"\bself\b", "oldSelf.value()", self.rule)
+            entry["rule"] = f"({self.rule}) || (oldSelf.hasValue() && !({before}))"
+            entry["optionalOldSelf"] = True
         return entry
 
 
