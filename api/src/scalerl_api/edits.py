@@ -53,7 +53,6 @@ class Effect(StrEnum):
         "The trainer finishes its step and writes a checkpoint; all roles restart and go on from it.",
         *("prepare", "coordinator", "generator", "trainer"),
     )
-    OWN_PODS = ("OwnPods", "The pods of the role restart; the trainer writes a checkpoint first.")
     REFUSED = ("Refused", "Refused:")
 
 
@@ -85,6 +84,7 @@ _NEXT_STEP = Edit(
 )
 _NEXT_EVALUATION = Edit(Effect.COORDINATOR, "From the next evaluation on.")
 _NEW_SET = "Points before and after are two curves: a forecast begins again."
+_ALSO_PREPARATION = "The preparation has it too, and is made anew."
 
 EDITS: Final[Mapping[str, Edit]] = {
     "model": _of_the_run("the model"),
@@ -123,7 +123,7 @@ EDITS: Final[Mapping[str, Edit]] = {
     "generator.leaseSeconds": Edit(Effect.COORDINATOR),
     "generator.extraArgs": Edit(Effect.GENERATOR),
     "generator.maxRestarts": Edit(Effect.AT_ONCE),
-    "generator.podTemplate": Edit(Effect.OWN_PODS),
+    "generator.podTemplate": Edit(Effect.GENERATOR),
     "trainer.replicas": Edit(Effect.ALL, "Checkpoints load at another number of ranks."),
     "trainer.devices": Edit(Effect.ALL),
     "trainer.cpuThreads": Edit(Effect.ALL),
@@ -132,9 +132,9 @@ EDITS: Final[Mapping[str, Edit]] = {
     "trainer.activationCheckpointing": Edit(Effect.ALL),
     "trainer.export": Edit(Effect.ALL),
     "trainer.maxRestarts": Edit(Effect.AT_ONCE),
-    "trainer.podTemplate": Edit(Effect.OWN_PODS),
+    "trainer.podTemplate": Edit(Effect.ALL, _ALSO_PREPARATION),
     "coordinator.maxRestarts": Edit(Effect.AT_ONCE),
-    "coordinator.podTemplate": Edit(Effect.OWN_PODS),
+    "coordinator.podTemplate": Edit(Effect.COORDINATOR),
     "weightSync": Edit(Effect.ALL),
     "evaluation.everySteps": _NEXT_EVALUATION,
     "evaluation.samplesPerPrompt": Edit(
@@ -155,9 +155,12 @@ EDITS: Final[Mapping[str, Edit]] = {
     "storage.storageClassName": _of_the_claim("the claim's storage class"),
     "storage.accessMode": _of_the_claim("the claim's access mode"),
     "storage.onDelete": Edit(Effect.AT_ONCE),
-    "images": Edit(Effect.OWN_PODS),
-    "podTemplate": Edit(Effect.OWN_PODS),
-    "deviceResource": Edit(Effect.OWN_PODS),
+    "images.coordinator": Edit(Effect.COORDINATOR),
+    "images.generator": Edit(Effect.GENERATOR),
+    "images.trainer": Edit(Effect.ALL, _ALSO_PREPARATION),
+    "images.pullPolicy": Edit(Effect.GENERATORS, "Of the trainer from its next attempt on."),
+    "podTemplate": Edit(Effect.ALL),
+    "deviceResource": Edit(Effect.ALL),
     "ttlSecondsAfterFinished": Edit(Effect.AT_ONCE),
 }
 """By path in a manifest's ``spec``. An entry of a section is of all its fields."""
