@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--resume",
         action="store_true",
-        help="go on with the run in DIR (default: the newest runs/NAME-N); only its budget may have changed",
+        help="go on with the run in DIR (default: the newest runs/NAME-N); what of FILE may have changed: docs/operations.md",
     )
     run.add_argument(
         "--pin",
