@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -143,21 +144,26 @@ def root() -> None:
 
 
 @pytest.mark.usefixtures("root")
-def test_a_node_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """With an image store of its own, it may run beside the session's."""
+    with tempfile.TemporaryDirectory() as folder:  # short: the kubelet's sockets are below it
+        _leaves_nothing(Path(folder), monkeypatch)
+
+
+def _leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for program in ("kube", "coredns"):
         built = tools.tool(program).parent.parent
-        (tmp_path / "cache").mkdir(exist_ok=True)
-        (tmp_path / "cache" / program).symlink_to(built)
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
+        (folder / "cache").mkdir(exist_ok=True)
+        (folder / "cache" / program).symlink_to(built)
+    monkeypatch.setenv(cache.VARIABLE, str(folder / "cache"))
     before = _machine()
-    with start_cluster(tmp_path / "node") as cluster:
+    with start_cluster(folder / "node") as cluster:
         assert cluster.layout is not None
         cluster.kubectl("run", "stays", "--image=localhost/busybox:1", "--", "sleep", "1000")
         cluster.kubectl("wait", "pod/stays", "--for=condition=Ready", "--timeout=30s")
         assert cgroups.left(cluster.layout.cgroup)
         with pytest.raises(ClusterError, match="another cluster with a node is up"):
-            start_cluster(tmp_path / "second")
+            start_cluster(folder / "second")
     assert not cluster.layout.root.exists()
     assert not cgroups.left(cluster.layout.cgroup)
     assert _machine() == before

@@ -18,7 +18,7 @@ import pytest
 from installed import LEASE, OPERATORS, ROOT, Run, chart, helm, leader, say, until
 from testcluster import Cluster, KubectlError
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(2400)]
 
 NAMESPACE = "team"
 
@@ -237,7 +237,7 @@ def test_suspend_and_resume(run: Run) -> None:
 
 
 def test_it_ends_as_its_spec_says(run: Run) -> None:
-    until(lambda: run.phase() in ("Completed", "Failed"), 900, "the end", every=3)
+    until(lambda: run.phase() in ("Completed", "Failed"), 1800, "the end", every=3)
     assert run.condition("Completed")[:2] == ("True", "BudgetReached")
     status = run.status()
     assert status["step"] == run.object()["spec"]["budget"]["maxSteps"]
