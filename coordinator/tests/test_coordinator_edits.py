@@ -15,7 +15,13 @@ from scalerl_api.wire import NextAction, PushResult, Split
 from scalerl_coordinator.settings import Settings
 
 TAKEN = edits(refused=False)
-READ = [edited for edited in TAKEN if edited.edit.effect in (Effect.COORDINATOR, Effect.GENERATORS)]
+OWN_PODS = ("coordinator.podTemplate.", "images.")
+"""Its pods restart for these, and its settings have nothing of them."""
+READ = [
+    edited
+    for edited in TAKEN
+    if edited.edit.effect in (Effect.COORDINATOR, Effect.GENERATORS) and not edited.path.startswith(OWN_PODS)
+]
 
 
 def settings(run: ScaleRLRun) -> Settings:
