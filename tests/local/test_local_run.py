@@ -102,9 +102,11 @@ def test_it_leaves_what_a_person_can_look_at(finished: LocalRun) -> None:
     assert [row["version"] for row in finished.curve()] == ["0", "10", "20"]
     assert [row["step"] for row in finished.metrics()] == list(range(20))
     assert [p.name for p in sorted((finished.directory / "checkpoints").iterdir())] == [
+        "hf",
         "step-00000015",
         "step-00000020",
     ]
+    assert (finished.directory / "checkpoints/hf/step-00000020/model.safetensors").stat().st_size > 0
     names = {p.name for p in (finished.directory / "logs").iterdir()}
     assert any(n.startswith("coordinator") for n in names)
 
