@@ -13,6 +13,7 @@ from scalerl_operator.cluster.names import labels
 from scalerl_operator.cluster.queue import WorkQueue
 from scalerl_operator.cluster.reconcile import Reconciler
 from scalerl_operator.cluster.types import Key
+from scalerl_operator.policy.lifecycle import POLL_SECONDS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
@@ -81,7 +82,8 @@ async def test_forty_unreachable_coordinators_leave_a_healthy_runs_looks_prompt(
                 print(f"measured: a healthy run's look among {UNREACHABLE} unreachable: {took:.2f} s")
                 assert took < PROMPT_SECONDS
             there.coordinator.step += 1
-            await until(lambda: steps[healthy] == there.coordinator.step, 15)
+            # A step alone wakes no look: an answer with it, and then a look by the clock.
+            await until(lambda: steps[healthy] == there.coordinator.step, 3 * POLL_SECONDS)
         finally:
             await queue.halt()
             await reconciler.close()
