@@ -83,12 +83,20 @@ _NEXT_STEP = Edit(
     "they fall into now: those count as stale, and their prompts are issued again.",
 )
 _NEXT_EVALUATION = Edit(Effect.COORDINATOR, "From the next evaluation on.")
+_GRADED_FROM_THEN = Edit(Effect.GENERATOR, "For completions graded from then on.")
 _NEW_SET = "Points before and after are two curves: a forecast begins again."
 _ALSO_PREPARATION = "The preparation has it too, and is made anew."
 
 EDITS: Final[Mapping[str, Edit]] = {
     "model": _of_the_run("the model"),
-    "task": _of_the_run("the task"),
+    "task.reasoningGym": _of_the_run("the task"),
+    "task.jsonl": _of_the_run("the task"),
+    "task.prompt": _of_the_run("the prompt"),
+    "task.heldOut": _of_the_run("the held-out set"),
+    "task.verifier.name": _of_the_run("the verifier"),
+    "task.verifier.timeoutSeconds": _GRADED_FROM_THEN,
+    "task.verifier.memory": _GRADED_FROM_THEN,
+    "task.verifier.workers": _GRADED_FROM_THEN,
     "warmStart": Edit(
         Effect.REFUSED, "warmStart cannot change: it is done before the first step. Create another run"
     ),

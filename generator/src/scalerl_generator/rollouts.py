@@ -191,7 +191,8 @@ class RolloutMaker:
     async def grade(self, generated: Generated, on_graded: Callable[[], None]) -> Group:
         """Score the completions and pack the group.
 
-        ``on_graded`` is told of each completion of this group that has its verdict. A completion on which the verifier fails or runs out of its limits has no verdict, and says why.
+        ``on_graded`` is called for each completion of this group that has its verdict. A completion on which the
+        verifier fails or runs out of its limits has no verdict, and says why.
 
         Raises:
             GradingError: the verifier's processes cannot be kept running; nothing was scored.

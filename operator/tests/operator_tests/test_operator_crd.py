@@ -168,7 +168,8 @@ def test_what_a_checkpoint_was_made_with_cannot_change() -> None:
         if rule.get("reason") == "FieldValueForbidden" and "self.status" not in rule["rule"]
     }
     assert fixed == {
-        *(f".spec.{name}" for name in ("model", "task", "seed", "warmStart", "recipe.temperature")),
+        *(f".spec.{name}" for name in ("model", "seed", "warmStart", "recipe.temperature")),
+        *(f".spec.task.{name}" for name in ("reasoningGym", "jsonl", "prompt", "heldOut", "verifier.name")),
         *(f".spec.storage.{name}" for name in ("claimName", "size", "storageClassName", "accessMode")),
     }
 
