@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -278,6 +279,20 @@ def test_a_member_that_is_not_there_fails_alone(actors: FakeActors, make_publish
     )
     outcome = make_publisher().publish(0, as_weights(sample_weights()), [gone, alive])
     assert (outcome.updated, outcome.failed) == (["generator-0"], ["generator-9"])
+
+
+def test_an_actor_gone_while_its_server_stays_in_the_group_fails_at_once(
+    actors: FakeActors, make_publisher: Any
+) -> None:
+    """Its server's end of the group is open and takes nothing: the operation under way ends at its time-out only."""
+    (member,) = actors.start([])
+    publisher = make_publisher(timeout_seconds=30.0)
+    publisher.publish(0, as_weights(sample_weights(0)), [member])
+    gone = msgspec.structs.replace(member, control_url="http://127.0.0.1:9")
+    started = time.monotonic()
+    outcome = publisher.publish(1, as_weights(sample_weights(1)), [gone])
+    assert (outcome.updated, outcome.failed) == ([], ["generator-0"])
+    assert time.monotonic() - started < 10
 
 
 @pytest.mark.parametrize("how", ["not-ready", "update-failed"])

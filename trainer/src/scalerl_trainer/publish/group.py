@@ -58,14 +58,21 @@ class Store:
 
 
 class SenderGroup:
-    """Rank 0 of a group; ``world_size - 1`` receivers. Made by :func:`open_group`."""
+    """Rank 0 of a group; ``world_size - 1`` receivers. Made by :func:`open_group`.
 
-    def __init__(self, epoch: int, backend: Backend, world_size: int, store: Store, pg: Any) -> None:
+    ``opened`` has the process group, and the only reference to it: see :func:`_release`.
+    """
+
+    def __init__(
+        self, epoch: int, backend: Backend, world_size: int, store: Store, opened: list[Any]
+    ) -> None:
         self.epoch = epoch
         self.world_size = world_size
         self._on_gpu = backend == "nccl"
         self._store = store
-        self._pg = pg
+        self._opened = opened
+        self.busy_until = 0.0
+        """When the last operation is over at the latest (monotonic), also for peers that wait in it."""
 
     def start_broadcast(self, buffer_u8: torch.Tensor, timeout_seconds: float) -> Any:
         """Begin to send; give the result to :meth:`wait` before the buffer is written again."""
@@ -73,8 +80,9 @@ class SenderGroup:
         options.rootRank = 0
         options.rootTensor = 0
         options.timeout = timedelta(seconds=timeout_seconds)
+        self.busy_until = time.monotonic() + timeout_seconds
         try:
-            return self._pg.broadcast([buffer_u8], options)
+            return self._opened[0].broadcast([buffer_u8], options)
         except RuntimeError as error:
             raise GroupError(f"group epoch {self.epoch}: {_first_line(error)}") from error
 
@@ -95,11 +103,10 @@ class SenderGroup:
             raise GroupError(f"group epoch {self.epoch}: {_first_line(error)}") from error
 
     def close(self) -> None:
-        """Leave: peers in an operation get an error at once. Never hangs."""
-        pg, self._pg = self._pg, None
+        """Leave; never hangs. Peers in an operation get an error: over NCCL at once, over gloo at its time-out."""
+        opened, self._opened = self._opened, []
         self._store.close()
-        if pg is not None:
-            _release(pg, self._on_gpu)
+        _release(opened, self._on_gpu)
 
 
 def open_group(
@@ -145,10 +152,9 @@ def open_group(
         if failed:
             raise GroupError(f"group epoch {epoch}: {_first_line(failed[0])}")
     except BaseException:
-        if opened:
-            _release(opened[0], backend == "nccl")
+        _release(opened, backend == "nccl")
         raise
-    return SenderGroup(epoch, backend, world_size, store, opened[0])
+    return SenderGroup(epoch, backend, world_size, store, opened)
 
 
 def _meet(pg: Any, world_size: int, device: torch.device, timeout_seconds: float) -> None:
@@ -167,13 +173,20 @@ def _meet(pg: Any, world_size: int, device: torch.device, timeout_seconds: float
         raise RuntimeError(f"{int(ones)} ranks took part in the first operation, not {world_size}")
 
 
-def _release(pg: Any, on_gpu: bool) -> None:
-    def release(pg: Any) -> None:
+def _release(opened: list[Any], on_gpu: bool) -> None:
+    """Let go of the group in ``opened``, if there is one, on a thread of its own.
+
+    Gloo's destructor waits for the operation under way, which ends at its time-out. Whoever drops the last reference
+    waits with it, so the thread takes it out of the list.
+    """
+
+    def release() -> None:
+        pg = opened.pop()
         if on_gpu:
             pg.abort()
-        del pg  # gloo's destructor waits for the operation under way, which ends at its time-out
 
-    threading.Thread(target=release, args=(pg,), name="close-group", daemon=True).start()
+    if opened:
+        threading.Thread(target=release, name="close-group", daemon=True).start()
 
 
 def _construct(

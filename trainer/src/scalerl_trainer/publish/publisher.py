@@ -251,10 +251,11 @@ class Publisher:
         problem = self._broadcast_all(version, buckets, ready, stream, group, calls, clock)
         if problem is not None:
             log.warning("%s", problem)
-            # Leaving frees the peers from the broadcast; a buffer that is still being sent stays its own.
+            # Leaving frees the peers from the broadcast, over gloo when its time is over; a buffer that is still
+            # being sent stays its own.
             self._leave()
             self._buffers = []
-            return _after_failure(calls)
+            return _after_failure(calls, group.busy_until)
         answers = calls.wait()
         if not all(answer.ok for answer in answers.values()):
             self._leave()
@@ -315,9 +316,9 @@ LAST_WORDS_SECONDS = 5.0
 """Those who are well answer at the latest when their own wait is over, and this much later."""
 
 
-def _after_failure(calls: Calls) -> dict[str, Answer]:
-    """Everyone's answer once the group has failed."""
-    calls.deadline = max(calls.deadline, time.monotonic() + LAST_WORDS_SECONDS)
+def _after_failure(calls: Calls, busy_until: float = 0.0) -> dict[str, Answer]:
+    """Everyone's answer once the group has failed; its operation ends at ``busy_until`` (monotonic) at the latest."""
+    calls.deadline = max(calls.deadline, max(time.monotonic(), busy_until) + LAST_WORDS_SECONDS)
     return calls.wait()
 
 
