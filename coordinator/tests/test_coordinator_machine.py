@@ -378,14 +378,23 @@ def _oldest(group: wire.Group) -> int:
     return min(span.version for completion in group.completions for span in completion.versions)
 
 
+WALKS = settings(
+    max_examples=50,
+    stateful_step_count=70,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+
+
 @pytest.mark.slow
 class TestCoordinator(Coordinator.TestCase):
-    settings = settings(
-        max_examples=150,
-        stateful_step_count=70,
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-    )
+    settings = WALKS
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+class TestCoordinatorLong(Coordinator.TestCase):
+    settings = settings(WALKS, max_examples=1000)
 
 
 class OnDisk(Coordinator):
@@ -404,9 +413,4 @@ class OnDisk(Coordinator):
 
 
 class TestOnDisk(OnDisk.TestCase):
-    settings = settings(
-        max_examples=8,
-        stateful_step_count=40,
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-    )
+    settings = settings(WALKS, max_examples=8, stateful_step_count=40)
