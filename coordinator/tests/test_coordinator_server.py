@@ -15,6 +15,7 @@ from aiohttp import web
 from coordinator_client import Answer, Client, make_group
 
 from scalerl_api import endpoints, wire
+from scalerl_coordinator.files import RunFiles
 from scalerl_coordinator.http import runner
 
 
@@ -281,7 +282,32 @@ async def test_an_unauthorized_flood_of_bodies_is_not_read(local):
         assert caught.value.status == 401
 
 
+async def test_exports_are_read_every_few_seconds_and_by_a_task_that_ends_with_the_server(
+    serving_on, tmp_path, monkeypatch
+):
+    reads, again, loop = 0, asyncio.Event(), asyncio.get_running_loop()
+    read = RunFiles.exports
+
+    def count(files):
+        nonlocal reads
+        reads += 1
+        if reads > 1:
+            loop.call_soon_threadsafe(again.set)
+            time.sleep(0.5)
+        return read(files)
+
+    monkeypatch.setattr(RunFiles, "exports", count)
+    monkeypatch.setattr("scalerl_coordinator.server._EXPORTS_SECONDS", 1.0)
+    async with serving_on(tmp_path):
+        await asyncio.sleep(0.8)
+        assert reads == 1  # at the start
+        await asyncio.wait_for(again.wait(), 10)
+        (reading,) = (task for task in asyncio.all_tasks() if task.get_name() == "coordinator-exports")
+    assert reading.done()
+
+
 async def test_a_slow_disk_does_not_hold_up_the_status(local, serving, monkeypatch):
+    monkeypatch.setattr("scalerl_coordinator.server._EXPORTS_SECONDS", 0.1)
     index = local.paths.exports / "exports.json"
     index.parent.mkdir(parents=True)
     index.write_text('{"failures": 3}')

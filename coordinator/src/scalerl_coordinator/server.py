@@ -47,6 +47,8 @@ PUSH_BODY_BYTES = 2**26
 HELLO_BODY_BYTES = 2**29
 _LONGEST_POLL_SECONDS = 60.0
 _TICK_SECONDS = 0.25
+_EXPORTS_SECONDS = 5.0
+"""How old the status' word on exports may be while the run goes on; the last one of a run comes when all is trained."""
 _ROTATE_AT_CHECKPOINT_BYTES = 2**20
 
 T = TypeVar("T")
@@ -112,7 +114,7 @@ class Server:
         await self._write_curve()
         await self._read_exports()
         self._ticker = asyncio.create_task(self._keep_time(), name="coordinator-tick")
-        self._ticker.add_done_callback(self._ticker_done)
+        self._ticker.add_done_callback(self._task_done)
 
     def stop_polls(self) -> None:
         """Answer every long poll now, with nothing."""
@@ -123,9 +125,10 @@ class Server:
     async def close(self) -> None:
         """Journal what is left, with a snapshot, unless the state cannot be trusted any more; stop."""
         self.stop_polls()
-        if self._ticker is not None:
-            self._ticker.cancel()
-            await asyncio.gather(self._ticker, return_exceptions=True)
+        tasks = [task for task in (self._ticker, self._reading) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._journal.refusing is None and not self.failure.done():
             self._core.flush_usage(self._now())
             self._flush()
@@ -136,6 +139,7 @@ class Server:
         self._files_thread.shutdown(wait=True)
 
     async def _keep_time(self) -> None:
+        exports_read = time.monotonic()
         while not self.failure.done():
             await asyncio.sleep(_TICK_SECONDS)
             now = self._now()
@@ -144,16 +148,23 @@ class Server:
                 self._training.tick(now)
                 self._flush()
                 await self._write_curve()
-            if self._reading is None or self._reading.done():  # time does not wait for a disk
-                self._reading = asyncio.create_task(self._read_exports())
+            is_reading = (
+                self._reading is not None and not self._reading.done()
+            )  # time does not wait for a disk
+            if not is_reading and (
+                self._core.finished or time.monotonic() - exports_read >= _EXPORTS_SECONDS
+            ):
+                exports_read = time.monotonic()
+                self._reading = asyncio.create_task(self._read_exports(), name="coordinator-exports")
+                self._reading.add_done_callback(self._task_done)
 
     async def _read_exports(self) -> None:
         self._exports = await asyncio.get_running_loop().run_in_executor(
             self._files_thread, self._files.exports
         )
 
-    def _ticker_done(self, ticker: asyncio.Task[None]) -> None:
-        problem = None if ticker.cancelled() else ticker.exception()
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        problem = None if task.cancelled() else task.exception()
         if problem is not None:
             self._fail(problem)
 
