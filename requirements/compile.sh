@@ -4,7 +4,7 @@
 #   cpu/gpu  everything, with the vLLM build of that device (the two exclude each other)
 #   dev      what lint and tests need beside cpu, at cpu's versions
 #   uv       the installer itself
-#   s3       what trainer.export.to: s3://… needs, in the trainer's image
+#   s3       what trainer.export.to: s3://… needs: in the trainer's image, and in dev
 #   bench    what benchmarks compare against
 #   libnuma  a wheel that carries libnuma, for machines without (libnuma.sh)
 set -euo pipefail

@@ -11,7 +11,7 @@ from testcluster import Cluster
 # What each is for, imported as its programs do; `absent` may not be in it.
 IMPORTS = {
     "operator": "scalerl_operator.main scalerl_coordinator.main scalerl_curvefit.sidecar scalerl_cli.main",
-    "trainer": "scalerl_trainer.main scalerl_trainer.prepare torch deepspeed",
+    "trainer": "scalerl_trainer.main scalerl_trainer.prepare torch deepspeed obstore.store",
     "generator": "scalerl_generator.actor scalerl_generator.vllm_server vllm",
 }
 # Unpacked, without the base. What may be left out of the operator's image: Dockerfile.operator.

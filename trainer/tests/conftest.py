@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import runpy
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 TOKEN = "secret"
 
+sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -79,3 +81,19 @@ def module_processes(forkserver: Any) -> Iterator[Processes]:
     running = Processes(forkserver)
     yield running
     running.end()
+
+
+@pytest.fixture(scope="module")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes folders with a float32 model of two layers; ``sizes`` are those of a ``ScratchModel``."""
+    from scalerl_api.spec import ScratchModel
+    from scalerl_trainer.models import write_scratch
+
+    def make(**sizes: int) -> Path:
+        folder = tmp_path_factory.mktemp("model")
+        scratch = ScratchModel.model_validate({"layers": 2, "vocabulary_size": 64} | sizes)
+        texts = [f"{i} + {i} = {2 * i}" for i in range(50)]
+        write_scratch(folder, scratch, texts, seed=3, dtype="float32", context_tokens=64)
+        return folder
+
+    return make

@@ -16,6 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from s3_server import BUCKET, S3Server
+
+from scalerl_api.exports import ExportedModel
+from scalerl_trainer.targets import TargetError, open_target
 
 pytestmark = pytest.mark.slow
 
@@ -146,13 +150,18 @@ PUT = """
 """
 
 
+def folder_of(directory: Path, version: int) -> Path:
+    folder = directory / f"step-{version:08d}"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(f'{{"version": "{folder.name}"}}')
+    (folder / f"{folder.name}.safetensors").write_bytes(folder.name.encode() * 1000)
+    return folder
+
+
 def put(directory: Path, to: str, best: str, last: str, **environ: str) -> str:
     """In a process of its own: the client reads its endpoint when it is imported."""
     for version in (best, last):
-        folder = directory / f"step-{int(version.split('=')[0]):08d}"
-        folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text(f'{{"version": "{folder.name}"}}')
-        (folder / f"{folder.name}.safetensors").write_bytes(folder.name.encode() * 1000)
+        folder_of(directory, int(version.split("=")[0]))
     clean = {
         n: v
         for n, v in os.environ.items()
@@ -195,3 +204,83 @@ def test_a_hub_that_refuses_or_is_not_there_is_said(tmp_path: Path, hub: HubServ
     assert hub.repos == {}
     said = put(tmp_path, "hf://me/model", "10", "10", HF_ENDPOINT="http://127.0.0.1:9", HF_TOKEN=TOKEN)
     assert re.match(r"TargetError: hf://me/model: ConnectError: .*refused", said)
+
+
+# --- a bucket --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    server = S3Server(tmp_path_factory.mktemp("s3") / "server.log")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    for variable in [v for v in os.environ if v.startswith("AWS_") or v.lower().endswith("_proxy")]:
+        monkeypatch.delenv(variable)
+    for variable, value in s3_server.environ.items():
+        monkeypatch.setenv(variable, value)
+    return s3_server
+
+
+def put_in_bucket(to: str, directory: Path, best: int, last: int, known: int = -1) -> dict[int, str]:
+    """``known``: the version that the bucket has already."""
+
+    def model(version: int) -> tuple[ExportedModel, Path]:
+        uri = f"{to}/step-{version:08d}" if version == known else ""
+        exported = ExportedModel(version=version, reward=0.5, path="", uri=uri, time="")
+        return exported, folder_of(directory, version)
+
+    return open_target(to).put({"best": model(best), "last": model(last)})
+
+
+def test_a_bucket_holds_what_the_run_holds(tmp_path: Path, s3: S3Server) -> None:
+    to = f"s3://{BUCKET}/a/b"
+    large = folder_of(tmp_path, 10) / "large"
+    large.write_bytes(bytes(range(256)) * (12 << 12))  # 12 MiB: in parts
+    assert put_in_bucket(to, tmp_path, 10, 20) == {10: f"{to}/step-00000010", 20: f"{to}/step-00000020"}
+    sent = {f"a/b/{f.parent.name}/{f.name}": f.read_bytes() for f in tmp_path.glob("step-*/*")}
+    index = {
+        role: {"version": v, "reward": 0.5, "uri": f"{to}/step-{v:08d}"}
+        for role, v in (("best", 10), ("last", 20))
+    }
+    objects = s3.objects()
+    assert json.loads(objects.pop("a/b/exports.json")) == index
+    assert objects == sent
+
+    before = s3.written("a/b/step-00000020/config.json")
+    put_in_bucket(to, tmp_path, 20, 30, known=20)
+    assert {p.split("/")[2] for p in s3.objects()} == {"exports.json", "step-00000020", "step-00000030"}
+    assert s3.written("a/b/step-00000020/config.json") == before, "what is there is not sent again"
+
+
+@pytest.mark.parametrize("after", [0, 1, 5])
+def test_a_bucket_that_refuses_keeps_what_it_had(tmp_path: Path, s3: S3Server, after: int) -> None:
+    """At once, in the middle of a file that goes in parts, or when it was written."""
+    to = f"s3://{BUCKET}/refused-{after}"
+    put_in_bucket(to, tmp_path, 10, 10)
+    before = s3.objects()
+    (folder_of(tmp_path, 20) / "a-large").write_bytes(bytes(12 << 20))
+    s3.refuse(after)
+    try:
+        with pytest.raises(TargetError, match=rf"^{to}: PermissionDeniedError: .* 403 Forbidden"):
+            put_in_bucket(to, tmp_path, 10, 20, known=10)
+    finally:
+        s3.refuse(float("inf"))
+    assert s3.objects().items() >= before.items(), "exports.json names what it named"
+    put_in_bucket(to, tmp_path, 10, 20, known=10)
+    objects = s3.objects()
+    assert objects[f"refused-{after}/step-00000020/a-large"] == bytes(12 << 20)
+    assert json.loads(objects[f"refused-{after}/exports.json"])["last"]["version"] == 20
+
+
+def test_a_bucket_that_is_not_there_is_said(
+    tmp_path: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(TargetError, match=r"^s3://other/a: FileNotFoundError: .* 404 Not Found"):
+        put_in_bucket("s3://other/a", tmp_path, 10, 10)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(TargetError, match=rf"^s3://{BUCKET}/a: GenericError: .*after 3 retries"):
+        put_in_bucket(f"s3://{BUCKET}/a", tmp_path, 10, 10)

@@ -24,9 +24,9 @@ from testcluster.runtime import Loader
 PROJECT = Path(__file__).resolve().parents[3]
 ROLES = ("operator", "trainer", "generator")
 _INPUTS = {
-    "operator": ("control", ("api", "tasks", "curvefit", "coordinator", "operator", "cli")),
-    "trainer": ("cpu", ("api", "tasks", "trainer")),
-    "generator": ("cpu", ("api", "tasks", "generator")),
+    "operator": (("control",), ("api", "tasks", "curvefit", "coordinator", "operator", "cli")),
+    "trainer": (("cpu", "s3"), ("api", "tasks", "trainer")),
+    "generator": (("cpu",), ("api", "tasks", "generator")),
 }
 VARIABLE = "SCALERL_TEST_IMAGES"
 DEFAULT_BASE = "the Dockerfiles' own"
@@ -137,9 +137,9 @@ def _base_name() -> str:
 
 def tag(role: str, base: str) -> str:
     """By what an image is made from."""
-    lock, members = _INPUTS[role]
-    files = [PROJECT / f"Dockerfile.{role}", PROJECT / ".dockerignore", PROJECT / "requirements" / "uv.txt"]
-    files += [PROJECT / "requirements" / f"{lock}.txt"]
+    locks, members = _INPUTS[role]
+    files = [PROJECT / f"Dockerfile.{role}", PROJECT / ".dockerignore"]
+    files += [PROJECT / "requirements" / f"{lock}.txt" for lock in ("uv", *locks)]
     files += [PROJECT / member / part for member in members for part in ("pyproject.toml", "src")]
     return cache.digest(files, base)
 

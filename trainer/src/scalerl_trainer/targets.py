@@ -16,7 +16,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +29,8 @@ Models = Mapping[str, tuple[ExportedModel, Path]]
 """``best`` and ``last``: what each is, and its folder."""
 
 _NAME = re.compile(r"^step-\d{8,}$")
+_RETRIES: dict[str, Any] = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}
+"""Of one request to a bucket. The library's own ten take minutes in which nothing is said; the copy is tried again."""
 
 
 class TargetError(TrainerError):
@@ -67,7 +70,7 @@ class Folder:
     def put(self, models: Models) -> dict[int, str]:
         uris = {}
         try:
-            for model, source in models.values():
+            for model, source in _distinct(models):
                 target = self._root / source.name
                 uris[model.version] = str(target)
                 if model.uri and target.is_dir():
@@ -139,14 +142,14 @@ class Bucket:
         self._obstore: Any = obstore
         self._errors = (BaseError, OSError, ValueError)
         try:
-            self._store: Any = S3Store(bucket, prefix=prefix or None)
+            self._store: Any = S3Store(bucket, prefix=prefix or None, retry_config=_RETRIES)
         except self._errors as error:
             raise TargetError(f"{self._to}: {type(error).__name__}: {_first_line(error)}") from error
 
     def put(self, models: Models) -> dict[int, str]:
         uris = {}
         try:
-            for model, folder in models.values():
+            for model, folder in _distinct(models):
                 uris[model.version] = f"{self._to}/{folder.name}"
                 if not model.uri:
                     for file in sorted(folder.iterdir()):
@@ -164,6 +167,11 @@ class Bucket:
         except self._errors as error:
             raise TargetError(f"{self._to}: {type(error).__name__}: {_first_line(error)}") from error
         return uris
+
+
+def _distinct(models: Models) -> Iterable[tuple[ExportedModel, Path]]:
+    """Each model once: the last is often the best too."""
+    return {model.version: (model, folder) for model, folder in models.values()}.values()
 
 
 def _is_other(path: str, wanted: set[str]) -> bool:

@@ -1,0 +1,82 @@
+"""A server that speaks S3, on loopback, in a process of its own: moto's, which holds all in memory."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import obstore
+from obstore.store import S3Store
+
+BUCKET = "models"
+
+
+class S3Server:
+    """Its port stays the same when it is started again; what it held does not."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            self._port = s.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}"
+        self.environ = {
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_REGION": "us-east-1",
+            "AWS_ACCESS_KEY_ID": "AKIAIOSFODNN7EXAMPLE",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+        }
+        self._http = httpx.Client(base_url=self.url, trust_env=False, timeout=10)
+        self.start()
+
+    def start(self) -> None:
+        with self._log.open("a") as log:
+            argv = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self._port)]
+            self._process = subprocess.Popen(argv, stdout=log, stderr=log)
+        deadline = time.monotonic() + 60
+        while True:
+            assert self._process.poll() is None, self._log.read_text()
+            assert time.monotonic() < deadline, self._log.read_text()
+            try:
+                self._http.put(f"/{BUCKET}").raise_for_status()
+            except httpx.TransportError:
+                time.sleep(0.1)
+            else:
+                break
+        self._store: Any = S3Store(
+            BUCKET,
+            endpoint=self.url,
+            client_options={"allow_http": True},
+            region="us-east-1",
+            access_key_id="a",
+            secret_access_key="b",
+        )
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(10)
+
+    def close(self) -> None:
+        self.kill()
+        self._http.close()
+
+    def refuse(self, after: float = 0) -> None:
+        """Whose credentials it does not know, which is everybody, so many requests from now; ``inf``: never."""
+        self._http.post("/moto-api/reset-auth", content=str(after)).raise_for_status()
+
+    def uploading(self) -> bool:
+        """Whether a file is being sent in parts."""
+        return "<UploadId>" in self._http.get(f"/{BUCKET}?uploads").text
+
+    def objects(self) -> dict[str, bytes]:
+        paths = [entry["path"] for page in obstore.list(self._store) for entry in page]
+        return {path: bytes(obstore.get(self._store, path).bytes()) for path in paths}
+
+    def written(self, path: str) -> Any:
+        return obstore.head(self._store, path)["last_modified"]
