@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from s3_server import BUCKET, S3Server
 from safetensors.torch import load_file
 
 from scalerl_api.exports import Exports, read_exports
@@ -25,7 +26,7 @@ from scalerl_trainer import exporting
 from scalerl_trainer.exporting import Exporter, Wanted
 from scalerl_trainer.metrics import Metrics
 from scalerl_trainer.models import load_model, write_scratch
-from scalerl_trainer.targets import TargetError, open_target
+from scalerl_trainer.targets import Folder, Models, TargetError, open_target
 from scalerl_trainer.tensor_files import TensorInfo
 
 EXAMPLE = Path(__file__).parents[2] / "examples/tiny/run.yaml"
@@ -248,6 +249,53 @@ def test_a_target_that_cannot_be_reached_is_tried_again(tmp_path: Path) -> None:
         assert (copied / name(20) / file.name).read_bytes() == file.read_bytes()
 
 
+def test_a_copy_that_fails_unexpectedly_is_a_copy_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client library raises something that is of none of its trees."""
+    run = Run(tmp_path / "run", to=str(tmp_path / "out"))
+    failures = iter([KeyError("etag"), RuntimeError("no loop")])
+    put = Folder.put
+
+    def failing(self: Folder, models: Models) -> dict[int, str]:
+        for failure in failures:
+            raise failure
+        return put(self, models)
+
+    monkeypatch.setattr(Folder, "put", failing)
+    run.write(10)
+    run.exporter.evaluated([point(10, 0.1)])
+    until(lambda: run.count("copy", "ok") == 1 and run.said().problem == "")
+    assert (run.count("copy", "failed"), run.count("write", "failed")) == (2, 0)
+    assert run.said().failures == 2
+    run.write(20)
+    run.exporter.evaluated([point(10, 0.1), point(20, 0.2)])
+    run.exporter.close()
+    assert run.folders == [name(20)], "what the copies that failed were of is kept no longer"
+    assert [p.name for p in (tmp_path / "out").iterdir()] == [name(20)]
+
+
+def test_what_a_copy_fails_with_at_last_is_said_as_a_copys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path / "run", to=str(tmp_path / "out"))
+    run.start(copy_pauses=())
+
+    def failing(self: Folder, models: Models) -> dict[int, str]:
+        raise KeyError("etag")
+
+    monkeypatch.setattr(Folder, "put", failing)
+    run.write(10)
+    run.exporter.evaluated([point(10, 0.1)])
+    until(lambda: run.said().problem != "")
+    assert run.said().problem == "KeyError: 'etag'"
+    run.write(20)
+    run.exporter.evaluated([point(10, 0.1), point(20, 0.2)])
+    run.exporter.close()
+    assert run.folders == [name(20)]
+    assert run.said().problem == "KeyError: 'etag'", "a write that succeeds is no copy"
+
+
 def test_a_target_that_cannot_be_reached_holds_up_no_commit(tmp_path: Path) -> None:
     """The pauses of copies are minutes; after them it is the newest that is copied."""
     blocked = tmp_path / "mount"
@@ -266,6 +314,40 @@ def test_a_target_that_cannot_be_reached_holds_up_no_commit(tmp_path: Path) -> N
     assert [p.name for p in blocked.iterdir()] == [name(40)]
     run.exporter.close()
     assert run.folders == [name(40)]
+
+
+@pytest.mark.slow
+def test_a_bucket_that_dies_in_the_middle_of_a_copy_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in [v for v in os.environ if v.startswith("AWS_") or v.lower().endswith("_proxy")]:
+        monkeypatch.delenv(variable)
+    server = S3Server(tmp_path / "server.log")
+    try:
+        for variable, value in server.environ.items():
+            monkeypatch.setenv(variable, value)
+        run = Run(tmp_path / "run", to=f"s3://{BUCKET}/a")
+        run.write(10)
+        until(lambda: run.folders == [name(10)])
+        (run.paths.exports / name(10) / "a-large").write_bytes(bytes(40 << 20))
+        run.exporter.evaluated([point(10, 0.1)])
+        until(server.uploading)
+        server.kill()
+        until(lambda: run.count("copy", "failed") >= 1)
+        run.write(20)
+        until(lambda: run.folders == [name(10), name(20)])
+        assert f"s3://{BUCKET}/a: GenericError" in run.said().problem
+        assert run.said().best is not None
+        assert run.said().best.uri == "", "no copy that is whole"
+        server.start()
+        until(lambda: run.count("copy", "ok") == 1 and run.said().problem == "")
+        assert run.said().best.uri == f"s3://{BUCKET}/a/{name(10)}"
+        folder = run.paths.exports / name(10)
+        objects = {f"a/{name(10)}/{file.name}": file.read_bytes() for file in folder.iterdir()}
+        assert server.objects().items() >= objects.items()
+        run.exporter.close()
+    finally:
+        server.close()
 
 
 def test_who_is_told_to_stop_does_not_wait_for_a_copy(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -450,6 +451,17 @@ def test_a_run_that_is_stopped_ends_with_its_last_model(new_run: Any) -> None:
     exported = load_file(run.paths.root / status.exports.last.path / "model.safetensors")
     last = torch.load(directory / f"v{status.step}.pt")
     assert all(torch.equal(last[name], exported[name]) for name in last)
+
+
+def test_an_export_whose_evaluation_never_ends_is_not_asked_for_in_every_round(new_run: Any) -> None:
+    run = new_run(evaluation__holdSeconds=1)
+    run.start(skip_held_out=True)
+    until(lambda: run.paths.metrics.exists() and len(run.rows()) == 6, what="the last step")
+    metrics = httpx.get(f"http://127.0.0.1:{run.port}{endpoints.METRICS}", timeout=5).text
+    asked = re.search(r'requests_total\{code="200",path="/v1/status"\} (\S+)', metrics)
+    assert asked is not None
+    assert float(asked[1]) <= 3, "for each version that is exported, and once more when nothing is known"
+    assert run.exported() is None, "no evaluation, so neither best nor last"
 
 
 def test_the_last_version_is_saved_before_it_is_measured(new_run: Any) -> None:

@@ -354,7 +354,11 @@ class Server:
         found = found or wire.Next(
             action=wire.NextAction.WAIT, step=request.version, reason=self._core.ending
         )
-        return msgspec.structs.replace(found, measured=self._training.measures(request.version))
+        return msgspec.structs.replace(
+            found,
+            measured=self._training.measures(request.version),
+            points=len(self._core.state.points),
+        )
 
     async def _shard(self, request: wire.ShardRequest) -> bytes:
         plan = await self._decided(lambda _: self._training.plan_shard(request))

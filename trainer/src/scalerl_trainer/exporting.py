@@ -127,7 +127,7 @@ class Exporter:
                     self._folder(version), self._paths.base_model, infos, tensors, self._spec
                 )
                 self._unmeasured.add(version)
-                self._do(self._disk, partial(self._commit, staged, version))
+                self._do(self._disk, "write", partial(self._commit, staged, version))
                 break
             except (OSError, ValueError) as error:
                 self._failed("write", f"version {version}: {error}")
@@ -135,7 +135,7 @@ class Exporter:
                 for _ in tensors:
                     pass
             if pause is None or self._closing.wait(pause):
-                self._do(self._disk, self._settle)
+                self._do(self._disk, "write", self._settle)
                 break
         return time.perf_counter() - begun
 
@@ -146,7 +146,7 @@ class Exporter:
         self._unmeasured -= {p.version for p in points}
         if points and points != self._points:
             self._points = points
-            self._do(self._disk, self._settle)
+            self._do(self._disk, "write", self._settle)
 
     def close(self, stopped: Callable[[], bool] = lambda: False, seconds: float = CLOSE_SECONDS) -> None:
         """Wait for what is under way, not for long once ``stopped``; copies that fail now are not tried again."""
@@ -165,12 +165,12 @@ class Exporter:
 
     # --- the threads' -------------------------------------------------------------------------------------
 
-    def _do(self, thread: ThreadPoolExecutor, task: Callable[[], None]) -> None:
+    def _do(self, thread: ThreadPoolExecutor, operation: str, task: Callable[[], None]) -> None:
         def guarded() -> None:
             try:
                 task()
             except Exception as error:  # whatever it was, the run goes on
-                self._failed("write", f"{type(error).__name__}: {error}")
+                self._failed(operation, f"{type(error).__name__}: {error}")
 
         done = thread.submit(guarded)
         self._tasks.add(done)
@@ -193,7 +193,7 @@ class Exporter:
             self._remove()
         if self._spec.trainer.export.to is not None and not self._copy_queued:
             self._copy_queued = True
-            self._do(self._copier, self._copy)
+            self._do(self._copier, "copy", self._copy)
 
     def _remove(self) -> None:
         with self._lock:
@@ -215,21 +215,28 @@ class Exporter:
                 if all(model.uri for model in models.values()):
                     return
                 self._copying = frozenset(m.version for m in models.values())
+            uris: dict[int, str] = {}
+            problem = ""
             try:
                 if self._target is None:
                     self._target = open_target(str(self._spec.trainer.export.to))
                 uris = self._target.put({role: (m, self._paths.root / m.path) for role, m in models.items()})
-                problem = ""
                 self._metrics.exports.labels("copy", "ok").inc()
             except TargetError as error:
-                uris, problem = {}, str(error)
+                problem = str(error)
+            except Exception as error:  # a client library's own bug: the copy is tried again like any other
+                problem = f"{type(error).__name__}: {error}"
+                log.exception("a copy of an export failed unexpectedly")
+            if problem:
                 self._failed("copy", problem)
             with self._lock:
                 self._problems["copy"] = problem[:1000]
                 self._choose(uris)
                 self._copying = frozenset()
-            self._say()
-            self._do(self._disk, self._remove)
+            try:
+                self._say()
+            finally:
+                self._do(self._disk, "write", self._remove)
             if problem and (pause is None or self._closing.wait(pause)):
                 return
 
@@ -268,8 +275,9 @@ class Exporter:
             aside.replace(file)
 
     def _failed(self, what: str, reason: str) -> None:
-        self._failures += 1
-        self._problems[what] = reason[:1000]
+        with self._lock:
+            self._failures += 1
+            self._problems[what] = reason[:1000]
         self._metrics.exports.labels(what, "failed").inc()
         log.error("an export failed and will be tried again: %s", reason)
 

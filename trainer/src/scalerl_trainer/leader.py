@@ -62,6 +62,8 @@ class Leader:
         self._checkpoint_failures = 0
         self._uncommitted: tuple[int, list[int]] | None = None
         self._answered = time.monotonic()
+        self._points = -1
+        """How many evaluations the exporter was given; -1: it has to be given them."""
 
     def lead(self, snapshot: bytes | None, save_now: bool) -> None:
         """From hello to the order to leave. ``save_now``: what was just learnt is in no checkpoint yet.
@@ -86,7 +88,7 @@ class Leader:
             self._save()
         while not self._told_to_stop():
             order = self._ask()
-            if self._exporter.waiting:
+            if self._exporter.waiting and order.points != self._points:
                 self._evaluated()
             if order.reason:  # the run is ending
                 self._save()
@@ -139,7 +141,7 @@ class Leader:
             return order
         except CoordinatorUnreachable as error:
             self._unanswered(error)
-            return wire.Next(action=wire.NextAction.WAIT, step=self._worker.version)
+            return wire.Next(action=wire.NextAction.WAIT, step=self._worker.version, points=self._points)
         finally:
             self._wait_seconds += time.perf_counter() - begin
 
@@ -299,10 +301,13 @@ class Leader:
         self._export_seconds += self._exporter.write(
             version, infos, lambda: (tensor for _, tensor in self._stream())
         )
+        self._points = -1  # an earlier trainer's version may have been evaluated already
 
     def _evaluated(self) -> None:
         try:
-            self._exporter.evaluated(self._coordinator.points())
+            points = self._coordinator.points()
+            self._exporter.evaluated(points)
+            self._points = len(points)
         except CoordinatorUnreachable as error:
             log.warning("the evaluations could not be asked for: %s", error)
 

@@ -50,6 +50,8 @@ class Next(Struct, frozen=True, kw_only=True):
     """Why the run is ending; empty while it is not."""
     measured: bool = False
     """The version that the trainer holds has an evaluation, or will have: its model is worth keeping."""
+    points: int | None = None
+    """How many evaluations the status has; None from a coordinator that does not tell."""
 
 
 class ShardRequest(Struct, frozen=True, kw_only=True):
