@@ -164,7 +164,7 @@ def check_positions(options: Options) -> dict[str, Any]:
     from support.gpu_models import make, positions_shape
 
     from scalerl_trainer.models.policy import Policy
-    from scalerl_trainer.models.precision import buffer_dtypes, cast_parameters, check_buffers
+    from scalerl_trainer.models.precision import buffer_dtypes, cast_parameters, check_buffer_dtypes
 
     device = open_device(options)
     result: dict[str, Any] = {"tolerance": TOLERANCE}
@@ -185,7 +185,7 @@ def check_positions(options: Options) -> dict[str, Any]:
             result[f"{kind} {'float32' if fp32 else 'bfloat16'} head"] = {
                 f"{low}-{high}": float(difference[low:high].mean()) for low, high in pairwise(edges)
             }
-        check_buffers(model, buffers)
+        check_buffer_dtypes(model, buffers)
     worst = max(max(v.values()) for k, v in result.items() if k.endswith("bfloat16 head"))
     if not worst < TOLERANCE:
         raise AssertionError(f"log-probabilities differ by {worst:.3g} nats: {json.dumps(result)}")

@@ -20,7 +20,7 @@ from scalerl_trainer.models import (
     load_tokenizer,
     write_scratch,
 )
-from scalerl_trainer.models.load import check_buffers
+from scalerl_trainer.models.load import check_weights_are_parameters
 from scalerl_trainer.models.tokens import TokenCounter
 
 TEXTS = [f"State the answer: {i} + {i} = {2 * i}" for i in range(100)]
@@ -137,12 +137,12 @@ def test_weights_that_are_buffers_are_refused(folder: Path) -> None:
     model = load_model(str(folder), dtype="float32")
     model.model.register_buffer("table", torch.ones(2), persistent=False)
     model.model.register_buffer("counts", torch.ones(2, dtype=torch.int64))
-    check_buffers(model, "it")
+    check_weights_are_parameters(model, "it")
     model.model.register_buffer("e_score_correction_bias", torch.ones(2))
     with pytest.raises(
         ModelError, match=r"of it has weights that are buffers .*: model.e_score_correction_bias; "
     ):
-        check_buffers(model, "it")
+        check_weights_are_parameters(model, "it")
 
 
 def test_a_missing_package_is_named_not_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

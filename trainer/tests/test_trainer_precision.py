@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from scalerl_trainer.errors import EngineError, ModelError
-from scalerl_trainer.models.precision import buffer_dtypes, cast_parameters, check_buffers
+from scalerl_trainer.models.precision import buffer_dtypes, cast_parameters, check_buffer_dtypes
 
 WORKER = Path(__file__).with_name("precision_worker.py")
 POSITIONS = ((0, 64), (64, 256), (256, 1024), (1024, 4095))
@@ -82,7 +82,7 @@ def test_parameters_are_cast_and_buffers_are_not() -> None:
     cast_parameters(model, torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert buffer_dtypes(model) == {"inv_freq": torch.float32}
-    check_buffers(model, before)
+    check_buffer_dtypes(model, before)
 
 
 def test_a_buffer_of_another_dtype_ends_the_start() -> None:
@@ -90,7 +90,7 @@ def test_a_buffer_of_another_dtype_ends_the_start() -> None:
     before = buffer_dtypes(model)
     model.to(torch.bfloat16)
     with pytest.raises(EngineError) as caught:
-        check_buffers(model, before)
+        check_buffer_dtypes(model, before)
     assert str(caught.value) == (
         "the buffer inv_freq was torch.float32 when the model was loaded and is torch.bfloat16 in the engine: "
         "log-probabilities would differ from the generator's"

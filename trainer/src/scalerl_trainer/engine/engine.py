@@ -40,7 +40,7 @@ from scalerl_trainer.engine.share import pack_share
 from scalerl_trainer.engine.stats import FlatLogprobs, ParameterBucket, StepStats, TrainBatch
 from scalerl_trainer.errors import EngineError
 from scalerl_trainer.models.policy import PREFIX, Policy
-from scalerl_trainer.models.precision import buffer_dtypes, cast_parameters, check_buffers
+from scalerl_trainer.models.precision import buffer_dtypes, cast_parameters, check_buffer_dtypes
 from scalerl_trainer.packing import MicroBatch, PackedBatch, Sequence
 from scalerl_trainer.saved_state import HEADER, EngineHeader, Piece, SavedState, write_header, write_pieces
 
@@ -69,7 +69,7 @@ class Engine:
         policy = Policy(causal_lm, fp32_head=settings.fp32_head, chunk_bytes=settings.logit_chunk_bytes)
         self._policy = policy
         self._deepspeed = DeepSpeedEngine(policy, settings, device)
-        check_buffers(causal_lm, buffers)
+        check_buffer_dtypes(causal_lm, buffers)
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
 
     # --- reading ------------------------------------------------------------------------------------------

@@ -44,12 +44,12 @@ def load_model(
         ) from error
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(_advice("model", name_or_path, revision, error)) from error
-    check_buffers(model, name_or_path)
+    check_weights_are_parameters(model, name_or_path)
     model.config.use_cache = False
     return model.train()
 
 
-def check_buffers(model: Any, name: str) -> None:
+def check_weights_are_parameters(model: Any, name: str) -> None:
     """Raise ``ModelError`` for floating buffers that belong to the weights (DeepSeek-V3's ``e_score_correction_bias``):
     publishes and exports are of parameters, so generators and whoever loads the model would lack them."""
     saved = model.state_dict().keys()

@@ -1,8 +1,9 @@
 """Which tensors of a model change their dtype for training, and which must not.
 
-Parameters are cast. Buffers are not: rotary frequencies, embedding scales and routing biases lose what they are for in
-bfloat16 (at position 4,096 a rotary angle is off by up to 8 radians), and transformers, DeepSpeed and vLLM keep them
-as they were made.
+Parameters are cast. Buffers are not: rotary frequencies and embedding scales lose what they are for in bfloat16 (at
+position 4,096 a rotary angle is off by up to 8 radians), and transformers, DeepSpeed and vLLM keep them as they were
+made. All of them are made from the config: a model with buffers that belong to its weights, such as routing biases, is
+refused when it is loaded (:func:`.load.check_weights_are_parameters`).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def buffer_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     return {name: buffer.dtype for name, buffer in model.named_buffers() if buffer.is_floating_point()}
 
 
-def check_buffers(model: nn.Module, before: Mapping[str, torch.dtype]) -> None:
+def check_buffer_dtypes(model: nn.Module, before: Mapping[str, torch.dtype]) -> None:
     """Raise ``EngineError`` when a floating buffer is not of the dtype that ``buffer_dtypes`` found before."""
     for name, dtype in buffer_dtypes(model).items():
         if dtype != before.get(name, dtype):
