@@ -1,8 +1,9 @@
-"""What commit 01aee93 wrote, this code reads and goes on from.
+"""What an earlier release wrote, this code reads and goes on from.
 
-``of_01aee93`` holds bytes of that commit's own code: a run of :func:`coordinator_world.make_settings` that has trained
-four steps, the last of them twice; some groups are filtered, an evaluation is half done, a lease is open. It is
-there as a journal, as the same journal cut at 4000 bytes with a snapshot, and as the snapshot of a checkpoint.
+``written_by_an_earlier_release`` holds bytes of commit 01aee93's own code: a run of
+:func:`coordinator_world.make_settings` that has trained four steps, the last of them twice; some groups are filtered,
+an evaluation is half done, a lease is open. It is there as a journal, as the same journal cut at 4000 bytes with a
+snapshot, and as the snapshot of a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from scalerl_api.wire import Split
 from scalerl_coordinator.accounting import Line
 from scalerl_coordinator.state import State
 
-WRITTEN = Path(__file__).parent / "of_01aee93"
+WRITTEN = Path(__file__).parent / "written_by_an_earlier_release"
 SETTINGS = make_settings(evaluation_temperature=1.0)
 
 
