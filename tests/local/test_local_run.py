@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
+import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from runs import (
     START_SECONDS,
@@ -20,6 +27,8 @@ from runs import (
     small_spec,
     start_run,
 )
+
+from scalerl_generator.vllm_client import VllmClient
 
 SUMMARY_KEYS = {
     "steps",
@@ -38,8 +47,9 @@ SUMMARY_KEYS = {
     "mismatch_by_position",
     "stop_reason",
 }
+STEPS = 20
 # Unfiltered: of an untrained policy's few fresh groups all may score alike, and then no fresh token is measured.
-RUN = small_spec(recipe__maxStalenessSteps=3, recipe__zeroVarianceFilter=False)
+RUN = small_spec(recipe__maxStalenessSteps=3, recipe__zeroVarianceFilter=False, budget__maxSteps=STEPS)
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -69,14 +79,66 @@ def path_without_compilers(tmp: Path) -> str:
     return str(folder)
 
 
+dice = random.Random(5)
+ASKED = [[dice.randrange(3, 13) for _ in range(4 + n)] for n in range(16)]
+"""Token ids; the answers to each are its log-probabilities after the first, and the greedy continuation."""
+
+
+def ask_generator(run: LocalRun) -> list[dict[str, Any]]:
+    """What the run's generator answers once it holds the last version: graders that stand still hold up the evaluation
+    after which it would be gone."""
+    (server,) = run.find("vllm_server")
+    port = re.search(r"--port (\d+)", server.command)
+    environ = Path(f"/proc/{server.pid}/environ").read_text()
+    token_file = re.search(r"\bSCALERL_TOKEN_FILE=([^\0]+)", environ)
+    assert port is not None
+    assert token_file is not None
+    token = Path(token_file[1]).read_text().strip()
+    graders = [p.pid for p in run.find("scalerl_tasks.grading.fork_server")]
+    graders += [int(c) for g in graders for c in Path(f"/proc/{g}/task/{g}/children").read_text().split()]
+    assert len(graders) > 1
+
+    async def ask() -> list[dict[str, Any]]:
+        async with VllmClient(f"http://127.0.0.1:{port[1]}", token) as client:
+
+            async def version() -> str:
+                info = await client._call("GET", "/weight_info", None, 10)
+                return str(json.loads(info)["weight_version"])
+
+            while await version() != str(STEPS):
+                assert run.process.poll() is None, run.tail()
+                await asyncio.sleep(0.02)
+            answers = []
+            for ids in ASKED:
+                (greedy,) = await client.generate(ids, n=1, max_tokens=6, temperature=0.0)
+                logprobs = (await client.prompt_logprobs(ids)).tolist()
+                answers.append({"logprobs": logprobs, "greedy": greedy.token_ids.tolist()})
+            return answers
+
+    while run.step() < STEPS:
+        assert run.process.poll() is None, run.tail()
+        time.sleep(0.01)
+    for pid in graders:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        return asyncio.run(ask())
+    finally:
+        for pid in graders:
+            os.kill(pid, signal.SIGCONT)
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> LocalRun:
+    """Its generator's last answers are in ``answers.json`` beside its directory."""
     tmp = tmp_path_factory.mktemp("undisturbed")
     environment = {"PATH": path_without_compilers(tmp), "CC": "", "CXX": ""}
     with start_run(tmp, RUN, environment=environment) as run:
-        code = run.finish(420)
+        run.until(lambda: run.step() >= STEPS - 1, 400, "the last step but one")
+        answers = ask_generator(run)
+        code = run.finish(60)
         assert code == 0, run.tail()
     assert_nothing_left(run.directory)
+    (tmp / "answers.json").write_text(json.dumps(answers))
     return run
 
 
@@ -110,6 +172,40 @@ def test_it_leaves_what_a_person_can_look_at(finished: LocalRun) -> None:
     assert (finished.directory / "checkpoints/hf/step-00000020/model.safetensors").stat().st_size > 0
     names = {p.name for p in (finished.directory / "logs").iterdir()}
     assert any(n.startswith("coordinator") for n in names)
+
+
+def test_an_export_of_the_last_checkpoint_is_the_one_that_the_run_made(
+    finished: LocalRun, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "scalerl_cli.main", "export", str(finished.directory)]
+    subprocess.run([*command, "--to", str(tmp_path / "out")], check=True, timeout=100, env=os.environ)
+    made = finished.directory / f"checkpoints/hf/step-{STEPS:08d}"
+    assert {p.name for p in made.iterdir()} == {p.name for p in (tmp_path / "out").iterdir()}
+    for file in made.iterdir():
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_plain_vllm_answers_with_the_exported_model_as_the_generator_did(
+    finished: LocalRun, tmp_path: Path
+) -> None:
+    """``vllm serve`` of it, too: the same engine behind another front."""
+    (tmp_path / "asked.json").write_text(json.dumps(ASKED))
+    done = subprocess.run(
+        [
+            *(sys.executable, str(Path(__file__).with_name("plain_vllm.py"))),
+            *(str(finished.directory / f"checkpoints/hf/step-{STEPS:08d}"), str(tmp_path / "asked.json")),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    expected = json.loads((finished.directory.parent / "answers.json").read_text())
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert [f["greedy"] for f in found] == [e["greedy"] for e in expected]
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a["logprobs"], b["logprobs"], rtol=0, atol=1e-5)
 
 
 def test_plot_draws_it_again(finished: LocalRun) -> None:

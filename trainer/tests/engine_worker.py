@@ -14,15 +14,19 @@ from typing import Any
 
 import torch
 
+from scalerl_api.load import load_run
 from scalerl_trainer.algo.losses import Cispo, Loss, LossOutput, TokenBatch
 from scalerl_trainer.engine import Engine, EngineSettings, Rank, TrainBatch, join, leave
 from scalerl_trainer.engine.deepspeed_engine import DeepSpeedEngine
 from scalerl_trainer.engine.settings import Dtype
 from scalerl_trainer.errors import TrainerError
+from scalerl_trainer.export import write_model
 from scalerl_trainer.models import load_model, load_tokenizer
 from scalerl_trainer.packing import Sequence
 from scalerl_trainer.sft import warm_start
+from scalerl_trainer.tensor_files import TensorInfo
 
+EXAMPLE = Path(__file__).parents[2] / "examples/tiny/run.yaml"
 STEPS = 3
 VOCABULARY = 17
 SKIPPED: list[tuple[int, Dtype]] = [
@@ -144,6 +148,10 @@ class Scenarios:
         logprobs = engine.logprobs([] if self.rank.rank else whole_batch(0)["sequences"])
         final = parameters(engine)
         engine.close()
+        exported = self.out / f"exported-{folder.name}"
+        if self.rank.rank == 0:
+            infos = [TensorInfo(name, getattr(torch, dtype), tuple(t.shape)) for name, t in final.items()]
+            write_model(exported, Path(self.model), infos, iter(final.values()), load_run(EXAMPLE).spec)
 
         resumed = self.engine(stage, dtype, **changes)
         resumed.load(folder)
@@ -157,6 +165,7 @@ class Scenarios:
             "parameters": final,
             "resumed": again,
             "resumed_steps": resumed.steps_done,
+            "exported": exported,
         }
 
     def reduced(self, stage: int, dtype: Dtype) -> tuple[list[float], float]:

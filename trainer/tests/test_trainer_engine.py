@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from scalerl_api.spec import ScratchModel
-from scalerl_trainer.models import load_model, write_scratch
+from scalerl_trainer.models import load_model
 
 WORKER = Path(__file__).with_name("engine_worker.py")
 RANKS = 2
@@ -21,15 +20,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    folder.mkdir()
-    sizes = ScratchModel(
-        layers=2, hidden_size=32, attention_heads=2, intermediate_size=48, vocabulary_size=64
-    )
-    texts = [f"{i} + {i} = {2 * i}" for i in range(50)]
-    write_scratch(folder, sizes, texts, seed=3, dtype="float32", context_tokens=64)
-    return str(folder)
+def model(make_model: Any) -> str:
+    return str(make_model(hidden_size=32, attention_heads=2, intermediate_size=48))
 
 
 def run_ranks(model: str, out: Path, world: int, timeout: float = 300) -> list[dict[str, Any]]:
@@ -81,41 +73,51 @@ def ranks(model: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
 
 
 @pytest.fixture(scope="module")
-def reference(model: str) -> dict[str, Any]:
-    """Sequence by sequence, unpacked, with the library's own logits, torch's AdamW and the formula of CISPO."""
+def worker() -> Any:
+    """The module of the ranks; DeepSpeed comes with it."""
     sys.path.insert(0, str(WORKER.parent))
     try:
-        from engine_worker import SETTINGS, STEPS, whole_batch
+        import engine_worker
     finally:
         sys.path.pop(0)
+    return engine_worker
+
+
+def plain_logprobs(network: Any, sequence: Any, temperature: float) -> torch.Tensor:
+    """Of the trainable tokens of one sequence, with the library's own logits."""
+    ids = torch.tensor([[*sequence.prompt, *sequence.completion]])
+    logits = network(ids).logits[0, len(sequence.prompt) - 1 : -1].float() / temperature
+    chosen = logits.log_softmax(-1).gather(1, torch.tensor(sequence.completion)[:, None])[:, 0]
+    return chosen[torch.tensor(sequence.trainable)]
+
+
+@pytest.fixture(scope="module")
+def reference(model: str, worker: Any) -> dict[str, Any]:
+    """Sequence by sequence, unpacked, with the library's own logits, torch's AdamW and the formula of CISPO."""
+    settings, whole_batch = worker.SETTINGS, worker.whole_batch
+    temperature = settings["temperature"]
     network = load_model(model, dtype="float32")
     optimizer = torch.optim.AdamW(network.parameters(), lr=1.0, eps=1e-8, weight_decay=0.01)
     losses, norms = [], []
 
-    def logprobs(sequence: Any) -> torch.Tensor:
-        ids = torch.tensor([[*sequence.prompt, *sequence.completion]])
-        logits = network(ids).logits[0, len(sequence.prompt) - 1 : -1].float() / SETTINGS["temperature"]
-        chosen = logits.log_softmax(-1).gather(1, torch.tensor(sequence.completion)[:, None])[:, 0]
-        return chosen[torch.tensor(sequence.trainable)]
-
-    for step in range(STEPS):
+    for step in range(worker.STEPS):
         batch = whole_batch(step)
         total = torch.zeros(())
         for i, sequence in enumerate(batch["sequences"]):
-            own = logprobs(sequence)
+            own = plain_logprobs(network, sequence, temperature)
             ratio = (own.detach() - batch["generator"][i]).exp().clamp(max=5.0)
             total = total - (batch["weights"][i] * batch["advantages"][i] * ratio * own).sum()
         optimizer.zero_grad()
         total.backward()
         norms.append(
-            float(torch.nn.utils.clip_grad_norm_(network.parameters(), SETTINGS["max_gradient_norm"]))
+            float(torch.nn.utils.clip_grad_norm_(network.parameters(), settings["max_gradient_norm"]))
         )
         for group in optimizer.param_groups:
-            group["lr"] = SETTINGS["learning_rate"] * min(1.0, (step + 1) / SETTINGS["warmup_steps"])
+            group["lr"] = settings["learning_rate"] * min(1.0, (step + 1) / settings["warmup_steps"])
         optimizer.step()
         losses.append(total.item())
     with torch.no_grad():
-        final = torch.cat([logprobs(s) for s in whole_batch(0)["sequences"]])
+        final = torch.cat([plain_logprobs(network, s, temperature) for s in whole_batch(0)["sequences"]])
     return {
         "losses": losses,
         "norms": norms,
@@ -140,6 +142,24 @@ def test_two_ranks_do_what_plain_torch_does(
     for name, expected in reference["parameters"].items():
         torch.testing.assert_close(got["parameters"][name], expected, rtol=1e-4, atol=2e-5, msg=name)
     torch.testing.assert_close(got["logprobs"].logprobs_n, reference["logprobs"], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("run", ["train 0", "train 1", "train 2", "train 3"])
+def test_the_exported_model_has_the_trainers_logprobs(
+    run: str, ranks: list[dict[str, Any]], worker: Any
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    got = ranks[0][run]
+    exported = AutoModelForCausalLM.from_pretrained(got["exported"])
+    with torch.no_grad():
+        expected = torch.cat(
+            [
+                plain_logprobs(exported, s, worker.SETTINGS["temperature"])
+                for s in worker.whole_batch(0)["sequences"]
+            ]
+        )
+    torch.testing.assert_close(got["logprobs"].logprobs_n, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("run", ["train 0", "train 1", "train 2", "train 3"])
