@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from scalerl_api.spec import ScratchModel
-from scalerl_trainer.models import write_scratch
 from scalerl_trainer.saved_state import KEYS, SavedState
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -70,16 +68,9 @@ class Ranks:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    folder.mkdir()
+def model(make_model: Any) -> Path:
     # Sizes that do not divide by two: pieces begin and end inside of parameters, and the last rank's are padded.
-    sizes = ScratchModel(
-        layers=2, hidden_size=34, attention_heads=1, intermediate_size=51, vocabulary_size=64
-    )
-    texts = [f"{i} + {i} = {2 * i}" for i in range(50)]
-    write_scratch(folder, sizes, texts, seed=3, dtype="float32", context_tokens=64)
-    return folder
+    return make_model(hidden_size=34, attention_heads=1, intermediate_size=51)  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
