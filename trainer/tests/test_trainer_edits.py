@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from edited_fields import BASE, Edited, base, edits
+from edited_fields import BASE, Edited, edits
+from spec_reads import reads
 
+import scalerl_trainer
+from scalerl_api.edits import Effect, edit_of
 from scalerl_api.spec import ScratchModel
 from scalerl_trainer.models import write_scratch
-from scalerl_trainer.recipe import engine_settings, make_loss
+from scalerl_trainer.recipe import engine_settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -71,12 +75,49 @@ def test_the_checkpoint_of_before_is_gone_on_from(results: dict[str, Any], edite
     )
 
 
-@pytest.mark.parametrize("edited", [e for e in TAKEN if "trainer" not in e.edit.effect.roles], ids=str)
-def test_what_the_trainer_does_not_restart_for_it_does_not_read(edited: Edited) -> None:
-    before, after = base().spec, edited.run.spec
-    assert engine_settings(after) == engine_settings(before)
-    assert make_loss(after.recipe.loss) == make_loss(before.recipe.loss)
-    for section in ("checkpoint", "weight_sync", "warm_start", "model"):
-        assert getattr(after, section) == getattr(before, section)
-    for section in ("reasoning_gym", "jsonl", "prompt", "held_out"):  # completions are graded by the actors
-        assert getattr(after.task, section) == getattr(before.task, section)
+PREPARATION = {"prepare.py", "checks.py"}
+"""Of the Job before the run; :data:`scalerl_api.edits.EDITS` says what it is made anew for."""
+SOURCES = sorted(
+    path for path in Path(scalerl_trainer.__file__).parent.rglob("*.py") if path.name not in PREPARATION
+)
+ANNOTATED = {
+    *(
+        "warm_up",
+        "solved_pairs",
+        "rank_batch",
+        "make_loss",
+        "Exporter",
+        "Worker",
+        "stage_model",
+        "_whole_step",
+    ),
+    *(
+        "engine_settings",
+        "collective_seconds",
+        "publish_settings",
+        "exported_config",
+        "write_model",
+        "open_task",
+    ),
+}
+"""Functions that say by their annotations what of the spec they take; of ``open_task`` the trainer uses the prompts, which
+cannot change."""
+READ_ANEW = {"autoscaling.mode"}
+"""By the leader, before each checkpoint."""
+
+
+def test_what_the_trainer_reads_is_found() -> None:
+    found = set().union(*(reads(source, ANNOTATED) for source in SOURCES))
+    assert found >= {
+        *("checkpoint.everySteps", "checkpoint.keep", "trainer.export.to", "trainer.zeroStage"),
+        *("recipe.optimizer.beta1", "recipe.aggregation", "recipe.loss.ratioCap", "weightSync.backend"),
+        *("trainer.microBatchTokens", "generator.devices", "model.attention", "autoscaling.mode"),
+    }
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+def test_what_the_trainer_does_not_restart_for_it_does_not_read(source: Path) -> None:
+    """Or it reads it anew, and acts on what it says then."""
+    for path in reads(source, ANNOTATED) - READ_ANEW:
+        effect = edit_of(path).effect
+        assert effect is Effect.REFUSED or "trainer" in effect.roles, f"{source.name} reads spec.{path}"

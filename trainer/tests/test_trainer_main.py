@@ -476,6 +476,20 @@ def test_the_last_version_is_saved_before_it_is_measured(new_run: Any) -> None:
     assert all(rank.is_alive() for rank in run.ranks), "they wait for an evaluation that does not come"
 
 
+def test_the_best_checkpoint_is_kept_from_when_the_curve_is_watched(new_run: Any) -> None:
+    """Nothing restarts for an edit of ``spec.autoscaling.mode``."""
+    run = new_run(evaluation__everySteps=3, checkpoint__everySteps=1, checkpoint__keep=1, budget__maxSteps=60)
+    run.start(seconds_per_group=0.05)
+    until(lambda: run.step() >= 4)
+    assert len(run.checkpoints()) <= 2, "one, and what is being written"
+    manifest = yaml.safe_load(run.paths.run_file.read_text())
+    manifest["spec"]["autoscaling"] = {"mode": "Advisory"}
+    aside = run.paths.run_file.with_suffix(".new")
+    aside.write_text(yaml.safe_dump(manifest))
+    aside.replace(run.paths.run_file)
+    until(lambda: run.checkpoints()[-1] - run.checkpoints()[0] >= 2, what="a checkpoint of the best")
+
+
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(new_run: Any) -> None:
     run = new_run()
     run.start()

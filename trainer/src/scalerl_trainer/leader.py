@@ -15,10 +15,12 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 
 from scalerl_api import wire
+from scalerl_api.load import SpecError, load_run
 from scalerl_api.mismatch import RATIO, SAMPLED
 from scalerl_trainer.algo.mismatch import BEYOND_RATIO, by_position
 from scalerl_trainer.batch import Staleness
@@ -47,9 +49,11 @@ class Leader:
     """Talks to the coordinator and the actors, gives the orders."""
 
     def __init__(
-        self, worker: Worker, publisher: Publisher, control: ActorControl, exporter: Exporter
+        self, worker: Worker, publisher: Publisher, control: ActorControl, exporter: Exporter, run_file: Path
     ) -> None:
         self._worker = worker
+        self._run_file = run_file
+        self._scaling_mode = worker.spec.autoscaling.mode
         self._exporter = exporter
         self._publisher = publisher
         self._control = control
@@ -327,11 +331,19 @@ class Leader:
             return
         self._tell(Order.SAVE)
         # Only a run whose curve is watched is taken back to where it was best: others save the space.
-        watched = w.spec.autoscaling.mode != "Off"
-        problem = w.saver.start(w.version, begun.snapshot, begun.best_version if watched else -1)
+        best = -1 if self._read_scaling_mode() == "Off" else begun.best_version
+        problem = w.saver.start(w.version, begun.snapshot, best)
         self._checkpoint_seconds += time.perf_counter() - begin
         if problem is not None:
             self._save_failed(problem)
+
+    def _read_scaling_mode(self) -> str:
+        """``spec.autoscaling.mode`` as the run file has it now: no process restarts for an edit of it."""
+        try:
+            self._scaling_mode = load_run(self._run_file).spec.autoscaling.mode
+        except SpecError as error:
+            log.warning("spec.autoscaling.mode counts as %s, as before: %s", self._scaling_mode, error)
+        return self._scaling_mode
 
     def _seal(self) -> None:
         """Finish a checkpoint that was begun, if there is one."""

@@ -110,7 +110,8 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     settings = publish_settings(spec, environment.trainer_host, device)
     snapshot = saver.snapshot(version) if version is not None else None
     exporter = Exporter(environment.paths, spec, metrics)
-    Leader(worker, Publisher(settings, control), control, exporter).lead(snapshot, save_now=warm)
+    leader = Leader(worker, Publisher(settings, control), control, exporter, environment.paths.run_file)
+    leader.lead(snapshot, save_now=warm)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
