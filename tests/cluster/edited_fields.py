@@ -68,6 +68,7 @@ OTHER: Final[dict[str, Object]] = {
     "autoscaling.generators.max": {"autoscaling": {"generators": {"max": 5}}},
     "autoscaling.deadline": {"autoscaling": {"deadline": "2099-01-01T00:00:00Z"}},
     "storage.claimName": {"storage": {"claimName": "mine"}},
+    "storage.size": {"storage": {"size": "20Gi"}},
     "storage.storageClassName": {"storage": {"storageClassName": "fast"}},
 }
 """Edits of fields that need others beside them, as merge patches of the spec."""

@@ -1,4 +1,4 @@
-"""The size of a run's claim: it may grow by hand, where its StorageClass allows that."""
+"""The size of a run's claim: it may grow, by the spec or by hand, where its StorageClass allows that."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 from stage import Object, Stage, condition, tiny
 
+from scalerl_operator.cluster import errors
+from scalerl_operator.cluster.resize import RETRY_SECONDS
+
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
+THE_RUN = ("ScaleRLRun", "tiny-addition")
 CLAIM = ("PersistentVolumeClaim", "tiny-addition-data")
 
 
@@ -53,11 +57,15 @@ async def size(there: Stage) -> Any:
     return claim["spec"]["resources"]["requests"]["storage"]
 
 
+def sized(amount: str) -> Object:
+    return {"spec": {"storage": {"size": amount}}}
+
+
 def grown(amount: str) -> Object:
     return {"spec": {"resources": {"requests": {"storage": amount}}}}
 
 
-async def test_a_claim_that_is_enlarged_by_hand_stays_so(there: Stage) -> None:
+async def test_a_claim_that_is_enlarged_by_hand_or_by_the_spec_grows_and_never_shrinks(there: Stage) -> None:
     await start(there, grows=True)
     await there.look()
     writes = there.calls.writes
@@ -67,6 +75,65 @@ async def test_a_claim_that_is_enlarged_by_hand_stays_so(there: Stage) -> None:
     await there.fresh_operator()
     await there.look()
     assert (await size(there), there.calls.writes - writes) == ("2Gi", 0), "a larger request is wanted"
+    await there.edit(*THE_RUN, sized("1536Mi"))
+    await there.look()
+    assert await size(there) == "2Gi"
+    await there.edit(*THE_RUN, sized("3Gi"))
+    await there.look()
+    assert await size(there) == "3Gi"
+    with pytest.raises(
+        errors.Invalid, match=r"storage\.size can only be raised: Kubernetes shrinks no claim"
+    ):
+        await there.edit(*THE_RUN, sized("2Gi"))
+    await there.edit(*THE_RUN, sized("3072Mi"))
     run = await there.looks(lambda r: True, times=1)
     assert (run["status"]["phase"], condition(run, "Degraded")) == ("Running", "AsExpected")
     assert "RepairedDrift" not in {reason for reason, _ in await there.events()}
+
+
+async def test_a_class_that_forbids_it_is_named_and_holds_up_nothing_else(there: Stage) -> None:
+    await start(there, grows=False)
+    await there.edit(*THE_RUN, {"spec": {"storage": {"size": "2Gi"}, "generator": {"replicas": 2}}})
+    run = await there.looks(lambda r: condition(r, "Degraded") == "ClaimNotEnlarged", times=1)
+    said = next(c["message"] for c in run["status"]["conditions"] if c["type"] == "Degraded")
+    assert "PersistentVolumeClaim tiny-addition-data stays at 1Gi, spec.storage.size is 2Gi: " in said
+    assert "must support resize" in said
+    assert [reason for reason, _ in await there.events()].count("ClaimNotEnlarged") == 1
+    deployment = await there.get("Deployment", "tiny-addition-generator")
+    assert deployment is not None
+    assert deployment["spec"]["replicas"] == 2
+    await there.look()
+    writes = there.calls.writes
+    for _ in range(3):
+        await there.look()
+    assert there.calls.writes == writes, "it is not asked again at each look"
+    patch = json.dumps({"allowVolumeExpansion": True})
+    await asyncio.to_thread(there.kubectl, "patch", "storageclass", f"{there.namespace}-class", "-p", patch)
+    there.now += RETRY_SECONDS + 1.0
+    await there.look()
+    assert await size(there) == "2Gi"
+    await there.looks(lambda r: condition(r, "Degraded") == "AsExpected", times=2)
+
+
+async def test_a_size_that_the_claim_did_not_get_can_be_set_back(there: Stage) -> None:
+    await start(there, grows=False)
+    await there.edit(*THE_RUN, sized("2Gi"))
+    await there.looks(lambda r: condition(r, "Degraded") == "ClaimNotEnlarged", times=1)
+    await there.edit(*THE_RUN, sized("1Gi"))
+    await there.looks(lambda r: condition(r, "Degraded") == "AsExpected", times=2)
+
+
+async def test_what_the_storage_says_of_a_claim_that_it_could_not_enlarge_is_told(there: Stage) -> None:
+    await start(there, grows=True)
+    await there.edit(*THE_RUN, sized("2Gi"))
+    await there.look()
+    failed = {
+        "type": "NodeResizeError",
+        "status": "True",
+        "message": "no room on the disk",
+        "lastTransitionTime": None,
+    }
+    await there.edit(*CLAIM, {"status": {"conditions": [failed]}}, "status")
+    run = await there.looks(lambda r: condition(r, "Degraded") == "ClaimNotEnlarged", times=1)
+    said = next(c["message"] for c in run["status"]["conditions"] if c["type"] == "Degraded")
+    assert said.startswith("PersistentVolumeClaim tiny-addition-data: no room on the disk")

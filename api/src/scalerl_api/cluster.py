@@ -16,7 +16,8 @@ class StorageSpec(Model):
     claim_name: ObjectName | None = None
     """A claim that exists, used below a folder of the run's name; without one the operator makes ``<run>-data``."""
     size: ClaimQuantity = "10Gi"
-    """Of the claim that the operator makes: checkpoints × (weights + optimizer state), and the prepared model."""
+    """Of the claim that the operator makes: checkpoints × (weights + optimizer state), and the prepared model. It can be
+    raised where the StorageClass allows expansion."""
     storage_class_name: ObjectName | None = None
     """Of the claim that the operator makes; none: the cluster's default."""
     access_mode: Literal["ReadWriteMany", "ReadWriteOnce"] = "ReadWriteMany"

@@ -155,6 +155,11 @@ class Reason(_Explained):
         "The run is held. Restore its claim from its volume, a snapshot or a backup, or give the steps up: "
         "docs/operations.md, A claim that was deleted.",
     )
+    CLAIM_NOT_ENLARGED = (
+        "ClaimNotEnlarged",
+        "The claim keeps its size, and the run goes on. Set allowVolumeExpansion: true in its StorageClass, if its storage "
+        "can; it is tried again every five minutes. Else set spec.storage.size back.",
+    )
     CLAIM_DELETED = (
         "ClaimDeleted",
         "Do not suspend the run, nor let it end, before its volume is kept: docs/operations.md, A claim that was deleted.",

@@ -159,7 +159,10 @@ EDITS: Final[Mapping[str, Edit]] = {
     "autoscaling": Edit(Effect.AT_ONCE),
     "suspend": Edit(Effect.AT_ONCE),
     "storage.claimName": _of_the_claim("the claim"),
-    "storage.size": _of_the_claim("the claim's size"),
+    "storage.size": Edit(
+        Effect.AT_ONCE,
+        "The claim is enlarged where its StorageClass allows expansion; a smaller size is refused: Kubernetes shrinks none.",
+    ),
     "storage.storageClassName": _of_the_claim("the claim's storage class"),
     "storage.accessMode": _of_the_claim("the claim's access mode"),
     "storage.onDelete": Edit(Effect.AT_ONCE),

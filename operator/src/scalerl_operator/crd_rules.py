@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 
 from scalerl_api.autoscaling import MOMENT, AutoscalingSpec, GeneratorRange, on_the_calendar, timestamp_input
 from scalerl_api.cluster import StorageSpec
+from scalerl_api.conditions import Reason
 from scalerl_api.edits import EDITS, Effect, nested_model
 from scalerl_api.fields import A_DECIMAL, AtLeast, AtMost, InRange, Matches
 from scalerl_api.pods import (
@@ -209,6 +210,16 @@ OF_THE_OBJECT: Final = (
         "(has(oldSelf.spec.budget.maxSteps) && oldSelf.spec.budget.maxSteps == self.spec.budget.maxSteps)",
         "maxSteps is below status.step, which the run has trained already; to end the run now, set it to that step",
         field="spec.budget.maxSteps",
+        changes=True,
+    ),
+    Rule(
+        # A size that the claim did not get is taken back: the claim itself never shrinks.
+        "!isQuantity(string(self.spec.storage.size)) || !isQuantity(string(oldSelf.spec.storage.size)) || "
+        "quantity(string(self.spec.storage.size)).compareTo(quantity(string(oldSelf.spec.storage.size))) >= 0 || "
+        "(has(self.status) && has(self.status.conditions) && "
+        f"self.status.conditions.exists(c, c.type == 'Degraded' && c.reason == '{Reason.CLAIM_NOT_ENLARGED}'))",
+        "storage.size can only be raised: Kubernetes shrinks no claim. Create another run, on another claim",
+        field="spec.storage.size",
         changes=True,
     ),
 )

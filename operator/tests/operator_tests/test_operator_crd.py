@@ -170,7 +170,7 @@ def test_what_a_checkpoint_was_made_with_cannot_change() -> None:
     assert fixed == {
         *(f".spec.{name}" for name in ("model", "seed", "warmStart", "recipe.temperature")),
         *(f".spec.task.{name}" for name in ("reasoningGym", "jsonl", "prompt", "heldOut", "verifier.name")),
-        *(f".spec.storage.{name}" for name in ("claimName", "size", "storageClassName", "accessMode")),
+        *(f".spec.storage.{name}" for name in ("claimName", "storageClassName", "accessMode")),
     }
 
 

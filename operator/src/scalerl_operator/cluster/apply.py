@@ -39,7 +39,7 @@ from scalerl_operator.cluster.ownership import applied
 from scalerl_operator.cluster.place import CLAIM, WORKLOADS, Place, leaving, not_mine, refused
 from scalerl_operator.cluster.render import names_of, raw_hash, secret
 from scalerl_operator.cluster.repairs import Repairs
-from scalerl_operator.cluster.resize import never_smaller
+from scalerl_operator.cluster.resize import RETRY_SECONDS, Resizes, failed, never_smaller
 from scalerl_operator.cluster.types import Object
 from scalerl_operator.workloads import Role
 
@@ -70,6 +70,7 @@ class Applier:
         self._cache = cache
         self._namespaced = namespaced
         self.repairs = Repairs()
+        self._resizes = Resizes()
         self._tokens: dict[str, str] = {}
         self._checked: dict[str, float] = {}
         """By run, when its Secret was last known to be there."""
@@ -84,11 +85,21 @@ class Applier:
     def forget(self, uid: str) -> None:
         """The run is gone."""
         self.repairs.forget(uid)
+        self._resizes.forget(uid)
         self._tokens.pop(uid, None)
         self._checked.pop(uid, None)
         self._searched.pop(uid, None)
         self._doubted.discard(uid)
         self._owned.pop(uid, None)
+
+    def not_enlarged(self, place: Place) -> Problem | None:
+        """Why the run's claim is smaller than wanted."""
+        claim = place.objects.get((CLAIM, Names(place.name).claim))
+        return self._resizes.problem(place.uid) or (failed(claim) if claim is not None else None)
+
+    def resize_seconds(self, place: Place) -> float | None:
+        """When a size that was refused is asked for again."""
+        return None if self._resizes.problem(place.uid) is None else RETRY_SECONDS
 
     def doubt(self, uid: str) -> None:
         """A pod of the run did not find its Secret: it is looked for, and made again, at the next look."""
@@ -310,6 +321,8 @@ class Applier:
             return await self._adopt(live, place, _labels_of(metadata["name"], place))
         if kind == CLAIM:
             wanted = never_smaller(wanted, live)
+            if self._resizes.waits(place.uid, wanted, live, place.unix_seconds):
+                return None
         found = differences(wanted, live)
         if not found or self.repairs.in_vain(place, key, found):
             return None
@@ -424,6 +437,9 @@ class Applier:
             # To the object that was seen: another may have its name by now.
             made = await self._api.apply(obj, uid=uid)
         except (errors.Invalid, errors.Forbidden) as error:
+            live = place.objects.get((kind, name)) if kind == CLAIM else None
+            if live is not None and self._resizes.refused(place.uid, obj, live, error, place.unix_seconds):
+                return None
             return self._refused(error, obj, place)
         left = differences(obj, made)
         if self.repairs.applied(place, (kind, name), left):

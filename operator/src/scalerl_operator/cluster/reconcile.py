@@ -263,13 +263,14 @@ class Reconciler:
             invalid=invalid,
             spec=spec if missing is None else seen.before.accepted_spec,
             queue_missing=queue_missing,
-            volume=volume.problem,
+            volume=volume.problem or self._applier.not_enlarged(seen),
         )
         if missing is None:
             if not seen.knows(course, steered, spec):
                 seen = await self._write_down(run, seen, looked)
             blocked = await self._apply(run, seen, observed, plan, heard, gone=volume.gone)
-            looked = replace(looked, blocked=blocked)
+            volume_problem = volume.problem or self._applier.not_enlarged(seen)
+            looked = replace(looked, blocked=blocked, volume=volume_problem)
             if course.tell is not None:
                 await self._tell(seen, course.tell)
         await self._tell_people(seen)
@@ -284,6 +285,7 @@ class Reconciler:
             put_off,
             placed,
             repair,
+            self._applier.resize_seconds(seen),
             BLOCKED_SECONDS if blocked is not None else None,
             self._next_start_look(seen, observed, plan.desired),
         )
@@ -415,7 +417,8 @@ class Reconciler:
             wanted = [obj for obj in wanted if not (gone and obj["kind"] == CLAIM)]
             blocked = await self._applier.apply(run, seen, [*wanted, *more], frozen=plan.frozen)
             found = standing(run, seen, plan.desired, plan.images, frozen=plan.frozen)
-            if blocked is None and found is not None and not self._applier.repairs.lately(seen):
+            settled = not self._applier.repairs.lately(seen) and self._applier.resize_seconds(seen) is None
+            if blocked is None and found is not None and settled:
                 self._standing[seen.uid] = found
         if plan.desired.coordinator and not any(pod.role == Role.COORDINATOR for pod in observed.pods):
             await self._applier.replace_stripped(seen)
