@@ -1,4 +1,4 @@
-"""Kill -9 of every role at random moments: the run goes on, and every acknowledged rollout is accounted for."""
+"""Kill -9 of every role at random moments, bad items in the data: the run goes on, and everything is accounted for."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
+import statistics
 import subprocess
 import time
+import urllib.request
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
+from journal_audit import JournalCopy, audit
 from runs import (
     START_SECONDS,
     LocalRun,
@@ -23,6 +31,8 @@ from runs import (
     start_run,
 )
 
+from scalerl_coordinator.leases import MOST_FAILURES
+
 pytestmark = pytest.mark.timeout(900)
 
 ROLES = {
@@ -31,6 +41,13 @@ ROLES = {
     "trainer rank": "scalerl_trainer.main",
     "coordinator": "scalerl_coordinator.main",
 }
+FIFTY_KILLS = {"coordinator": 17, "actor": 17, "trainer rank": 10, "server": 6}
+VERIFIER = "verifier"
+"""Is stopped rather than killed: it hangs with the next completion that it is given."""
+
+COMPLETIONS = 4
+STALENESS = 4
+BAD_ITEMS = Path(__file__).with_name("bad_items")
 
 
 def kill_one(run: LocalRun, part: str, dice: random.Random) -> None:
@@ -38,40 +55,7 @@ def kill_one(run: LocalRun, part: str, dice: random.Random) -> None:
     os.kill(dice.choice(run.find(part)).pid, signal.SIGKILL)
 
 
-def test_every_role_may_die_at_any_moment(tmp_path: Path) -> None:
-    """Each role once, in random order, at random moments (some fall inside a publish: updates take most of a step)."""
-    seed = int.from_bytes(os.urandom(4), "big")
-    dice = random.Random(seed)
-    print(f"seed {seed}")
-    spec = small_spec(
-        budget__maxSteps=60, checkpoint__everySteps=4, recipe__maxStalenessSteps=4, budget__maxSeconds=800
-    )
-    order = list(ROLES)
-    dice.shuffle(order)
-    with start_run(tmp_path, spec) as run:
-        run.until(lambda: run.step() >= 3, START_SECONDS, "three steps")
-        for role in order:
-            before = run.step()
-            kill_one(run, ROLES[role], dice)
-            run.until(
-                lambda b=before: run.step() >= min(b + 3, 60), 240, f"progress after the {role} was killed"
-            )
-            time.sleep(dice.uniform(0, 2))
-        code = run.finish(400)
-        assert code == 0, run.tail()
-    summary = run.summary()
-    assert summary["steps"] == 60
-    assert summary["max_staleness_steps"] <= 4
-    assert_counts_add_up(summary, spec)
-    assert [row["step"] for row in run.metrics()] == list(range(60))
-    assert_nothing_left(run.directory)
-
-
-KILLS = {"coordinator": 15, "actor": 14, "grader": 12, "trainer rank": 6, "server": 3}
-"""Fifty; a grader is stopped rather than killed: it hangs with the next completion that it is given."""
-
-
-def hang_a_grader(run: LocalRun, dice: random.Random) -> None:
+def hang_a_verifier(run: LocalRun, dice: random.Random) -> None:
     graders: list[str] = []
     with contextlib.suppress(OSError):
         for server in run.find("scalerl_tasks.grading.fork_server"):
@@ -80,53 +64,181 @@ def hang_a_grader(run: LocalRun, dice: random.Random) -> None:
             os.kill(int(dice.choice(graders)), signal.SIGSTOP)
 
 
-@pytest.mark.full
-@pytest.mark.timeout(3600)
-def test_fifty_kills_with_bad_items_among_the_good(tmp_path: Path) -> None:
-    """The run ends at its budget, the counts add up, and each prompt without room is given up once."""
-    seed = int.from_bytes(os.urandom(4), "big")
-    dice = random.Random(seed)
-    print(f"seed {seed}")
+def prompts_some_too_long(path: Path) -> Path:
+    """300 sums, and three prompts that leave no room for a completion."""
     sums = [f"{a}+{b}" for a in range(10, 40) for b in range(10, 20)]
     rows = [{"prompt": f"{s}=", "answer": f"{sum(map(int, s.split('+'))):03}"} for s in sums]
     rows += [{"prompt": "+".join([str(i)] * 15), "answer": "000"} for i in range(10, 13)]
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    steps = 80
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@dataclass
+class Watch:
+    """Looks at a run while the test waits for it: keeps its journal, times what it takes to go on after a kill."""
+
+    run: LocalRun
+    journal: JournalCopy
+    waiting: list[tuple[str, float, int]] = field(default_factory=list)
+    """Who was killed, when, and how many steps there were."""
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """From a kill to the next new step, by who was killed; other kills may come in between."""
+
+    def until(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
+        self.run.until(lambda: self.look() or condition(), seconds, what)
+
+    def look(self) -> None:
+        self.journal.update()
+        now, step = time.monotonic(), self.run.step()
+        for killed in [k for k in self.waiting if step > k[2]]:
+            self.waiting.remove(killed)
+            self.seconds[killed[0]].append(now - killed[1])
+
+    def assert_rollouts_add_up(self) -> None:
+        """As the coordinator's metrics have it at this moment, if it answers."""
+        text = ""
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        for coordinator in self.run.find(ROLES["coordinator"]):
+            address = re.search(r"--listen (\S+)", coordinator.command)
+            assert address is not None, coordinator.command
+            with (
+                contextlib.suppress(OSError),
+                direct.open(f"http://{address[1]}/metrics", timeout=5) as answer,
+            ):
+                text = answer.read().decode()
+        if text:
+            fates = dict(
+                re.findall(r'^scalerl_coordinator_rollouts\{fate="(\w+)"\} (\S+)$', text, re.MULTILINE)
+            )
+            acknowledged = re.search(r"^scalerl_coordinator_acknowledged_rollouts (\S+)$", text, re.MULTILINE)
+            assert acknowledged is not None
+            parts = [float(fates[fate]) for fate in ("trained", "filtered", "skipped", "queued")]
+            assert sum(parts) == float(acknowledged[1]), fates
+
+    def report(self) -> str:
+        every = [s for seconds in self.seconds.values() for s in seconds]
+        parts = [f"{who} {statistics.mean(s):.1f} s" for who, s in sorted(self.seconds.items())]
+        return (
+            f"{len(every)} kills; from a kill to the next new step: mean {statistics.mean(every):.1f} s, "
+            f"longest {max(every):.1f} s; mean by who was killed: {', '.join(parts)}"
+        )
+
+
+def run_with_faults(
+    tmp: Path, victims: Counter[str], *, steps: int, steps_between: int, seconds: int
+) -> None:
+    """Four kinds of bad items all the way, and each of ``victims`` at a random moment, at least ``steps_between`` steps
+    after the one before. Then everything is counted."""
+    seed = int(os.environ.get("FAULT_SEED") or int.from_bytes(os.urandom(4), "big"))
+    print(f"FAULT_SEED={seed}")
+    dice = random.Random(seed)
+    order = list(victims.elements())
+    dice.shuffle(order)
+    faulty = set(range(7, steps, 15))
     spec = small_spec(
-        task__jsonl__path=str(data),
+        task__jsonl__path=str(prompts_some_too_long(tmp / "data.jsonl")),
         task__verifier__timeoutSeconds=2,
-        budget__maxSteps=steps,
-        budget__maxSeconds=3000,
+        warmStart__steps=400,
+        recipe__completionsPerPrompt=COMPLETIONS,
+        recipe__maxStalenessSteps=STALENESS,
         checkpoint__everySteps=4,
-        recipe__maxStalenessSteps=4,
+        budget__maxSteps=steps,
+        budget__maxSeconds=seconds,
     )
-    victims = [name for name, count in KILLS.items() for _ in range(count)]
-    dice.shuffle(victims)
+    path = os.pathsep.join(filter(None, (str(BAD_ITEMS), os.environ.get("PYTHONPATH"))))
+    environment = {"PYTHONPATH": path, "FAULTY_STEPS": ",".join(map(str, sorted(faulty)))}
     begun = time.monotonic()
-    with start_run(tmp_path, spec) as run:
-        run.until(lambda: run.step() >= 2, START_SECONDS, "two steps")
-        for number, victim in enumerate(victims):
-            run.until(lambda n=number: run.step() >= n, 300, f"step {number}, after the {victim} was killed")
+    with start_run(tmp, spec, environment=environment) as run:
+        watch = Watch(run, JournalCopy(run.directory, tmp / "journal"))
+        watch.until(lambda: run.step() >= 2, START_SECONDS, "two steps")
+        for number, victim in enumerate(order):
+            wanted = min(2 + number * steps_between, steps - 2)
+            watch.until(
+                lambda n=wanted: run.step() >= n, 300, f"step {wanted}, before the {victim} is killed"
+            )
+            watch.assert_rollouts_add_up()
             time.sleep(dice.uniform(0, 1))
-            if victim == "grader":
-                hang_a_grader(run, dice)
-            else:
-                kill_one(run, ROLES[victim], dice)
-        code = run.finish(900)
-        assert code == 0, run.tail()
-    summary = run.summary()
+            if victim == VERIFIER:
+                hang_a_verifier(run, dice)
+                continue
+            kill_one(run, ROLES[victim], dice)
+            watch.waiting.append((victim, time.monotonic(), run.step()))
+            print(f"{time.monotonic() - begun:.0f} s, step {run.step()}: killed the {victim}", flush=True)
+        watch.until(lambda: run.step() >= steps, 900, f"step {steps}")
+        assert run.finish(120) == 0, run.tail()
+        watch.journal.update()
+    print(f"{time.monotonic() - begun:.0f} s in all. {watch.report()}")
+
+    summary, written = run.summary(), run.metrics()
     counts = summary["counts"]
-    print(f"{len(victims)} kills in {time.monotonic() - begun:.0f} s: {counts}")
-    assert summary["steps"] == steps
+    print(counts)
+    assert (summary["stop_reason"], summary["steps"]) == ("maxSteps", steps)
+    assert summary["max_staleness_steps"] <= STALENESS
     assert_counts_add_up(summary, spec)
-    assert counts["given_up"] == counts["too_long"]
-    assert counts["invalid"] == 0
-    written = run.metrics()
     assert [row["step"] for row in written] == list(range(steps))
-    assert 4 * sum(row["given_up_groups"] for row in written) == counts["given_up"] > 0
-    assert sum(row["grading_errors"] for row in written) == counts["ungraded"]
     assert_nothing_left(run.directory)
+    check_journal(watch.journal, counts, written, faulty, victims)
+
+
+def check_journal(
+    journal: JournalCopy,
+    counts: dict[str, int],
+    written: list[dict[str, Any]],
+    faulty: set[int],
+    victims: Counter[str],
+) -> None:
+    """The journal, metrics.jsonl and the summary count the same, and each bad item has cost what it should."""
+    found = audit(journal, COMPLETIONS)
+    print(
+        f"fates: {dict(found.fates)}; issued at most {max(found.issues.values())} times: {found.issues.most_common(3)}"
+    )
+    every = len(written) * small_spec()["spec"]["recipe"]["promptsPerStep"] * COMPLETIONS
+    assert sum(found.fates.values()) == every
+    assert found.open == []
+    for fate in ("trained", "filtered", "skipped", "given_up"):
+        assert found.fates[fate] == counts[fate], fate
+    assert (found.too_long, found.ungraded, found.masked_tokens) == tuple(
+        counts[name] for name in ("too_long", "ungraded", "masked_tokens")
+    )
+    by_row = Counter[str]()
+    for row in written:
+        filtered = COMPLETIONS * (row["filtered_groups"] - row["given_up_groups"])
+        by_row["filtered"] += filtered
+        by_row["given_up"] += COMPLETIONS * row["given_up_groups"]
+        by_row["skipped" if row["skipped"] else "trained"] += row["rollouts"] - filtered
+    assert +by_row == +found.fates
+
+    # A prompt without room is given up, and nothing else is.
+    assert counts["too_long"] == counts["given_up"] > 0
+    # A token without a log-probability is masked, and costs nothing else.
+    assert found.masked_tokens == sum(row["masked_tokens"] for row in written) == found.clamped > 0
+    # A verifier that hangs leaves one completion without a verdict.
+    assert sum(row["grading_errors"] for row in written) == counts["ungraded"]
+    # A loss that is not a number costs its step, once.
+    assert found.skipped_steps == [row["step"] for row in written if row["skipped"]]
+    assert found.skipped_steps
+    assert set(found.skipped_steps) <= faulty
+
+    # Nothing is issued for ever: a place that comes back is given up after so many failures, or its holder was killed.
+    killed = sum(victims[role] for role in ("actor", "server", "coordinator"))
+    assert max(found.returned.values(), default=0) <= MOST_FAILURES
+    assert max(found.expired.values(), default=0) <= killed
+    for place, times in found.issues.items():
+        assert times <= 1 + found.returned[place] + found.expired[place], place
+    assert counts["invalid"] == counts["timed_out_leases"] == 0
+
+
+def test_every_role_may_die_at_any_moment(tmp_path: Path) -> None:
+    """Each role once, in random order, at random moments (some fall inside a publish: updates take most of a step)."""
+    run_with_faults(tmp_path, Counter([*ROLES, VERIFIER]), steps=50, steps_between=5, seconds=800)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_fifty_kills_with_bad_items_among_the_good(tmp_path: Path) -> None:
+    """The run ends at its budget, and every slot and every lease is accounted for."""
+    victims = Counter(FIFTY_KILLS | {VERIFIER: 10})
+    run_with_faults(tmp_path, victims, steps=90, steps_between=1, seconds=3300)
 
 
 @pytest.mark.full
