@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib.util
 import json
 import os
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from scalerl_api.load import parse_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec, TaskSpec, WarmStartSpec
+from scalerl_tasks import open_task
 from scalerl_trainer.models import load_model, load_tokenizer
 from scalerl_trainer.prepare import PrepareError, main, prepare
 
@@ -68,6 +70,37 @@ def test_scratch_is_a_llama_that_transformers_loads(tmp_path: Path, dtype: Any, 
     assert tokenizer.decode(ids) == text
     digits = [i for i in ids if tokenizer.decode([i]).isdigit()]
     assert [tokenizer.decode([i]) for i in digits] == list("123446")
+
+
+def test_initializer_range_is_the_deviation_of_the_weights(tmp_path: Path) -> None:
+    paths, spec = make(tmp_path, {"scratch": SCRATCH | {"initializerRange": "0.15"}, "dtype": "bfloat16"})
+    prepare(paths, spec, one_machine=True)
+    model = load_model(str(paths.base_model), dtype="bfloat16")
+    assert model.config.initializer_range == 0.15
+    weights = [w.float() for w in model.parameters() if w.dim() == 2]
+    assert [w.std().item() for w in weights] == pytest.approx([0.15] * len(weights), rel=0.1)
+
+
+def test_a_model_from_before_initializer_range_stays_the_runs_own(tmp_path: Path) -> None:
+    """What a release without the field wrote into ``prepared.json`` for this spec; the digest depends on the task's path."""
+    paths, spec = make(tmp_path)
+    prepare(paths, spec, one_machine=True)
+    task = open_task(spec.task)
+    scratch = {
+        "layers": 2,
+        "hidden_size": 32,
+        "attention_heads": 2,
+        "intermediate_size": 48,
+        "vocabulary_size": 300,
+        "tied_embeddings": True,
+    }
+    model = {"hub": None, "path": None, "scratch": scratch, "dtype": "float32", "context_tokens": 64}
+    earlier = json.dumps(model | {"task": task.train.digest, "seed": 0}, sort_keys=True)
+    mark = json.loads((paths.base_model / "prepared.json").read_text())
+    assert mark == {"identity": hashlib.sha256(earlier.encode()).hexdigest()}
+    _, other = make(tmp_path, {"scratch": SCRATCH | {"initializerRange": "0.1"}})
+    with pytest.raises(PrepareError, match="another run directory"):
+        prepare(paths, other, one_machine=True)
 
 
 def test_the_same_spec_gives_the_same_bytes(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from scalerl_api.fields import GraderQuantity, Matches, Model
+from scalerl_api.fields import GraderQuantity, Matches, Model, PositiveUnitDecimal
 
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 """Any 64-bit integer."""
@@ -51,6 +51,9 @@ class ScratchModel(Model):
     """Upper bound; the tokenizer may stop earlier when the text gives no more merges."""
     tied_embeddings: bool = True
     """The output layer shares the input's embeddings."""
+    initializer_range: PositiveUnitDecimal = "0.02"
+    """Standard deviation of the first weights. The default suits widths of thousands; at a width of 128 attention is the
+    same everywhere until it is trained."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:

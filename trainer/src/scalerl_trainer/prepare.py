@@ -37,6 +37,8 @@ log = logging.getLogger("scalerl_trainer.prepare")
 MARK = "prepared.json"
 TOKENIZER_TEXTS = 2000
 """Texts of the training split that a scratch tokenizer is trained on."""
+FIRST_INITIALIZER_RANGE = 0.02
+"""Of every scratch model that was made before ``initializerRange`` could be given."""
 _PATTERNS = ("*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt", "vocab.txt")
 
 
@@ -111,6 +113,8 @@ def _identity(spec: RunSpec, task: Task) -> str:
     model = spec.model.model_dump(mode="json", exclude={"attention"})
     if spec.model.scratch is not None:
         model["task"], model["seed"] = task.train.digest, spec.seed
+        if float(spec.model.scratch.initializer_range) == FIRST_INITIALIZER_RANGE:
+            del model["scratch"]["initializer_range"]  # models made before the field existed stay the same
     return hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()
 
 

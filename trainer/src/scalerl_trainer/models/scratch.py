@@ -1,8 +1,8 @@
 """A randomly initialised Llama as files, without importing torch or transformers.
 
 They take ten seconds to import, the files of a tiny model a tenth of one to write. What is written is what
-``LlamaForCausalLM`` would have saved: normal weights of standard deviation .02, norms of one, and a
-byte-level BPE tokenizer whose digits stand alone (arithmetic over merged digits is needlessly hard).
+``LlamaForCausalLM`` would have saved: normal weights, norms of one, and a byte-level BPE tokenizer whose digits
+stand alone (arithmetic over merged digits is needlessly hard).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from scalerl_api.spec import ScratchModel
 from scalerl_trainer.errors import TokenizerError
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
-STANDARD_DEVIATION = 0.02
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -120,19 +119,20 @@ def llama_config(
         "tie_word_embeddings": model.tied_embeddings,
         "attention_bias": False,
         "mlp_bias": False,
-        "initializer_range": STANDARD_DEVIATION,
+        "initializer_range": float(model.initializer_range),
         "bos_token_id": None,
     }
 
 
 def initial_weights(model: ScratchModel, vocabulary: int, seed: int) -> Iterator[tuple[str, Array]]:
     """Names and float32 arrays; each tensor depends on ``seed`` and its own name alone."""
+    deviation = np.float32(model.initializer_range)
     for name, shape in parameter_shapes(model, vocabulary):
         if name.endswith("norm.weight"):
             yield name, np.ones(shape, np.float32)
             continue
         generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
-        yield name, generator.standard_normal(shape, np.float32) * np.float32(STANDARD_DEVIATION)
+        yield name, generator.standard_normal(shape, np.float32) * deviation
 
 
 def parameter_shapes(model: ScratchModel, vocabulary: int) -> Iterator[tuple[str, tuple[int, ...]]]:
