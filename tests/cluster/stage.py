@@ -67,11 +67,13 @@ class Coordinator:
         self.address = next(_addresses)
         self.phase, self.stop_reason, self.told = wire.Phase.RUNNING, "", list[str]()
         self.step, self.points = 3, list[wire.EvaluationPoint]()
+        self.given_up = 0
         self.silent, self.asked, self.token = False, 0, ""
         """token: without it nobody is listened to; empty: everybody is."""
 
     def status(self) -> wire.Status:
         counts = wire.Counts(
+            given_up=self.given_up,
             **dict.fromkeys(
                 [
                     "acknowledged",
@@ -86,7 +88,7 @@ class Coordinator:
                     "expired_leases",
                 ],
                 0,
-            )
+            ),
         )
         return wire.Status(
             phase=self.phase,

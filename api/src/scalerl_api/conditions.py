@@ -347,6 +347,12 @@ class Reason(_Explained):
         "The verifier itself failed on completions, whose scores say nothing: see the logs of the actors. It is over after "
         "ten minutes without another.",
     )
+    SLOTS_GIVEN_UP = (
+        "SlotsGivenUp",
+        "Prompts leave no room for a completion in model.contextTokens, or their groups failed again and again: their steps "
+        "go on without them, and status.trouble.givenUpRollouts counts them. The coordinator's log names each and why. It "
+        "is over after ten minutes without another.",
+    )
     STEP_SKIPPED = (
         "StepSkipped",
         "A step's loss or gradient was not finite, or its ratios exploded: it was not applied, and training goes on. The "

@@ -121,6 +121,10 @@ class TroubleStatus(StatusModel):
     """Steps that were not applied, over the whole run."""
     last_skipped_step_time: Time | None = None
     """When the newest of them was first seen."""
+    given_up_rollouts: Count = 0
+    """Rollouts, also of evaluations, that were given up: too long, or failed again and again; over the whole run."""
+    last_given_up_time: Time | None = None
+    """When the newest of them was first seen."""
     checkpoint_failures: Count = 0
     """Checkpoints that could not be written, over the whole run."""
     unsaved_since: Annotated[int, Field(ge=-1)] | None = None

@@ -92,6 +92,19 @@ def test_a_skipped_step_is_over_after_a_while(looks: Looks) -> None:
     assert looks.look(5 + QUIET_SECONDS + 6, skipped_steps=2) == Reason.STEP_SKIPPED
 
 
+def test_slots_given_up_are_told_and_over_after_a_while(looks: Looks) -> None:
+    """Also those of an evaluation; the count moves with what moves all the time."""
+    assert looks.look(0) == Reason.AS_EXPECTED
+    for second in range(5, 500):
+        counts = msgspec.structs.replace(QUIET.counts, given_up=8 * second, too_long=8 * second)
+        assert looks.look(second, counts=counts) == Reason.SLOTS_GIVEN_UP
+        assert looks.quiet == (second > 5)
+    assert looks.look(499 + QUIET_SECONDS + 1) == Reason.AS_EXPECTED
+    counts = msgspec.structs.replace(counts, held_out_given_up=1)
+    assert looks.look(499 + QUIET_SECONDS + 6, counts=counts) == Reason.SLOTS_GIVEN_UP
+    assert looks.after.trouble.given_up_rollouts == 8 * 499 + 1
+
+
 def test_grading_that_fails_again_and_again_is_not_over_and_only_progress(looks: Looks) -> None:
     looks.look(0)
     looks.look(1, grading_errors=1)

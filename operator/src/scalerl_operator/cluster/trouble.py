@@ -14,7 +14,7 @@ from scalerl_api.wire import Status
 from scalerl_operator.cluster.observed import Problem, rfc3339, seconds
 
 QUIET_SECONDS: Final = 600.0
-"""So long without another skipped step or ungraded completion, and a run is no longer degraded by those before."""
+"""So long without another skipped step, ungraded completion or slot given up, and a run is no longer degraded by those before."""
 
 
 def noted(before: TroubleStatus, heard: Status, unix_seconds: float) -> TroubleStatus:
@@ -23,9 +23,11 @@ def noted(before: TroubleStatus, heard: Status, unix_seconds: float) -> TroubleS
     Of a failure and a newer checkpoint since the word before, which was first is not said. It counts as saved: if it is
     not, the next failure tells. What was counted before the first word is an earlier release's, and no news.
     """
-    graded_at, skipped_at, unsaved, saved = (
+    given_up = heard.counts.given_up + heard.counts.held_out_given_up
+    graded_at, skipped_at, given_up_at, unsaved, saved = (
         before.last_grading_error_time,
         before.last_skipped_step_time,
+        before.last_given_up_time,
         before.unsaved_since,
         before.checkpoint_version,
     )
@@ -34,6 +36,8 @@ def noted(before: TroubleStatus, heard: Status, unix_seconds: float) -> TroubleS
             graded_at = rfc3339(unix_seconds)
         if heard.skipped_steps > before.skipped_steps:
             skipped_at = rfc3339(unix_seconds)
+        if given_up > before.given_up_rollouts:
+            given_up_at = rfc3339(unix_seconds)
         if heard.checkpoint_failures > before.checkpoint_failures and unsaved is None:
             unsaved = saved
     if unsaved is not None:
@@ -44,6 +48,8 @@ def noted(before: TroubleStatus, heard: Status, unix_seconds: float) -> TroubleS
         last_grading_error_time=graded_at,
         skipped_steps=heard.skipped_steps,
         last_skipped_step_time=skipped_at,
+        given_up_rollouts=given_up,
+        last_given_up_time=given_up_at,
         checkpoint_failures=heard.checkpoint_failures,
         unsaved_since=unsaved,
         checkpoint_version=heard.checkpoint_version,
@@ -57,6 +63,7 @@ def problem(trouble: TroubleStatus, unix_seconds: float) -> Problem | None:
     for last, reason in (
         (trouble.last_skipped_step_time, Reason.STEP_SKIPPED),
         (trouble.last_grading_error_time, Reason.GRADING_FAILED),
+        (trouble.last_given_up_time, Reason.SLOTS_GIVEN_UP),
     ):
         if last is not None and unix_seconds - seconds(last) < QUIET_SECONDS:
             return Problem(reason, "")

@@ -1,0 +1,24 @@
+"""Slots given up: one event and one condition, however many there are."""
+
+from __future__ import annotations
+
+import pytest
+from stage import Stage, condition, tiny
+
+from scalerl_operator.cluster.trouble import QUIET_SECONDS
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+
+
+async def test_five_hundred_slots_given_up_are_one_event(there: Stage) -> None:
+    await there.start(tiny())
+    for _ in range(5):
+        there.coordinator.given_up += 100
+        there.now += 60.0
+        run = await there.looks(lambda r: condition(r, "Degraded") == "SlotsGivenUp", times=2)
+    said = next(c["message"] for c in run["status"]["conditions"] if c["type"] == "Degraded")
+    assert "status.trouble.givenUpRollouts" in said
+    assert run["status"]["trouble"]["givenUpRollouts"] == 500
+    assert [reason for reason, _ in await there.events()].count("SlotsGivenUp") == 1
+    there.now += QUIET_SECONDS + 1.0
+    await there.looks(lambda r: condition(r, "Degraded") == "AsExpected", times=2)
