@@ -10,6 +10,7 @@ import time
 
 import aiohttp
 import pytest
+import yaml
 from coordinator_client import Answer, Client, make_group
 
 from scalerl_api import endpoints, wire
@@ -250,5 +251,22 @@ def test_an_empty_volume_is_not_taken_for_the_beginning_of_a_run_that_has_steps(
     last = coordinator.log().splitlines()[-1]
     assert "the run has trained steps, and neither journal nor checkpoint is here" in last
     coordinator.paths.checkpoint(3).mkdir(parents=True)
+    coordinator.start()
+    assert coordinator.terminate() == 0
+
+
+def test_a_spec_that_an_earlier_release_accepted_is_gone_on_with(coordinator, tmp_path, monkeypatch):
+    """By a run that an operator resumes after an upgrade; of a file that a person wrote it is refused."""
+    manifest = yaml.safe_load(coordinator.paths.run_file.read_text())
+    manifest["spec"].setdefault("generator", {})["leaseSeconds"] = 1
+    manifest["spec"].setdefault("podTemplate", {})["labels"] = {"my team": "a"}
+    coordinator.paths.run_file.write_text(yaml.safe_dump(manifest))
+    coordinator.start(ready=False)
+    assert coordinator.process.wait(20) == 2
+    assert "spec.podTemplate.labels" in coordinator.log()
+    mounted = tmp_path / "spec"
+    mounted.mkdir()
+    (mounted / "run.yaml").write_text(yaml.safe_dump(manifest))
+    monkeypatch.setenv("SCALERL_RUN_FILE", str(mounted / "run.yaml"))
     coordinator.start()
     assert coordinator.terminate() == 0

@@ -69,20 +69,36 @@ def load_run(path: Path) -> ScaleRLRun:
     Raises:
         SpecError: unreadable, not YAML, not one object, or fields that do not fit.
     """
+    return parse_run(_text(path), str(path))
+
+
+def load_accepted_run(path: Path) -> ScaleRLRun:
+    """As :func:`load_run`, of a run file that the operator wrote, and so of a spec that some release has accepted.
+
+    Raises:
+        SpecError: unreadable, not YAML, or not one object.
+    """
+    return accepted_run(_document(_text(path), str(path)))
+
+
+def _text(path: Path) -> str:
     source = str(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise SpecError(
             source, [SpecProblem("file", error.strerror or str(error), "check the path")]
         ) from error
     except UnicodeDecodeError as error:
         raise SpecError(source, [SpecProblem(f"byte {error.start}", "not UTF-8 text")]) from error
-    return parse_run(text, source)
 
 
 def parse_run(text: str, source: str) -> ScaleRLRun:
     """Check the text of one run file; ``source`` names it in errors."""
+    return _validated(_document(text, source), source)
+
+
+def _document(text: str, source: str) -> dict[str, Any]:
     try:
         documents = [d for d in yaml.load_all(text, Loader=_StrictLoader) if d is not None]
     except yaml.MarkedYAMLError as error:
@@ -96,7 +112,8 @@ def parse_run(text: str, source: str) -> ScaleRLRun:
     if len(documents) != 1 or not isinstance(documents[0], dict):
         found = f"{len(documents)} documents" if len(documents) != 1 else type(documents[0]).__name__
         raise SpecError(source, [SpecProblem("file", f"expected one {KIND} object, found {found}")])
-    return _validated(documents[0], source)
+    document: dict[str, Any] = documents[0]
+    return document
 
 
 def to_yaml(manifest: Mapping[str, Any]) -> str:

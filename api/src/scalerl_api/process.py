@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from scalerl_api.load import load_accepted_run, load_run
 from scalerl_api.paths import RunPaths
+from scalerl_api.spec import ScaleRLRun
 
 DIR = "SCALERL_DIR"
 NAME = "SCALERL_NAME"
@@ -45,6 +47,16 @@ class ProcessEnvironment:
     coordinator_url: str
     token: str = field(repr=False)
     trainer_host: str = "127.0.0.1"
+
+    def load_run(self) -> ScaleRLRun:
+        """The run, as its file is now. What an operator gives it has accepted, perhaps in an earlier release with fewer
+        rules: a run that is suspended and resumed after an upgrade goes on with it.
+
+        Raises:
+            SpecError: see :func:`scalerl_api.load.load_run`.
+        """
+        given = self.paths.given_run_file
+        return load_run(self.paths.run_file) if given is None else load_accepted_run(given)
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> ProcessEnvironment:

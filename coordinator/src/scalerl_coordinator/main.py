@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
-from scalerl_api.load import SpecError, load_run
+from scalerl_api.load import SpecError
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import STEPS_LOST_EXIT_CODE, EnvironmentProblem, ProcessEnvironment
 from scalerl_coordinator.core import Core, Refusal
@@ -73,7 +73,7 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    run = load_run(environment.paths.run_file)
+    run = environment.load_run()
     task = await asyncio.to_thread(open_task, run.spec.task, environment.paths.root)
     settings = Settings.of_run(
         run,

@@ -44,7 +44,7 @@ from urllib.parse import urlsplit
 import aiohttp
 from aiohttp import web
 
-from scalerl_api.load import SpecError, load_run
+from scalerl_api.load import SpecError
 from scalerl_api.process import EnvironmentProblem, ProcessEnvironment
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import Split
@@ -230,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         environment = ProcessEnvironment.read()
-        run = load_run(environment.paths.run_file)
+        run = environment.load_run()
         asyncio.run(_until_signal(arguments, environment, run.spec))
     except Exception as error:
         if isinstance(error, _EXPECTED):

@@ -14,14 +14,14 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from scalerl_api import wire
-from scalerl_api.load import SpecError, load_run
+from scalerl_api.load import SpecError
 from scalerl_api.mismatch import RATIO, SAMPLED
+from scalerl_api.spec import ScaleRLRun
 from scalerl_trainer.algo.mismatch import BEYOND_RATIO, by_position
 from scalerl_trainer.batch import Staleness
 from scalerl_trainer.checkpoint import CheckpointError
@@ -49,10 +49,15 @@ class Leader:
     """Talks to the coordinator and the actors, gives the orders."""
 
     def __init__(
-        self, worker: Worker, publisher: Publisher, control: ActorControl, exporter: Exporter, run_file: Path
+        self,
+        worker: Worker,
+        publisher: Publisher,
+        control: ActorControl,
+        exporter: Exporter,
+        load_run: Callable[[], ScaleRLRun],
     ) -> None:
         self._worker = worker
-        self._run_file = run_file
+        self._load_run = load_run
         self._scaling_mode = worker.spec.autoscaling.mode
         self._exporter = exporter
         self._publisher = publisher
@@ -340,7 +345,7 @@ class Leader:
     def _read_scaling_mode(self) -> str:
         """``spec.autoscaling.mode`` as the run file has it now: no process restarts for an edit of it."""
         try:
-            self._scaling_mode = load_run(self._run_file).spec.autoscaling.mode
+            self._scaling_mode = self._load_run().spec.autoscaling.mode
         except SpecError as error:
             log.warning("spec.autoscaling.mode counts as %s, as before: %s", self._scaling_mode, error)
         return self._scaling_mode

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 import torch
 
-from scalerl_api.load import SpecError, load_run
+from scalerl_api.load import SpecError
 from scalerl_api.process import (
     BAD_INPUT_EXIT_CODE,
     DIVERGED_EXIT_CODE,
@@ -63,7 +63,7 @@ _BAD_INPUT = (
 
 def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop: threading.Event) -> None:
     """One rank, from joining the others to leaving them."""
-    spec = load_run(environment.paths.run_file).spec
+    spec = environment.load_run().spec
     if spec.trainer.cpu_threads is not None:
         torch.set_num_threads(spec.trainer.cpu_threads)
     metrics = Metrics()
@@ -110,7 +110,7 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     settings = publish_settings(spec, environment.trainer_host, device)
     snapshot = saver.snapshot(version) if version is not None else None
     exporter = Exporter(environment.paths, spec, metrics)
-    leader = Leader(worker, Publisher(settings, control), control, exporter, environment.paths.run_file)
+    leader = Leader(worker, Publisher(settings, control), control, exporter, environment.load_run)
     leader.lead(snapshot, save_now=warm)
 
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from scalerl_api.load import SpecError, load_run
+from scalerl_api.load import SpecError
 from scalerl_api.memory import ModelSize
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import EnvironmentProblem, ProcessEnvironment
@@ -49,7 +49,7 @@ def main() -> int:
     )
     try:
         environment = ProcessEnvironment.read()
-        spec = load_run(environment.paths.run_file).spec
+        spec = environment.load_run().spec
         prepare(environment.paths, spec, one_machine="KUBERNETES_SERVICE_HOST" not in os.environ)
     except GradingError as problem:
         log.error("%s", problem)
