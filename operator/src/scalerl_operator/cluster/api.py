@@ -7,6 +7,8 @@ classes: a thousand runs are a few megabytes of JSON, not of model objects.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import hashlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
@@ -98,10 +100,12 @@ class KubeApi:
         costs it.
         """
         query = {"resourceVersion": "0"} if recent else {}
-        try:
-            return await self._ask(Call("get", kind_of(kind), namespace, name, query=query))
-        except errors.NotFound:
-            return None
+        served = kind_of(kind)
+        for version in (served.api_version, *served.earlier):
+            with contextlib.suppress(errors.NotFound):
+                asked = dataclasses.replace(served, api_version=version)
+                return await self._ask(Call("get", asked, namespace, name, query=query))
+        return None
 
     async def list(
         self,

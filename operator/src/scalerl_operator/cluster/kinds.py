@@ -17,6 +17,7 @@ class Kind:
     """How one kind of object is named and addressed.
 
     ``watched``: the operator keeps live copies of it in its cache (of those that carry the label of a run).
+    ``earlier``: versions by which it is read where ``api_version`` is not served.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Kind:
     plural: str
     namespaced: bool = True
     watched: bool = False
+    earlier: tuple[str, ...] = ()
 
     @property
     def group(self) -> str:
@@ -73,8 +75,8 @@ KINDS: Final[dict[str, Kind]] = {
         Kind("Lease", "coordination.k8s.io/v1", "leases"),
         # Read only, to say in a condition that the one which a spec names is not there.
         Kind("StorageClass", "storage.k8s.io/v1", "storageclasses", namespaced=False),
-        # The same, of a run that waits in it. Every Kueue since 0.3 serves this version.
-        Kind("LocalQueue", "kueue.x-k8s.io/v1beta1", "localqueues"),
+        # The same, of a run that waits in it. Kueue serves v1beta2 since 0.15, v1beta1 from 0.3 to 0.19.
+        Kind("LocalQueue", "kueue.x-k8s.io/v1beta2", "localqueues", earlier=("kueue.x-k8s.io/v1beta1",)),
     )
 }
 

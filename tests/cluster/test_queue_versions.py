@@ -1,0 +1,57 @@
+"""A LocalQueue is found by whichever version of its API the cluster's Kueue serves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from stage import Stage, condition, tiny
+
+from scalerl_operator.cluster.names import QUEUE
+from scalerl_operator.cluster.queues import ASK_SECONDS
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+
+GROUP, PLURAL = "kueue.x-k8s.io", "localqueues"
+
+
+@pytest.mark.parametrize("version", ["v1beta1", "v1beta2"])
+async def test_a_queue_is_found_by_the_one_version_that_is_served(there: Stage, version: str) -> None:
+    async def kubectl(*arguments: str, manifest: object = None) -> None:
+        await asyncio.to_thread(there.kubectl, *arguments, stdin=json.dumps(manifest))
+
+    definition = {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {
+            "name": f"{PLURAL}.{GROUP}",
+            "annotations": {"api-approved.kubernetes.io": "unapproved, a test"},
+        },
+        "spec": {
+            "group": GROUP,
+            "scope": "Namespaced",
+            "names": {"kind": "LocalQueue", "plural": PLURAL, "singular": "localqueue"},
+            "versions": [
+                {
+                    "name": version,
+                    "served": True,
+                    "storage": True,
+                    "schema": {"openAPIV3Schema": {"type": "object"}},
+                }
+            ],
+        },
+    }
+    queue = {"apiVersion": f"{GROUP}/{version}", "kind": "LocalQueue", "metadata": {"name": "team"}}
+    run = tiny()
+    run["metadata"]["labels"] = {QUEUE: "team"}
+    await kubectl("apply", "-f", "-", manifest=definition)
+    try:
+        await kubectl("wait", "--for=condition=Established", f"crd/{PLURAL}.{GROUP}", "--timeout=30s")
+        await there.create(run)
+        await there.looks(lambda r: condition(r, "Admitted") == "QueueNotFound", times=3)
+        await kubectl("apply", "-n", there.namespace, "-f", "-", manifest=queue)
+        there.now += ASK_SECONDS + 1.0
+        await there.looks(lambda r: condition(r, "Admitted") not in ("", "QueueNotFound"), times=3)
+    finally:
+        await kubectl("delete", "crd", f"{PLURAL}.{GROUP}", "--wait")
