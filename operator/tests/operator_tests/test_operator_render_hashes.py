@@ -24,7 +24,8 @@ FULL: dict[str, Any] = {
     "images": {"generator": "g:1"},
     "podTemplate": {"labels": {"a": "b"}},
     "recipe": {"temperature": "0.9"},
-    "storage": {"onDelete": "Delete"},
+    "storage": {"onDelete": "Delete", "size": "20Gi"},
+    "task": {"verifier": {"timeoutSeconds": 9}},
     "trainer": {"replicas": 2},
 }
 

@@ -94,8 +94,9 @@ class _Poller:
 class Coordinators:
     """A poller a run, kept between looks.
 
-    fence: asked before a coordinator is told anything; raises where this process may not act. wake: called with the uid of a
-    run of which there is an answer that a look waits for, or that has news. background: ask without being asked to; else only :meth:`ask` does.
+    fence: asked before a coordinator is told anything; raises where this process may not act.
+    wake: called with the uid of a run of which there is an answer that a look waits for, or that has news.
+    background: ask without being asked to; else only :meth:`ask` and :meth:`ask_all` do.
     """
 
     def __init__(

@@ -18,8 +18,8 @@ def standing(run: ScaleRLRun, place: Place, desired: Desired, images: Images, *,
     """What a run's objects follow from, and what they say, as one number: as long as it is the same, rendering and
     comparing would find the same. None while something is on its way out.
 
-    Pods are nothing that is rendered, and no status is. Of a Job it counts that it is there, with its labels: it cannot be changed. The
-    curve grows all the time, and is compared at every look anyway.
+    Pods are nothing that is rendered, and no status is. Of a Job it counts that it is there, with its labels: it
+    cannot be changed. The curve grows all the time, and is compared at every look anyway.
     """
     curve = ("ConfigMap", Names(place.name).curve)
     there: list[tuple[str, str, int]] = []

@@ -17,7 +17,7 @@ from scalerl_operator.cluster.types import Images, Object
 from scalerl_operator.plan import plan
 from scalerl_operator.workloads import Plan, Role, Workload
 
-SPEC_HASH_VERSION: Final = "2"
+SPEC_HASH_VERSION: Final = "3"
 """Of :func:`spec_hash`: raised with every change of what it is taken over, so that no hash of another release is held
 against one of this."""
 _PODS: Final = (Role.PREPARE, Role.COORDINATOR, Role.GENERATOR, Role.TRAINER)
@@ -110,8 +110,8 @@ def pod_template_of(spec: RunSpec, role: Role) -> PodTemplate:
 def spec_hash(run: ScaleRLRun, role: Role) -> str:
     """Over the fields whose edit restarts a role, and what the user says of its pods: another hash needs other pods.
 
-    Which fields those are, :mod:`scalerl_api.edits` says. What the operator brings along (its images, defaults of fields that an older release did not have) is not in it, so that
-    an upgrade stops no trainer. Before the hash stands its version (:mod:`scalerl_operator.cluster.earlier`).
+    Which fields those are, :mod:`scalerl_api.edits` says. What the operator brings along (its images, defaults of
+    fields that an older release did not have) is not in it, so that an upgrade stops no trainer. Before the hash stands its version (:mod:`scalerl_operator.cluster.earlier`).
     """
     spec = run.spec
     read = _pruned(spec.model_dump(mode="json", exclude=_unread(role), exclude_defaults=True))
