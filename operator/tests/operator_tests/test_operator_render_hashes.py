@@ -25,7 +25,11 @@ FULL: dict[str, Any] = {
     "podTemplate": {"labels": {"a": "b"}},
     "recipe": {"temperature": "0.9"},
     "storage": {"onDelete": "Delete", "size": "20Gi"},
-    "task": {"verifier": {"timeoutSeconds": 9}},
+    "task": {
+        "reasoningGym": {"name": "chain_sum", "size": 400},
+        "verifier": {"name": "exact", "timeoutSeconds": 9},
+        "heldOut": {"size": 3},
+    },
     "trainer": {"replicas": 2},
 }
 
@@ -82,16 +86,16 @@ def test_pods_and_jobs_say_for_which_spec_they_were_made() -> None:
 def test_a_change_of_what_the_hash_is_taken_over_has_another_version() -> None:
     """If this fails, every run under way is held against another hash: raise SPEC_HASH_VERSION, then write these anew."""
     assert [spec_hash(cluster_run(), role) for role in ROLES] == [
-        "2-e8e0f5c2aaa0177d",
-        "2-ce16489e945bc2c1",
-        "2-e8e0f5c2aaa0177d",
-        "2-e8e0f5c2aaa0177d",
+        "3-e8e0f5c2aaa0177d",
+        "3-ce16489e945bc2c1",
+        "3-e8e0f5c2aaa0177d",
+        "3-e8e0f5c2aaa0177d",
     ]
     assert [spec_hash(cluster_run(**FULL), role) for role in ROLES] == [
-        "2-b2fc5a64ef633c97",
-        "2-721858a8daf55aca",
-        "2-8534c86072d754b8",
-        "2-b2fc5a64ef633c97",
+        "3-2f50861d056990ee",
+        "3-05b1770e1ccd682f",
+        "3-014c87ae5e8c28da",
+        "3-2f50861d056990ee",
     ]
 
 
