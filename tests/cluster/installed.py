@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -144,3 +146,22 @@ def leader(cluster: Cluster) -> str:
 def seconds_between(earlier: str, later: str) -> float:
     """Between two times as Kubernetes writes them."""
     return (datetime.fromisoformat(later) - datetime.fromisoformat(earlier)).total_seconds()
+
+
+def take_off(cluster: Cluster, namespace: str, name: str, image: str, model: str, folder: Path) -> None:
+    """What docs/operations.md says to run for a run that has ended, word for word, in ``folder``."""
+    page = (ROOT / "docs/operations.md").read_text()
+    section = page[page.index("## Taking model, curve and summary off the volume") :]
+    section = section[section.index("After that, a small pod") : section.index("## Alerts")]
+    script = "\n".join(re.findall(r"^```\n(.*?)^```", section, re.MULTILINE | re.DOTALL))
+    for word, meant in (("NAME", name), ("IMAGE-OF-THE-TRAINER", image), ("step-00000300", model)):
+        assert word in script
+        script = script.replace(word, meant)
+    program = folder / "bin/kubectl"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {cluster.kubectl_program} -n {namespace} "$@"\n')
+    program.chmod(0o755)
+    env = cluster.env | {"PATH": f"{program.parent}:{os.environ['PATH']}"}
+    argv = ["bash", "-euo", "pipefail", "-c", script]
+    done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr

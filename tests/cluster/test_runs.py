@@ -12,10 +12,11 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
-from installed import LEASE, OPERATORS, ROOT, Run, chart, helm, leader, say, until
+from installed import LEASE, OPERATORS, ROOT, Run, chart, helm, leader, say, take_off, until
 from testcluster import Cluster, KubectlError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(2400)]
@@ -246,6 +247,25 @@ def test_it_ends_as_its_spec_says(run: Run) -> None:
     print("measured: reward", rewards[0], "to", rewards[-1])
     assert rewards[-1] > rewards[0] + 0.2
     until(lambda: not run.pods("generator") and not run.pods("coordinator"), 60, "no pods")
+
+
+def test_its_model_and_curve_are_taken_off_the_volume_as_the_docs_say(
+    run: Run, images: dict[str, str], tmp_path: Path
+) -> None:
+    exports = run.status()["exports"]
+    model = exports["last"]["path"].removeprefix("checkpoints/hf/")
+    take_off(run.cluster, NAMESPACE, run.name, images["trainer"], model, tmp_path)
+    curve = run.cluster.get("configmap", f"{run.name}-curve", "-n", NAMESPACE)["data"]["curve.csv"]
+    assert (tmp_path / "curve.csv").read_text() == curve
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == run.status()["step"]
+    for taken in (
+        "model",
+        "newest",
+    ):  # the last evaluation is of the last version, and so is the newest checkpoint
+        assert (tmp_path / taken / "config.json").is_file()
+        assert (tmp_path / taken / "tokenizer.json").is_file()
+    weights = "model.safetensors"
+    assert (tmp_path / "model" / weights).read_bytes() == (tmp_path / "newest" / weights).read_bytes()
 
 
 def test_after_its_time_only_what_the_policy_keeps_is_there(run: Run) -> None:

@@ -19,7 +19,7 @@ from scalerl_api.load import load_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec, ScratchModel
 from scalerl_trainer.checkpoint import FIXED_SHAPE, MANIFEST, CheckpointStore, Manifest, files_in
-from scalerl_trainer.export import ExportError, export_checkpoint, main, write_model
+from scalerl_trainer.export import ExportError, export_checkpoint, keep_run_file, main, write_model
 from scalerl_trainer.models import load_model, write_scratch
 from scalerl_trainer.saved_state import EngineHeader, Piece, write_header, write_pieces
 from scalerl_trainer.tensor_files import TensorInfo
@@ -144,6 +144,24 @@ def test_a_checkpoint_is_exported_in_the_runs_dtype(tmp_path: Path, capsys: Any,
         assert torch.equal(weights[name], parameter.to(dtype)), name
     assert main([str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 2
     assert "exists already: choose a new folder, or remove it" in caplog.text
+
+
+def test_a_volume_of_a_cluster_is_exported_without_its_run(tmp_path: Path, caplog: Any) -> None:
+    """The spec is in a ConfigMap there; the trainer leaves a copy beside the checkpoints."""
+    paths = checkpoint(tmp_path / "run", trained(base(tmp_path / "run/model"), "float32"))
+    mounted = paths.run_file.rename(tmp_path / "mounted.yaml")
+    command = [str(tmp_path / "run"), "--to", str(tmp_path / "out")]
+    assert main(command) == 2
+    assert "run/run.yaml" in caplog.text
+    keep_run_file(RunPaths(paths.root, mounted))
+    assert main(command) == 0
+    before = {p: p.read_bytes() for p in paths.root.iterdir() if p.is_file()}
+    keep_run_file(paths)
+    assert {p: p.read_bytes() for p in paths.root.iterdir() if p.is_file()} == before
+    paths.run_file.unlink()
+    paths.run_file.mkdir()
+    keep_run_file(RunPaths(paths.root, mounted))
+    assert "`scalerl export` of this volume needs it" in caplog.text, "and the run goes on"
 
 
 def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:

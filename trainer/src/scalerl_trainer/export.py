@@ -159,6 +159,22 @@ def flush(path: Path) -> None:
 # --- from a checkpoint -----------------------------------------------------------------------------------
 
 
+def keep_run_file(paths: RunPaths) -> None:
+    """Copy the run's spec into its directory where the runtime keeps it elsewhere.
+
+    On a cluster it is in a ConfigMap, and a checkpoint on a volume without it cannot be exported.
+    """
+    kept = RunPaths(paths.root).run_file
+    if paths.run_file == kept:
+        return
+    staged = kept.with_name(f"{STAGED}{kept.name}")
+    try:
+        shutil.copyfile(paths.run_file, staged)
+        staged.replace(kept)
+    except OSError as error:
+        log.error("%s could not be written, `scalerl export` of this volume needs it: %s", kept, error)
+
+
 def export_checkpoint(paths: RunPaths, target: Path, step: int | None = None) -> int:
     """The model of checkpoint ``step`` (None: the newest) into ``target``; returns the step.
 

@@ -36,6 +36,7 @@ from scalerl_trainer.checkpoint import CheckpointStore
 from scalerl_trainer.coordinator_client import Coordinator, Superseded, Unresumable
 from scalerl_trainer.engine import Engine, Rank, join
 from scalerl_trainer.errors import DivergedError, EngineError, ModelError, Stopped, WarmStartError
+from scalerl_trainer.export import keep_run_file
 from scalerl_trainer.exporting import Exporter
 from scalerl_trainer.leader import COORDINATOR_SECONDS, Leader
 from scalerl_trainer.metrics import Metrics, StatusServer
@@ -109,6 +110,7 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     control = ActorControl(environment.token)
     settings = publish_settings(spec, environment.trainer_host, device)
     snapshot = saver.snapshot(version) if version is not None else None
+    keep_run_file(environment.paths)
     exporter = Exporter(environment.paths, spec, metrics)
     leader = Leader(worker, Publisher(settings, control), control, exporter, environment.load_run)
     leader.lead(snapshot, save_now=warm)
