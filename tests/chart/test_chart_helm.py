@@ -36,7 +36,7 @@ def test_helm_finds_nothing_to_complain_about(helm, name):
         (["--set", "replica=3"], "replica"),
         (["--set", "metrics.rules.enabled=true", "--set", "metrics.rules.alerts.Typo.enabled=false"], "no such alert"),
         (["--set", "serviceAccount.create=false"], "serviceAccount.name"),
-        (["--kube-version", "1.25.0"], "kubeVersion"),
+        (["--kube-version", "1.29.14"], r"requires kubeVersion: >=1\.30\.0-0"),
         # What the schema says, helm says too, in place of what it could not read or render.
         (["--set", "curvefit=null"], "curvefit"),
         (["--set", "curvefit.metricsPort=null"], "metricsPort"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -18,7 +19,7 @@ from operator_tests.manifests import (
     pod_spec,
     rendered,
 )
-from scalerl_api.load import parse_run
+from scalerl_api.load import SpecError, accepted_run, load_accepted_run, load_run, parse_run
 from scalerl_operator.cluster import names
 from scalerl_operator.cluster.render import names_of, render, secret
 from scalerl_operator.cluster.types import Desired
@@ -120,6 +121,19 @@ def test_roles_read_the_run_as_it_was_accepted() -> None:
     read = parse_run(data["run.yaml"], "run.yaml")
     assert read == run
     assert "temperature" in data["run.yaml"]
+
+
+def test_roles_read_a_run_that_only_an_earlier_release_accepted_as_its_operator_does(tmp_path: Path) -> None:
+    obj = cluster_run().to_manifest()
+    obj["metadata"]["namespace"] = "ml"
+    obj["spec"]["recipe"]["optimizer"]["learningRate"] = "1e5"
+    obj["spec"]["generator"]["extraArgs"] = ["--host=0.0.0.0"]
+    run = accepted_run(obj)
+    file = tmp_path / "run.yaml"
+    file.write_text(rendered(run)["ConfigMap/run"]["data"]["run.yaml"])
+    with pytest.raises(SpecError):
+        load_run(file)
+    assert load_accepted_run(file).to_manifest()["spec"] == run.to_manifest()["spec"]
 
 
 def test_labels_and_annotations_of_the_run_do_not_change_what_roles_read() -> None:
