@@ -5,6 +5,7 @@
 #   dev      what lint and tests need beside cpu, at cpu's versions
 #   uv       the installer itself
 #   s3       what trainer.export.to: s3://… needs: in the trainer's image, and in dev
+#   trackers what spec.trackers.wandb and .mlflow need, beside the coordinator, and in dev
 #   bench    what benchmarks compare against
 #   libnuma  a wheel that carries libnuma, for machines without (libnuma.sh)
 set -euo pipefail
@@ -23,10 +24,13 @@ control=$(members api tasks curvefit coordinator operator cli)
   lock $all --extra cpu -o requirements/cpu.txt
   lock $all --extra gpu -o requirements/gpu.txt
   lock $control --override requirements/control-overrides.txt -c requirements/cpu.txt -o requirements/control.txt
-  # setuptools is in cpu.txt and gpu.txt, at versions that differ.
-  lock requirements/dev.in -c requirements/cpu.txt --no-emit-package setuptools -o requirements/dev.txt
+  # These two are in cpu.txt and gpu.txt, at versions that differ.
+  lock requirements/dev.in -c requirements/cpu.txt --override requirements/trackers-overrides.txt \
+    --no-emit-package setuptools --no-emit-package protobuf -o requirements/dev.txt
 }
 lock requirements/uv.in -c requirements/dev.txt -o requirements/uv.txt
 lock requirements/s3.in -c requirements/cpu.txt -o requirements/s3.txt
+lock requirements/trackers.in --override requirements/trackers-overrides.txt -c requirements/dev.txt -c requirements/cpu.txt \
+  --no-emit-package protobuf -o requirements/trackers.txt
 lock requirements/bench.in -c requirements/cpu.txt -o requirements/bench.txt
 lock requirements/libnuma.in --no-deps -o requirements/libnuma.txt
