@@ -353,6 +353,15 @@ COORDINATOR = Section(
             ),
             (newest("scalerl_trainer_export_version"), "newest version"),
         ),
+        lines(
+            "Experiment trackers",
+            "Newest step that each was given, and attempts that failed; they are tried again.",
+            (f"max by (tracker) (scalerl_coordinator_tracker_step{{{RUN}}})", "{{tracker}}"),
+            (
+                f"sum by (tracker) (increase(scalerl_coordinator_tracker_failures_total{{{RUN}}}[$__rate_interval]))",
+                "{{tracker}} failed",
+            ),
+        ),
     ),
 )
 

@@ -15,12 +15,11 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-import yaml
 from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from coordinator_client import Client
+from coordinator_client import Client, run_text
 from coordinator_world import World, make_settings, ready
 
 from scalerl_api.load import parse_run
@@ -36,36 +35,6 @@ from scalerl_coordinator.store import load_state
 from scalerl_tasks import Prompt, SourceError, open_task
 
 TOKEN = "secret"
-
-
-def run_text(**overrides: object) -> str:
-    """A small run file; ``overrides`` replace sections of the spec."""
-    spec: dict[str, object] = {
-        "model": {"scratch": {}, "contextTokens": 64},
-        "task": {
-            "reasoningGym": {"name": "chain_sum", "size": 400},
-            "verifier": {"name": "exact"},
-            "heldOut": {"size": 3},
-        },
-        "recipe": {
-            "promptsPerStep": 4,
-            "completionsPerPrompt": 2,
-            "maxCompletionTokens": 16,
-            "maxStalenessSteps": 2,
-        },
-        "generator": {"leaseSeconds": 30},
-        "evaluation": {"everySteps": 2, "samplesPerPrompt": 2},
-        "budget": {"maxSteps": 4},
-    }
-    spec.update(overrides)
-    return yaml.safe_dump(
-        {
-            "apiVersion": "scalerl.dev/v1alpha1",
-            "kind": "ScaleRLRun",
-            "metadata": {"name": "test"},
-            "spec": spec,
-        }
-    )
 
 
 class Process:

@@ -1,4 +1,4 @@
-"""A synchronous-looking client of the real server, and a way to make groups, for tests and the benchmark."""
+"""A synchronous-looking client of the real server, and ways to make groups and run files, for tests and the benchmark."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
+import yaml
 
 from scalerl_api import endpoints, wire
 
@@ -153,4 +154,34 @@ def make_group(
             for score in scores
         ],
         generation_seconds=0.1,
+    )
+
+
+def run_text(**overrides: object) -> str:
+    """A small run file; ``overrides`` replace sections of the spec."""
+    spec: dict[str, object] = {
+        "model": {"scratch": {}, "contextTokens": 64},
+        "task": {
+            "reasoningGym": {"name": "chain_sum", "size": 400},
+            "verifier": {"name": "exact"},
+            "heldOut": {"size": 3},
+        },
+        "recipe": {
+            "promptsPerStep": 4,
+            "completionsPerPrompt": 2,
+            "maxCompletionTokens": 16,
+            "maxStalenessSteps": 2,
+        },
+        "generator": {"leaseSeconds": 30},
+        "evaluation": {"everySteps": 2, "samplesPerPrompt": 2},
+        "budget": {"maxSteps": 4},
+    }
+    spec.update(overrides)
+    return yaml.safe_dump(
+        {
+            "apiVersion": "scalerl.dev/v1alpha1",
+            "kind": "ScaleRLRun",
+            "metadata": {"name": "test"},
+            "spec": spec,
+        }
     )

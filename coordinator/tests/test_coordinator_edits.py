@@ -15,8 +15,8 @@ from scalerl_api.wire import NextAction, PushResult, Split
 from scalerl_coordinator.settings import Settings
 
 TAKEN = edits(refused=False)
-OWN_PODS = ("coordinator.podTemplate.", "images.")
-"""Its pods restart for these, and its settings have nothing of them."""
+OWN_PODS = ("coordinator.podTemplate.", "images.", "trackers.")
+"""It restarts for these, and its settings have nothing of them (trackers: test_coordinator_trackers.py)."""
 READ = [
     edited
     for edited in TAKEN

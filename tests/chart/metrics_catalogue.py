@@ -82,6 +82,7 @@ def _registries() -> Iterator[CollectorRegistry]:
         max_staleness_steps=0,
         mean_staleness_steps=0.0,
         mismatch=[wire.Mismatch(source="sampled", positions="all", kl=0.0, recent_kl=0.0, tokens=1)],
+        trackers=[wire.Tracker(name="tensorBoard")],
     )  # fmt: skip
     coordinator = CoordinatorMetrics(
         lambda: status, JournalFigures(), refusing=lambda: False, staleness_bound=1, closed_slots={}

@@ -342,6 +342,11 @@ class Reason(_Explained):
         "A model could not be exported, or not copied to trainer.export.to; it is tried again, and training goes on. "
         "status.exports.problem says why. It is over with the next one that succeeds.",
     )
+    TRACKER_FAILED = (
+        "TrackerFailed",
+        "An experiment tracker takes no steps; it is tried again, and training goes on. The message is its library's. What "
+        "it lacks it gets later: nothing is lost while the run's directory is there.",
+    )
     GRADING_FAILED = (
         "GradingFailed",
         "The verifier itself failed on completions, whose scores say nothing: see the logs of the actors. It is over after "

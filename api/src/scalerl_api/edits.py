@@ -157,6 +157,9 @@ EDITS: Final[Mapping[str, Edit]] = {
     "budget.maxDeviceHours": Edit(Effect.AT_ONCE),
     "budget.maxSeconds": Edit(Effect.AT_ONCE),
     "autoscaling": Edit(Effect.AT_ONCE),
+    "trackers": Edit(
+        Effect.COORDINATOR, "A tracker that is new, or elsewhere, gets the steps of before too."
+    ),
     "suspend": Edit(Effect.AT_ONCE),
     "storage.claimName": _of_the_claim("the claim"),
     "storage.size": Edit(

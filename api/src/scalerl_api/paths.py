@@ -64,6 +64,21 @@ class RunPaths:
         return self.root / "metrics.jsonl"
 
     @property
+    def tensorboard(self) -> Path:
+        """Event files, unless the spec names another directory; written by the coordinator."""
+        return self.root / "tensorboard"
+
+    @property
+    def wandb(self) -> Path:
+        """What the library of Weights & Biases keeps; written by the coordinator."""
+        return self.root / "wandb"
+
+    @property
+    def tracker_id(self) -> Path:
+        """The run's id in Weights & Biases and MLflow, drawn once."""
+        return self.root / "tracker-id"
+
+    @property
     def curve(self) -> Path:
         """One row an evaluation; written by the coordinator."""
         return self.root / "curve.csv"

@@ -40,6 +40,7 @@ from scalerl_api.source import (
     TaskSpec,
     VerifierSpec,
 )
+from scalerl_api.trackers import TrackersSpec
 
 GROUP: Final = "scalerl.dev"
 VERSION: Final = "v1alpha1"
@@ -367,6 +368,8 @@ class RunSpec(Model):
     """What the run may use; the first limit reached ends it."""
     autoscaling: AutoscalingSpec = AutoscalingSpec()
     """Who acts on the forecast of the curve, and by what rules."""
+    trackers: TrackersSpec = TrackersSpec()
+    """Experiment trackers that get what ``metrics.jsonl`` holds: TensorBoard, Weights & Biases, MLflow."""
     suspend: bool = False
     """True writes a checkpoint and lets all devices go; false goes on from there."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0

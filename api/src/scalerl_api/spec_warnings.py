@@ -59,8 +59,29 @@ def cluster_warnings_of(spec: RunSpec) -> list[SpecProblem]:
         mount["mountPath"].rstrip("/") for t in templates if t is not None for mount in t.volume_mounts
     }
     paths = {"spec.model.path": spec.model.path}
+    if spec.trackers.tensor_board is not None:
+        paths["spec.trackers.tensorBoard.directory"] = spec.trackers.tensor_board.directory
     if spec.task.jsonl is not None:
         paths["spec.task.jsonl.path"] = spec.task.jsonl.path
+    return [
+        *_of_trackers(spec),
+        *_of_paths(paths, mounted),
+    ]
+
+
+def _of_trackers(spec: RunSpec) -> Iterator[SpecProblem]:
+    if spec.trackers.wandb is None or spec.trackers.wandb.offline:
+        return
+    templates = [t for t in (spec.pod_template, spec.coordinator.pod_template) if t is not None]
+    if not any(entry["name"] == "WANDB_API_KEY" for t in templates for entry in t.env):
+        yield SpecProblem(
+            "spec.trackers.wandb",
+            "coordinator.podTemplate.env has no WANDB_API_KEY",
+            "give it from a Secret, or set offline: true",
+        )
+
+
+def _of_paths(paths: dict[str, str | None], mounted: set[str]) -> list[SpecProblem]:
     return [
         SpecProblem(
             where,

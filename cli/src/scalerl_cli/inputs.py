@@ -10,6 +10,7 @@ from typing import Any
 from scalerl_api.load import SpecProblem, load_run
 from scalerl_api.spec import ModelSpec, RunSpec, ScaleRLRun
 from scalerl_cli.machine import WEIGHTS, memory_problem, vllm_problem
+from scalerl_coordinator.tracking.supervisor import missing_package
 from scalerl_operator.plan import plan
 from scalerl_operator.runtime.devices import NotEnoughDevices, check, machine_devices
 
@@ -157,6 +158,9 @@ def machine_problems(run: ScaleRLRun) -> Iterator[SpecProblem]:
         except NotEnoughDevices as error:
             role = "generator" if run.spec.generator.devices else "trainer"
             yield SpecProblem(f"spec.{role}.devices", str(error))
+    for name in run.spec.trackers.asked_for:
+        if (missing := missing_package(name)) is not None:
+            yield SpecProblem(f"spec.trackers.{name}", missing)
     for problem in (vllm_problem(run.spec), memory_problem(run.spec)):
         if problem is not None:
             yield problem

@@ -59,6 +59,7 @@ def summarize(run: ScaleRLRun, outcome: Outcome) -> dict[str, Any]:
         "checkpoint_failures": status.checkpoint_failures,
         "grading_errors": status.grading_errors,
         "exports": msgspec.to_builtins(status.exports),
+        "trackers": msgspec.to_builtins(status.trackers),
         "counts": msgspec.structs.asdict(status.counts),
         "startup": asdict(outcome.startup),
         "peak_memory_bytes": outcome.peak_memory_bytes,
@@ -117,6 +118,7 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         model = (summary["exports"] or {}).get(role)
         if model is not None:
             found.append((f"model, {role}", model["path"] + (f", {model['uri']}" if model["uri"] else "")))
+    found += [(f"tracker {t['name']}", t["problem"]) for t in summary["trackers"] if t["problem"]]
     if summary["skipped_steps"]:
         found.append(("steps skipped", f"{summary['skipped_steps']:,}"))
     if summary["checkpoint_failures"]:

@@ -17,6 +17,7 @@ from scalerl_api.spec import RunSpec
 from scalerl_cli import inputs, machine
 from scalerl_cli.main import main
 from scalerl_cli.validate import problems
+from scalerl_coordinator.tracking import supervisor
 
 ROOT = Path(__file__).parents[3]
 
@@ -302,6 +303,17 @@ def test_models_and_machine(
     damage(folder)
     file.write_text(changed(**({"spec__model": model} | changes)))
     check(file, words)
+
+
+def test_a_tracker_without_its_package(tmp_path: Path, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(changed(spec__trackers={"mlflow": {"uri": "https://mlflow"}}))
+    assert problems(file) == []
+    monkeypatch.setitem(supervisor._PACKAGES, "mlflow", "scalerl_no_such_package")
+    check(
+        file,
+        ["spec.trackers.mlflow", "package scalerl_no_such_package is missing", "requirements/trackers.txt"],
+    )
 
 
 def test_all_problems_of_all_files_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from aiohttp import web
 from scalerl_api.load import SpecError
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import STEPS_LOST_EXIT_CODE, EnvironmentProblem, ProcessEnvironment
+from scalerl_api.trackers import TrackersSpec
 from scalerl_coordinator.core import Core, Refusal
 from scalerl_coordinator.curriculum import SeededEpochs
 from scalerl_coordinator.files import RunFiles
@@ -29,11 +30,25 @@ from scalerl_coordinator.server import Server
 from scalerl_coordinator.settings import Settings
 from scalerl_coordinator.state import State
 from scalerl_coordinator.store import load_state, new_nonce
+from scalerl_coordinator.tracking.supervisor import Trackers, missing_package
 from scalerl_tasks import TaskError, open_task
 
 log = logging.getLogger("scalerl_coordinator")
 
-_BAD_INPUT = (EnvironmentProblem, SpecError, TaskError, CorruptJournal, JournalLocked, Refusal)
+
+class TrackerMissing(Exception):
+    """The run has not begun, and a tracker's package is not installed."""
+
+
+_BAD_INPUT = (
+    TrackerMissing,
+    EnvironmentProblem,
+    SpecError,
+    TaskError,
+    CorruptJournal,
+    JournalLocked,
+    Refusal,
+)
 _GOODBYE_SECONDS = 5.0
 
 
@@ -84,15 +99,21 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
     journal = Journal(environment.paths.journal)
     state = await asyncio.to_thread(load_state, journal)
     _check_volume(environment.paths, state)
+    if state == State():
+        _check_trackers(run.spec.trackers)
     curriculum = SeededEpochs(len(task.train), run.spec.seed)
     core = Core.begin(settings, curriculum, state, new_nonce(), 0.0)
     await journal.start()
-    server = Server(core, journal, RunFiles(environment.paths), environment.token, task.train, task.held_out)
+    trackers = Trackers(run.spec.trackers)
+    files = RunFiles(environment.paths)
+    server = Server(core, journal, files, environment.token, task.train, task.held_out, trackers.status)
     await server.start()
+    trackers.start()
     try:
         await _listen(server, host, port, stop)
     finally:
         await server.close()
+        await trackers.close()
 
 
 def _check_volume(paths: RunPaths, state: State) -> None:
@@ -102,6 +123,13 @@ def _check_volume(paths: RunPaths, state: State) -> None:
             f"{paths.root}: the run has trained steps, and neither journal nor checkpoint is here; suspend the run, "
             "restore its volume, and resume it"
         )
+
+
+def _check_trackers(spec: TrackersSpec) -> None:
+    """Later a missing package only shows in the status: it must not end a run. Raises :class:`TrackerMissing`."""
+    for name in spec.asked_for:
+        if (problem := missing_package(name)) is not None:
+            raise TrackerMissing(f"spec.trackers.{name}: {problem}")
 
 
 async def _listen(server: Server, host: str, port: int, stop: asyncio.Event) -> None:

@@ -143,6 +143,18 @@ class _RunCollector(Collector):
         for measured in status.mismatch:
             mismatch.add_metric((measured.source, measured.positions), measured.recent_kl)
         yield mismatch
+        step = GaugeMetricFamily(
+            _PREFIX + "tracker_step", "Newest step that an experiment tracker was given.", labels=("tracker",)
+        )
+        failures = CounterMetricFamily(
+            _PREFIX + "tracker_failures",
+            "Attempts of an experiment tracker that failed since this process began; each is tried again.",
+            labels=("tracker",),
+        )
+        for tracker in status.trackers:
+            step.add_metric((tracker.name,), tracker.step)
+            failures.add_metric((tracker.name,), tracker.failures)
+        yield from (step, failures)
         for name, total, text in (
             ("expired_leases", counts.expired_leases, "Training leases given away."),
             (

@@ -72,6 +72,7 @@ class Server:
         token: str,
         train: PromptSource,
         held_out: PromptSource,
+        trackers: Callable[[], list[wire.Tracker]] = list,
     ) -> None:
         self._core = core
         self._journal = journal
@@ -80,8 +81,9 @@ class Server:
         self._clock = LogicalClock(time.monotonic() - core.meter.last)
         self._rollouts = Rollouts(core)
         self._training = Training(core)
+        self._trackers = trackers
         self._metrics = Metrics(
-            lambda: view(core),
+            lambda: msgspec.structs.replace(view(core), trackers=trackers()),
             journal.figures,
             refusing=lambda: journal.refusing is not None,
             staleness_bound=core.settings.identity.max_staleness_steps,
@@ -428,7 +430,7 @@ class Server:
     async def _status(self, request: web.Request) -> web.Response:
         # A slow disk must not hold up the answer to the operator: it gets what the last tick has read.
         status, error = (
-            msgspec.structs.replace(view(self._core), exports=self._exports),
+            msgspec.structs.replace(view(self._core), exports=self._exports, trackers=self._trackers()),
             self._journal.refusing,
         )
         if error is not None:

@@ -12,6 +12,7 @@ from scalerl_api import wire
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.exports import ExportedModel, Exports
 from scalerl_api.status import RunStatus
+from scalerl_api.wire import Tracker
 from scalerl_operator.cluster.conditions import Looked, Steered, report, waits_for_progress_only
 from scalerl_operator.cluster.observed import observe
 from scalerl_operator.cluster.trouble import QUIET_SECONDS
@@ -186,3 +187,13 @@ def test_an_export_that_fails_degrades_the_run_until_one_succeeds(looks: Looks) 
     assert looks.look(0, exports=Exports(failures=1, problem="s3://b: refused")) == Reason.EXPORT_FAILED
     assert looks.after.exports.problem == "s3://b: refused"
     assert looks.look(5, exports=Exports(failures=1)) == Reason.AS_EXPECTED
+
+
+def test_a_tracker_that_fails_degrades_the_run_until_it_works(looks: Looks) -> None:
+    failing = Tracker(name="mlflow", failures=1, problem="connection refused")
+    assert looks.look(0, trackers=[Tracker(name="tensorBoard"), failing]) == Reason.TRACKER_FAILED
+    said = looks.after.condition(ConditionType.DEGRADED)
+    assert said is not None
+    assert "mlflow: connection refused" in (said.message or "")
+    assert "tensorBoard" not in (said.message or "")
+    assert looks.look(5, trackers=[Tracker(name="mlflow", failures=1)]) == Reason.AS_EXPECTED

@@ -81,6 +81,7 @@ from scalerl_api.wire.watching import (
     Phase,
     Status,
     Stop,
+    Tracker,
 )
 
 __all__ = [
@@ -133,6 +134,7 @@ __all__ = [
     "Stop",
     "Struct",
     "TensorSpec",
+    "Tracker",
     "TrainerHello",
     "TrainerWelcome",
     "VersionSpan",

@@ -105,6 +105,19 @@ class Mismatch(Struct, frozen=True, kw_only=True):
     tokens: int
 
 
+class Tracker(Struct, frozen=True, kw_only=True):
+    """How an experiment tracker stands."""
+
+    name: str
+    """Its field in ``spec.trackers``."""
+    step: int = -1
+    """Newest step that it was given; -1: none since the coordinator began."""
+    failures: int = 0
+    """Attempts that failed since the coordinator began."""
+    problem: str = ""
+    """Why the last one did; empty once one succeeds."""
+
+
 class Status(Struct, frozen=True, kw_only=True):
     """``GET /v1/status``."""
 
@@ -145,6 +158,8 @@ class Status(Struct, frozen=True, kw_only=True):
     """The disk's error while the journal cannot be written; empty while it can."""
     exports: Exports | None = None
     """Models that others load; none: none yet."""
+    trackers: list[Tracker] = []
+    """Those of ``spec.trackers``."""
 
     def mismatch_kl(self, source: str, positions: str = ALL) -> float | None:
         """Mean over the run; None when it was never measured."""

@@ -496,6 +496,10 @@ def _degraded(run: ScaleRLRun, before: RunStatus, seen: Looked) -> Said:
             return type_, True, went_on_from
         if seen.heard is not None and seen.heard.exports is not None and seen.heard.exports.problem:
             return type_, True, Problem(Reason.EXPORT_FAILED, "")
+        failing = [t for t in seen.heard.trackers if t.problem] if seen.heard is not None else []
+        if failing:
+            said = "; ".join(f"{t.name}: {t.problem}" for t in failing)
+            return type_, True, Problem(Reason.TRACKER_FAILED, said)
     return type_, False, Problem(Reason.AS_EXPECTED, "")
 
 

@@ -1,0 +1,93 @@
+"""MLflow, by its own client."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any, Final
+
+from scalerl_api.paths import RunPaths
+from scalerl_api.spec import ScaleRLRun
+from scalerl_api.trackers import MLflowSpec
+from scalerl_coordinator.tracking.sink import Steps, flat, hyperparameters, tracker_id
+
+# Read when the library is imported: no usage figures to its makers; a server that is away is this process's to try again.
+os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param, RunTag
+from mlflow.exceptions import MlflowException
+
+_ID_TAG: Final = "scalerl.run"
+_METRICS_A_CALL: Final = 1000
+_PARAMETERS_A_CALL: Final = 100
+_PARAMETER_CHARACTERS: Final = 6000
+"""These three are limits of MLflow's own."""
+
+
+class MLflowSink:
+    """One run of MLflow, found again by a tag.
+
+    A call writes whole steps, in one transaction of the server's database, so its newest step says what it has.
+    """
+
+    begins_anew = False
+
+    def __init__(self, run: ScaleRLRun, paths: RunPaths, spec: MLflowSpec) -> None:
+        self._run = run
+        self._paths = paths
+        self._spec = spec
+        self._client: Any = None
+        self._run_id = ""
+
+    def open(self) -> int:
+        self._client = MlflowClient(tracking_uri=self._spec.uri)
+        experiment, id_ = self._experiment(), tracker_id(self._paths)
+        found = self._client.search_runs([experiment], f"tags.`{_ID_TAG}` = '{id_}'", max_results=1)
+        run = (
+            found[0]
+            if found
+            else self._client.create_run(experiment, tags={_ID_TAG: id_}, run_name=self._run.metadata.name)
+        )
+        self._run_id = run.info.run_id
+        self._client.update_run(self._run_id, status="RUNNING")
+        self._write_hyperparameters(run.data.params)
+        return int(run.data.metrics.get("step", -1)) + 1
+
+    def _experiment(self) -> str:
+        found = self._client.get_experiment_by_name(self._spec.experiment)
+        if found is None:
+            try:
+                return str(self._client.create_experiment(self._spec.experiment))
+            except MlflowException:  # another run may have been faster
+                found = self._client.get_experiment_by_name(self._spec.experiment)
+                if found is None:
+                    raise
+        return str(found.experiment_id)
+
+    def _write_hyperparameters(self, present: dict[str, str]) -> None:
+        """A parameter of MLflow cannot change: the value of a field that was edited is the tag ``spec.FIELD``."""
+        now = {name: str(value)[:_PARAMETER_CHARACTERS] for name, value in flat(hyperparameters(self._run))}
+        new = [Param(name, value) for name, value in now.items() if name not in present]
+        for begin in range(0, len(new), _PARAMETERS_A_CALL):
+            self._client.log_batch(self._run_id, params=new[begin : begin + _PARAMETERS_A_CALL])
+        changed = [
+            RunTag(f"spec.{name}", value) for name, value in now.items() if present.get(name, value) != value
+        ]
+        if changed:
+            self._client.log_batch(self._run_id, tags=changed)
+
+    def write(self, steps: Steps) -> None:
+        now = int(time.time() * 1000)
+        call: list[Metric] = []
+        for step, row in steps:
+            if len(call) + len(row) > _METRICS_A_CALL:
+                self._client.log_batch(self._run_id, metrics=call)
+                call = []
+            call += [Metric(name, float(value), now, step) for name, value in row.items()]
+        self._client.log_batch(self._run_id, metrics=call)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)

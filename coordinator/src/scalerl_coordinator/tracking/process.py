@@ -1,0 +1,118 @@
+"""``python -m scalerl_coordinator.tracking.process NAME``: gives one tracker every line of ``metrics.jsonl``.
+
+Standard output carries a :class:`~scalerl_api.wire.Tracker` as a line of JSON, whenever it changed. The end of standard
+input is the request to write what is there and to end; so the process does not outlive the coordinator either. Exit code:
+0 after that, 1 where the tracker failed, with the reason as its last line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import select
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from scalerl_api.load import load_run
+from scalerl_api.paths import RunPaths
+from scalerl_api.process import ProcessEnvironment
+from scalerl_api.spec import ScaleRLRun
+from scalerl_api.wire import Tracker
+from scalerl_coordinator.tracking.sink import Sink
+from scalerl_coordinator.tracking.tail import MetricsTail
+
+POLL_SECONDS: Final = 2.0
+_PROBLEM_CHARACTERS: Final = 600
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The process; see the module."""
+    (name,) = sys.argv[1:] if argv is None else argv
+    # What libraries print must not get between the lines of the report.
+    report = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
+    with contextlib.suppress(OSError):
+        os.nice(10)  # the run comes first
+    state = Tracker(name=name)
+
+    def tell(**changes: object) -> None:
+        nonlocal state
+        state = msgspec.structs.replace(state, **changes)
+        report.write(msgspec.json.encode(state) + b"\n")
+
+    try:
+        paths = ProcessEnvironment.read().paths
+        sink = open_sink(name, load_run(paths.run_file), paths)
+        follow(MetricsTail(paths.metrics), sink, lambda step: tell(step=step), _end_of_input)
+    except BrokenPipeError:
+        return 1  # the coordinator is gone
+    except Exception as problem:
+        logging.getLogger(__name__).debug("%s failed", name, exc_info=True)
+        # Without what is another in every attempt: it is told once.
+        said = re.sub(r" at 0x[0-9a-f]+", "", f"{type(problem).__name__}: {problem}")
+        tell(problem=said[:_PROBLEM_CHARACTERS])
+        return 1
+    return 0
+
+
+def open_sink(name: str, run: ScaleRLRun, paths: RunPaths) -> Sink:
+    """The sink of a field of ``spec.trackers``. Imports its library."""
+    trackers = run.spec.trackers
+    if name == "tensorBoard" and trackers.tensor_board is not None:
+        from scalerl_coordinator.tracking.tensorboard_sink import TensorBoardSink
+
+        shared = trackers.tensor_board.directory
+        return TensorBoardSink(run, paths.tensorboard if shared is None else Path(shared) / run.metadata.name)
+    if name == "wandb" and trackers.wandb is not None:
+        from scalerl_coordinator.tracking.wandb_sink import WandbSink
+
+        return WandbSink(run, paths, trackers.wandb)
+    if name == "mlflow" and trackers.mlflow is not None:
+        from scalerl_coordinator.tracking.mlflow_sink import MLflowSink
+
+        return MLflowSink(run, paths, trackers.mlflow)
+    raise ValueError(f"spec.trackers.{name} is not given")
+
+
+def follow(tail: MetricsTail, sink: Sink, tell: Callable[[int], None], wait: Callable[[float], bool]) -> None:
+    """Write what is in the file and what is added to it, until ``wait`` returns True; then once more.
+
+    tell: gets the newest step that the sink has, -1 while there is none, whenever nothing is left to write.
+    wait: sleeps for so many seconds at most.
+    """
+    missing, told, ending = sink.open(), -1, False
+    while True:
+        rows = tail.read()
+        if rows is None:
+            if sink.begins_anew:
+                sink.close()
+                missing = sink.open()
+            continue
+        steps = [(step, row) for step, row in rows if step >= missing]
+        if steps:
+            sink.write(steps)
+            missing = steps[-1][0] + 1
+        if rows:
+            continue
+        if missing != told:
+            told = missing
+            tell(missing - 1)
+        if ending:
+            break
+        ending = wait(POLL_SECONDS)
+    sink.close()
+
+
+def _end_of_input(seconds: float) -> bool:
+    return bool(select.select([0], [], [], seconds)[0]) and os.read(0, 1) == b""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

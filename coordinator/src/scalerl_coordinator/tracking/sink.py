@@ -1,0 +1,80 @@
+"""What a tracker's library is to the process that follows ``metrics.jsonl``."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from scalerl_api.paths import RunPaths
+from scalerl_api.spec import ScaleRLRun
+from scalerl_coordinator.accounting import Row
+
+Steps = Sequence[tuple[int, Row]]
+
+
+class Sink(Protocol):
+    """Blocking, and any of it may raise: then the process ends, and another begins anew."""
+
+    begins_anew: bool
+    """:meth:`open` drops what the sink has, so that it can follow a run that goes back to a checkpoint. The others keep a
+    step's first figures."""
+
+    def open(self) -> int:
+        """Connect. Returns the first step that the sink does not have."""
+
+    def write(self, steps: Steps) -> None:
+        """Take steps in ascending order, each higher than all before."""
+
+    def close(self) -> None:
+        """Deliver what is under way."""
+
+
+def hyperparameters(run: ScaleRLRun) -> dict[str, Any]:
+    """The spec with every default written out; without pod templates, whose variables may hold secrets."""
+    return _without_templates(run.to_manifest()["spec"])
+
+
+def _without_templates(section: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_templates(value) if isinstance(value, dict) else value
+        for name, value in section.items()
+        if name != "podTemplate"
+    }
+
+
+def flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str | int | bool]]:
+    """Fields by path; lists as JSON.
+
+    >>> dict(flat({"a": {"b": 1, "c": ["x"]}}))
+    {'a.b': 1, 'a.c': '["x"]'}
+    """
+    for name, value in section.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value if isinstance(value, str | int) else json.dumps(value)
+
+
+def tracker_id(paths: RunPaths) -> str:
+    """The id of the run in its directory: drawn once, the same after every restart."""
+    aside = paths.tracker_id.with_name(f"tracker-id.{os.getpid()}.tmp")
+    if not paths.tracker_id.exists():
+        _write_durably(aside, uuid.uuid4().hex[:16] + "\n")
+        try:
+            os.link(aside, paths.tracker_id)
+        except FileExistsError:
+            pass  # another tracker's process was faster
+        finally:
+            aside.unlink()
+    return paths.tracker_id.read_text().strip()
+
+
+def _write_durably(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,57 @@
+"""TensorBoard: event files, by the writer of tensorboardX."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.summary import hparams
+
+from scalerl_api.spec import ScaleRLRun
+from scalerl_coordinator.tracking.sink import Steps, flat, hyperparameters
+
+_SUFFIX = ".scalerl"
+"""Ends the names of the files that are ours to delete: the directory may be shared."""
+
+
+class TensorBoardSink:
+    """One event file, with one event a step."""
+
+    begins_anew = True
+
+    def __init__(self, run: ScaleRLRun, directory: Path) -> None:
+        self._run = run
+        self._directory = directory
+        self._writer: EventsWriter | None = None
+
+    def open(self) -> int:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        for old in self._directory.glob(f"events.out.tfevents.*{_SUFFIX}"):
+            old.unlink()
+        # Two files of one second need two names.
+        self._writer = EventsWriter(str(self._directory / "events"), f".{time.time_ns()}{_SUFFIX}")
+        # A TensorBoard that shows the deleted file drops what it has from this step on.
+        self._add(Event(step=0, session_log=SessionLog(status=SessionLog.START)))
+        for summary in hparams(dict(flat(hyperparameters(self._run))), {}):
+            self._add(Event(step=0, summary=summary))
+        self._writer.flush()
+        return 0
+
+    def write(self, steps: Steps) -> None:
+        assert self._writer is not None
+        for step, row in steps:
+            values = [Summary.Value(tag=name, simple_value=value) for name, value in row.items()]
+            self._add(Event(step=step, summary=Summary(value=values)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _add(self, event: Event) -> None:
+        assert self._writer is not None
+        event.wall_time = time.time()
+        self._writer.write_event(event)

@@ -1,0 +1,386 @@
+"""Experiment trackers, with their own libraries and readers: each step of metrics.jsonl once, whatever ends their process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import random
+import re
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from coordinator_client import make_group, run_text
+
+from scalerl_api import endpoints, wire
+from scalerl_api.load import parse_run
+from scalerl_api.paths import RunPaths
+from scalerl_api.trackers import TrackersSpec
+from scalerl_coordinator import main
+from scalerl_coordinator.files import RunFiles
+from scalerl_coordinator.tracking import supervisor
+from scalerl_coordinator.tracking.process import follow, open_sink
+from scalerl_coordinator.tracking.sink import flat, hyperparameters, tracker_id
+from scalerl_coordinator.tracking.supervisor import Trackers, missing_package
+from scalerl_coordinator.tracking.tail import MetricsTail
+
+Rows = dict[int, dict[str, float]]
+
+
+def row(step: int, loss: float | None = None) -> dict[str, float]:
+    return {"step": step, "loss": 1 / (step + 3) if loss is None else loss, "work_tokens": 1000 * step + 7}
+
+
+def rows(steps: int) -> Rows:
+    return {step: row(step) for step in range(steps)}
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    found = RunPaths(tmp_path)
+    found.token.write_text("token")
+    return found
+
+
+def specify(paths: RunPaths, **trackers: object) -> None:
+    paths.run_file.write_text(run_text(trackers=trackers))
+
+
+def start(paths: RunPaths, name: str) -> subprocess.Popen[bytes]:
+    """The process of a tracker, as the supervisor starts it."""
+    environ = {
+        **os.environ,
+        "SCALERL_DIR": str(paths.root),
+        "SCALERL_NAME": "coordinator-0",
+        "SCALERL_COORDINATOR_URL": "http://127.0.0.1:1",
+        "SCALERL_TOKEN_FILE": str(paths.token),
+    }
+    command = [sys.executable, "-m", "scalerl_coordinator.tracking.process", name]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, env=environ, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+    )
+
+
+def finish(process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """Ask it to end; what it reported last."""
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, (out, err)
+    last: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return last
+
+
+def in_process(paths: RunPaths, name: str, wait: Callable[[float], bool]) -> list[int]:
+    """Follow the file in this process; the steps that were reported."""
+    told: list[int] = []
+    sink = open_sink(name, parse_run(paths.run_file.read_text(), "test"), paths)
+    follow(MetricsTail(paths.metrics), sink, told.append, wait)
+    return told
+
+
+def tensorboard_scalars(directory: Path) -> Rows:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload()
+    found: Rows = {}
+    for tag in read.Tags()["scalars"]:
+        for event in read.Scalars(tag):
+            assert tag not in found.setdefault(event.step, {}), "twice"
+            found[event.step][tag] = event.value
+    return found
+
+
+def wandb_records(directory: Path) -> list[dict[str, Any]]:
+    """What W&B's own reader finds in the one offline run there."""
+    (run,) = directory.glob("offline-run-*")
+    command = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", "--json", str(run)]
+    environ = {**os.environ, "WANDB_ERROR_REPORTING": "false", "WANDB_MODE": "offline"}
+    read = subprocess.run(command, env=environ, capture_output=True, check=True, timeout=60)
+    return [json.loads(line) for line in read.stdout.splitlines()]
+
+
+def wandb_history(directory: Path) -> list[dict[str, float]]:
+    items = [r["history"]["item"] for r in wandb_records(directory) if r["type"] == "history"]
+    return [{name: value for name, value in item.items() if name[0] != "_"} for item in items]
+
+
+def mlflow_run(uri: str) -> tuple[Any, dict[str, list[tuple[int, float]]]]:
+    """The one run of the experiment, and the history of each of its metrics."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("scalerl").experiment_id])
+    names = run.data.metrics
+    return run, {n: [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, n)] for n in names}
+
+
+def metrics_in(database: Path) -> int:
+    """How many figures MLflow's database has."""
+    try:
+        with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as found:
+            return int(found.execute("select count(*) from metrics").fetchone()[0])
+    except sqlite3.OperationalError:
+        return 0
+
+
+# --- the file ------------------------------------------------------------------------------------------------
+
+
+def test_the_tail_reads_each_step_once_and_says_what_was_taken_back(paths: RunPaths) -> None:
+    files, tail = RunFiles(paths), MetricsTail(paths.metrics)
+    assert tail.read() == []
+    files.write_rows(rows(5), 5, whole=True)
+    assert tail.read(3) == [(s, row(s)) for s in range(3)]
+    assert tail.read() == [(s, row(s)) for s in (3, 4)]
+    with paths.metrics.open("a") as file:
+        file.write('{"step": 5, "lo')
+    assert tail.read() == []
+    files.write_rows(rows(6), 6, whole=True)
+    assert tail.read() == [(5, row(5))], "a file that was put right: only what is new"
+    files.write_rows(rows(4), 4, whole=True)
+    files.write_rows(rows(4) | {4: row(4, 9.0), 5: row(5), 6: row(6)}, 7)
+    assert tail.read() is None
+    assert [step for step, _ in tail.read() or ()] == list(range(7))
+
+
+def test_the_tail_notices_a_step_back_after_the_file_grew_past_it(paths: RunPaths) -> None:
+    files, tail = RunFiles(paths), MetricsTail(paths.metrics)
+    files.write_rows(rows(5), 5, whole=True)
+    tail.read()
+    files.write_rows(rows(3), 3, whole=True)
+    files.write_rows(rows(3) | {s: row(s, 0.5) for s in range(3, 9)}, 9)
+    assert tail.read() is None
+
+
+# --- TensorBoard ---------------------------------------------------------------------------------------------
+
+
+def as_float32(found: Rows) -> Rows:
+    import numpy as np
+
+    return {s: {name: float(np.float32(value)) for name, value in r.items()} for s, r in found.items()}
+
+
+def test_tensorboard_reads_what_metrics_jsonl_holds_also_after_a_step_back(paths: RunPaths) -> None:
+    shared = paths.root / "shared"
+    specify(paths, tensorBoard={"directory": str(shared)})
+    mine = shared / "test"
+    mine.mkdir(parents=True)
+    (mine / "events.out.tfevents.1.other").write_text("")
+    files = RunFiles(paths)
+    files.write_rows(rows(600), 600, whole=True)
+    lines = rows(590) | {s: row(s, 0.25) for s in range(590, 602)}
+    stages = iter(
+        [lambda: files.write_rows(rows(590), 590, whole=True), lambda: files.write_rows(lines, 602)]
+    )
+
+    def wait(seconds: float) -> bool:
+        stage = next(stages, None)
+        if stage is not None:
+            stage()
+        return stage is None
+
+    assert in_process(paths, "tensorBoard", wait) == [599, 589, 601]
+    assert tensorboard_scalars(mine) == as_float32(lines)
+    assert len(list(mine.iterdir())) == 2, "its own file of before is gone, others' are left alone"
+
+
+def test_tensorboard_killed_at_random_moments_has_each_step_once(paths: RunPaths) -> None:
+    specify(paths, tensorBoard={})
+    files, drawn = RunFiles(paths), random.Random(7)
+    files.write_rows(rows(2000), 2000, whole=True)
+    for kill in range(4):
+        process = start(paths, "tensorBoard")
+        written = wait_for(lambda: list(paths.tensorboard.glob("*")), process)
+        assert len(written) <= 2
+        time.sleep(drawn.uniform(0, 0.3))
+        process.kill()
+        process.communicate()
+        files.write_rows(rows(2001 + kill), 2001 + kill, whole=True)
+    assert finish(start(paths, "tensorBoard"))["step"] == 2003
+    assert tensorboard_scalars(paths.tensorboard) == as_float32(rows(2004))
+
+
+def wait_for(found: Callable[[], Any], process: subprocess.Popen[bytes]) -> Any:
+    deadline = time.monotonic() + 60
+    while not (value := found()):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return value
+
+
+# --- Weights & Biases ----------------------------------------------------------------------------------------
+
+
+def test_wandb_offline_killed_has_each_step_once_in_one_run(paths: RunPaths) -> None:
+    specify(paths, wandb={"offline": True, "project": "p", "entity": "team"})
+    files = RunFiles(paths)
+    files.write_rows(rows(3000), 3000, whole=True)
+    process = start(paths, "wandb")
+    wait_for(lambda: list(paths.wandb.glob("offline-run-*/*.wandb")), process)
+    time.sleep(0.2)
+    process.kill()
+    process.communicate()
+    files.write_rows(rows(3002), 3002, whole=True)
+    assert finish(start(paths, "wandb"))["step"] == 3001
+    assert wandb_history(paths.wandb) == list(rows(3002).values())
+    records = wandb_records(paths.wandb)
+    (began,) = (r["run"] for r in records if r["type"] == "run")
+    assert (began["project"], began["entity"], began["run_id"]) == ("p", "team", tracker_id(paths))
+    config = next(
+        r["config"]["update"]
+        for r in records
+        if r["type"] == "config" and "recipe" in r["config"].get("update", {})
+    )
+    assert config["recipe"]["loss"]["name"] == "CISPO"
+
+
+def test_wandb_without_a_server_fails_with_its_reason(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr("scalerl_coordinator.tracking.wandb_sink._INIT_SECONDS", 2.0)
+    specify(paths, wandb={})
+    try:
+        with pytest.raises(Exception, match="connection refused"):
+            in_process(paths, "wandb", lambda seconds: True)
+    finally:
+        import wandb
+
+        wandb.teardown()
+
+
+# --- MLflow --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_mlflow_killed_has_each_step_once_and_edits_as_tags(paths: RunPaths) -> None:
+    uri = f"sqlite:///{paths.root}/mlflow.db"
+    specify(paths, mlflow={"uri": uri})
+    files = RunFiles(paths)
+    files.write_rows(rows(900), 900, whole=True)
+    process = start(paths, "mlflow")
+    wait_for(lambda: metrics_in(paths.root / "mlflow.db"), process)
+    process.kill()
+    process.communicate()
+    # A step back: what the tracker has of the steps that are trained again keeps its first figures.
+    files.write_rows(rows(890), 890, whole=True)
+    files.write_rows(rows(890) | {s: row(s, 7.0) for s in range(890, 903)}, 903)
+    paths.run_file.write_text(
+        run_text(trackers={"mlflow": {"uri": uri}}, evaluation={"everySteps": 3, "samplesPerPrompt": 2})
+    )
+    assert finish(start(paths, "mlflow"))["step"] == 902
+    run, histories = mlflow_run(uri)
+    assert set(histories) == {"step", "loss", "work_tokens"}
+    assert all([step for step, _ in history] == list(range(903)) for history in histories.values())
+    losses = [loss for _, loss in histories["loss"]]
+    assert losses[:890] == [row(s)["loss"] for s in range(890)]
+    assert all(losses[s] in (row(s)["loss"], 7.0) for s in range(890, 900))
+    assert losses[900:] == [7.0, 7.0, 7.0]
+    assert run.info.status == "FINISHED"
+    assert run.info.run_name == "test"
+    assert run.data.params["recipe.loss.name"] == "CISPO"
+    assert run.data.params["evaluation.everySteps"] == "2"
+    assert run.data.tags["spec.evaluation.everySteps"] == "3"
+    assert run.data.tags["scalerl.run"] == tracker_id(paths)
+
+
+# --- in the coordinator --------------------------------------------------------------------------------------
+
+
+def test_hyperparameters_leave_out_what_may_hold_secrets() -> None:
+    template = {"env": [{"name": "WANDB_API_KEY", "value": "secret"}]}
+    run = parse_run(run_text(podTemplate=template, coordinator={"podTemplate": template}), "test")
+    found = dict(flat(hyperparameters(run)))
+    assert found["recipe.loss.ratioCap"] == "5"
+    assert "secret" not in json.dumps(found)
+
+
+def test_a_missing_package_refuses_a_run_that_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = TrackersSpec.model_validate({"wandb": {}})
+    main._check_trackers(spec)
+    monkeypatch.setitem(supervisor._PACKAGES, "wandb", "scalerl_no_such_package")
+    with pytest.raises(
+        main.TrackerMissing, match=r"spec\.trackers\.wandb: the Python package .* is missing: pip"
+    ):
+        main._check_trackers(spec)
+
+
+def test_a_folder_of_the_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scalerl_folder").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(supervisor._PACKAGES, "wandb", "scalerl_folder")
+    assert "is missing" in str(missing_package("wandb"))
+
+
+async def test_a_tracker_that_fails_is_told_once_counted_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(supervisor._PACKAGES, "wandb", "scalerl_no_such_package")
+    monkeypatch.setattr(supervisor, "PAUSES", (0.01,))
+    trackers = Trackers(TrackersSpec.model_validate({"wandb": {}}))
+    trackers.start()
+    with caplog.at_level(logging.ERROR):
+        async with asyncio.timeout(10):
+            while trackers.status()[0].failures < 5:  # noqa: ASYNC110 - a count, not an event
+                await asyncio.sleep(0.01)
+        await trackers.close()
+    assert "scalerl_no_such_package is missing" in trackers.status()[0].problem
+    assert len(caplog.records) == 1
+
+
+async def test_a_coordinator_trains_on_beside_a_tracker_that_cannot_be_reached(coordinator, client) -> None:
+    """MLflow's server is away; TensorBoard gets every step, also the last one before the end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        uri = f"http://127.0.0.1:{free.getsockname()[1]}"
+    trackers = {"tensorBoard": {}, "mlflow": {"uri": uri}}
+    coordinator.paths.run_file.write_text(run_text(trackers=trackers, budget={"maxSteps": 100}))
+    coordinator.start()
+    stands: dict[str, wire.Tracker] = {}
+    async with asyncio.timeout(100):
+        while not (stands and stands["mlflow"].failures):
+            await asyncio.sleep(0.1)
+            stands = {tracker.name: tracker for tracker in (await client.status()).trackers}
+    member = await client.register("g", coordinator.digest)
+    await client.hello("t")
+    await client.publish("t", 0)
+    await client.heartbeat(member, 0)
+    leases = (await client.lease(member, 0, 64)).leases
+    await client.push(member, [make_group(lease) for lease in leases])
+    assert (await client.next("t", 0)).action is wire.NextAction.TRAIN
+    await client.report("t", 0, {"loss": 0.5})
+    assert stands["tensorBoard"].problem == ""
+    assert uri.removeprefix("http://127.0.0.1:") in stands["mlflow"].problem
+    async with client.session.get(coordinator.url + endpoints.METRICS) as response:
+        text = await response.text()
+    assert 'scalerl_coordinator_tracker_failures_total{tracker="tensorBoard"} 0.0' in text
+    assert 'scalerl_coordinator_tracker_failures_total{tracker="mlflow"} 0.0' not in text
+    assert await asyncio.to_thread(coordinator.terminate) == 0
+    lines = [json.loads(line) for line in coordinator.paths.metrics.read_text().splitlines()]
+    assert [line["loss"] for line in lines] == [0.5]
+    assert tensorboard_scalars(coordinator.paths.tensorboard) == as_float32(
+        {line["step"]: line for line in lines}
+    )
+    assert coordinator.log().count("tracker mlflow failed") == 1, coordinator.log()
+
+
+def test_the_examples_of_the_guide_are_valid() -> None:
+    guide = Path(__file__).parents[2] / "docs" / "trackers.md"
+    examples = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", guide.read_text(), re.S)]
+    assert len(examples) == 2
+    for example in examples:
+        assert parse_run(run_text(**example), "guide").spec.trackers.asked_for
