@@ -40,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
     with contextlib.suppress(OSError):
         os.nice(10)  # the run comes first
+    # tensorboardX loads torch where it is installed, half a GB, for what is not asked of it here.
+    sys.modules["torch"] = None  # type: ignore[assignment]
     state = Tracker(name=name)
 
     def tell(**changes: object) -> None:
