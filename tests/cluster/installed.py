@@ -148,13 +148,14 @@ def seconds_between(earlier: str, later: str) -> float:
     return (datetime.fromisoformat(later) - datetime.fromisoformat(earlier)).total_seconds()
 
 
-def take_off(cluster: Cluster, namespace: str, name: str, image: str, model: str, folder: Path) -> None:
-    """What docs/operations.md says to run for a run that has ended, word for word, in ``folder``."""
-    page = (ROOT / "docs/operations.md").read_text()
-    section = page[page.index("## Taking model, curve and summary off the volume") :]
-    section = section[section.index("After that, a small pod") : section.index("## Alerts")]
+def take_off(cluster: Cluster, namespace: str, folder: Path, begins: str, ends: str, **words: str) -> None:
+    """What docs/operations.md says to run between two of its sentences, word for word, in ``folder``.
+
+    ``words``: what stands for what there.
+    """
+    section = (ROOT / "docs/operations.md").read_text().partition(begins)[2].partition(ends)[0]
     script = "\n".join(re.findall(r"^```\n(.*?)^```", section, re.MULTILINE | re.DOTALL))
-    for word, meant in (("NAME", name), ("IMAGE-OF-THE-TRAINER", image), ("step-00000300", model)):
+    for word, meant in words.items():
         assert word in script
         script = script.replace(word, meant)
     program = folder / "bin/kubectl"

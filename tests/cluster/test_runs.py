@@ -83,6 +83,16 @@ def test_a_run_starts_and_says_so(run: Run) -> None:
         until(lambda type_=type_: run.condition(type_)[0] == "True", 60, type_)
 
 
+def test_its_curve_is_copied_as_the_docs_say(run: Run, tmp_path: Path) -> None:
+    until(lambda: run.status().get("reward") is not None, 300, "an evaluation")
+    take_off(
+        *(run.cluster, NAMESPACE, tmp_path, "its directory is `/run/scalerl/run`", "After that, a small pod"),
+        NAME=run.name,
+    )
+    with (tmp_path / "curve.csv").open() as file:
+        assert next(csv.DictReader(file))["version"] == "0"
+
+
 def test_a_generator_is_deleted_and_replaced(run: Run) -> None:
     (pod,) = run.pods("generator")
     run.cluster.kubectl("delete", "pod", pod["metadata"]["name"], "-n", NAMESPACE, "--wait=false")
@@ -252,9 +262,12 @@ def test_it_ends_as_its_spec_says(run: Run) -> None:
 def test_its_model_and_curve_are_taken_off_the_volume_as_the_docs_say(
     run: Run, images: dict[str, str], tmp_path: Path
 ) -> None:
-    exports = run.status()["exports"]
-    model = exports["last"]["path"].removeprefix("checkpoints/hf/")
-    take_off(run.cluster, NAMESPACE, run.name, images["trainer"], model, tmp_path)
+    words = {
+        "NAME": run.name,
+        "IMAGE_OF_THE_TRAINER": images["trainer"],
+        "checkpoints/hf/step-00000300": run.status()["exports"]["last"]["path"],
+    }
+    take_off(run.cluster, NAMESPACE, tmp_path, "After that, a small pod", "## Alerts", **words)
     curve = run.cluster.get("configmap", f"{run.name}-curve", "-n", NAMESPACE)["data"]["curve.csv"]
     assert (tmp_path / "curve.csv").read_text() == curve
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == run.status()["step"]

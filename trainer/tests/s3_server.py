@@ -74,6 +74,10 @@ class S3Server:
         """Whether a file is being sent in parts."""
         return "<UploadId>" in self._http.get(f"/{BUCKET}?uploads").text
 
+    def sent(self, path: str) -> int:
+        """How often a file was put there as a whole."""
+        return self._log.read_text().count(f"PUT /{BUCKET}/{path} HTTP")
+
     def objects(self) -> dict[str, bytes]:
         paths = [entry["path"] for page in obstore.list(self._store) for entry in page]
         return {path: bytes(obstore.get(self._store, path).bytes()) for path in paths}

@@ -254,6 +254,8 @@ def test_a_bucket_holds_what_the_run_holds(tmp_path: Path, s3: S3Server) -> None
     put_in_bucket(to, tmp_path, 20, 30, known=20)
     assert {p.split("/")[2] for p in s3.objects()} == {"exports.json", "step-00000020", "step-00000030"}
     assert s3.written("a/b/step-00000020/config.json") == before, "what is there is not sent again"
+    put_in_bucket(to, tmp_path, 40, 40)
+    assert s3.sent("a/b/step-00000040/config.json") == 1, "best and last in one"
 
 
 @pytest.mark.parametrize("after", [0, 1, 5])
