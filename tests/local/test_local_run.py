@@ -27,6 +27,7 @@ from runs import (
     small_spec,
     start_run,
 )
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from scalerl_generator.vllm_client import VllmClient
 
@@ -49,7 +50,12 @@ SUMMARY_KEYS = {
 }
 STEPS = 20
 # Unfiltered: of an untrained policy's few fresh groups all may score alike, and then no fresh token is measured.
-RUN = small_spec(recipe__maxStalenessSteps=3, recipe__zeroVarianceFilter=False, budget__maxSteps=STEPS)
+RUN = small_spec(
+    recipe__maxStalenessSteps=3,
+    recipe__zeroVarianceFilter=False,
+    budget__maxSteps=STEPS,
+    trackers__tensorBoard={},
+)
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -127,6 +133,14 @@ def ask_generator(run: LocalRun) -> list[dict[str, Any]]:
             os.kill(pid, signal.SIGCONT)
 
 
+def assert_events_are_metrics(run: LocalRun) -> None:
+    """What TensorBoard shows is what the run's metrics.jsonl holds, in the precision of its events."""
+    read = EventAccumulator(str(run.directory / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    shown = [(event.step, tag, event.value) for tag in read.Tags()["scalars"] for event in read.Scalars(tag)]
+    held = [(r["step"], name, float(np.float32(value))) for r in run.metrics() for name, value in r.items()]
+    assert sorted(shown) == sorted(held)
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> LocalRun:
     """Its generator's last answers are in ``answers.json`` beside its directory."""
@@ -170,6 +184,7 @@ def test_it_leaves_what_a_person_can_look_at(finished: LocalRun) -> None:
         "step-00000020",
     ]
     assert (finished.directory / "checkpoints/hf/step-00000020/model.safetensors").stat().st_size > 0
+    assert_events_are_metrics(finished)
     names = {p.name for p in (finished.directory / "logs").iterdir()}
     assert any(n.startswith("coordinator") for n in names)
 
@@ -264,4 +279,5 @@ def test_interrupted_killed_and_resumed_it_trains_the_same_prompts(
         row["prompts_crc32"] for row in finished.metrics()
     ]
     assert [row["version"] for row in third.curve()] == ["0", "10", "20"]
+    assert_events_are_metrics(third)
     assert_nothing_left(third.directory)
