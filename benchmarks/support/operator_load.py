@@ -111,14 +111,18 @@ class Load:
         await self.each(self.runs, make)
         created = time.monotonic() - began
         print(f"{len(self.runs)} runs created in {created:.1f} s", flush=True)
-        seconds = await self.until(Phase.PREPARING, began)
-        for kind in OBJECTS:
-            found = await self.api.list(kind, NAMESPACE, label_selector=names.RUN, metadata_only=True)
-            there = {o["metadata"]["labels"][names.RUN] for o in found}
-            missing = [name for name in self.runs if name not in there]
-            if missing:
-                raise SystemExit(f"{len(missing)} runs without their {kind}, as {missing[0]}")
-        return seconds
+        await self.until(Phase.PREPARING, began)
+        for kind in OBJECTS:  # a run's phase is written down before its objects are made
+            while missing := await self._without(kind):
+                if time.monotonic() - began > LIMIT_SECONDS:
+                    raise SystemExit(f"{len(missing)} runs without their {kind}, as {missing[0]}")
+                await asyncio.sleep(0.5)
+        return time.monotonic() - began
+
+    async def _without(self, kind: str) -> list[str]:
+        found = await self.api.list(kind, NAMESPACE, label_selector=names.RUN, metadata_only=True)
+        there = {o["metadata"]["labels"][names.RUN] for o in found}
+        return [name for name in self.runs if name not in there]
 
     async def suspend(self) -> float:
         """All runs; seconds until the last is."""
