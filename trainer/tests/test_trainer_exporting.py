@@ -158,6 +158,28 @@ def test_an_evaluation_that_is_done_late_still_has_its_model(tmp_path: Path) -> 
     assert run.folders == [name(20), name(30)]
 
 
+def test_an_evaluation_that_comes_while_it_is_chosen_loses_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path)
+    run.write(0)
+    run.exporter.evaluated([point(0, 0.5)])
+    until(lambda: run.said().last is not None)
+    say = run.exporter._say
+
+    def said_late() -> None:
+        say()
+        run.exporter.evaluated([point(0, 0.5), point(6, 0.4)])
+
+    monkeypatch.setattr(run.exporter, "_say", said_late)
+    run.write(6)
+    run.exporter.close()
+    assert run.folders == [name(0), name(6)]
+    last = run.said().last
+    assert last is not None
+    assert last.version == 6
+
+
 def test_best_is_chosen_among_points_that_compare() -> None:
     of_before = [point(10, 0.9, "a"), point(20, 0.3, "b")]
     wanted = Wanted.of([*of_before, point(30, 0.2, "b"), point(40, 0.8, "b", mixed_versions=True)])

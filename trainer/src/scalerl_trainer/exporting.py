@@ -91,6 +91,9 @@ class Exporter:
         self._lock = threading.Lock()
         """Of what both threads share: what was said, what went wrong, what is being copied."""
         self._points: Sequence[EvaluationPoint] = []
+        self._weighed: set[int] = set()
+        """Versions that the last choice was between. Only these are ever removed: a version whose evaluation has come
+        since that choice may be the new best or last."""
         self._said = read_exports(paths.exports) or Exports()
         self._failures, self._problems = 0, {"write": "", "copy": ""}
         self._copying: frozenset[int] = frozenset()
@@ -198,10 +201,9 @@ class Exporter:
     def _remove(self) -> None:
         with self._lock:
             kept = {m.version for m in (self._said.best, self._said.last) if m is not None} | self._copying
-            measured = {p.version for p in self._points}
-        for version in self._versions():
-            if version in measured and version not in kept:
-                shutil.rmtree(self._folder(version), ignore_errors=True)
+            removed = self._weighed - kept
+        for version in removed:
+            shutil.rmtree(self._folder(version), ignore_errors=True)
 
     def _copy(self) -> None:
         """Copies what is newest at each attempt. What it reads stays until it is done, so that a copy that takes
@@ -258,7 +260,9 @@ class Exporter:
                 time=written,
             )
 
-        wanted = Wanted.of([p for p in self._points if p.version in present])
+        weighed = [p for p in self._points if p.version in present]
+        self._weighed = {p.version for p in weighed}
+        wanted = Wanted.of(weighed)
         self._said = Exports(
             best=self._said.best if wanted is None else model(wanted.best),
             last=self._said.last if wanted is None else model(wanted.last),
