@@ -115,6 +115,7 @@ def scraped(
         budget__maxSteps=5000,
         evaluation__everySteps=4,
         checkpoint__everySteps=4,
+        trackers__tensorBoard={},
     )
     address = live_operator.url.removeprefix("http://")
     itself = Target(address, {"job": "scalerl-operator", "namespace": NAMESPACE, "pod": "operator-0"})
