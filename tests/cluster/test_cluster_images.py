@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from testcluster import Cluster
+from testcluster import Cluster, MissingError
+from testcluster.images import Buildah
 
 # What each is for, imported as its programs do; `absent` may not be in it.
 IMPORTS = {
@@ -97,3 +98,18 @@ def test_a_restricted_pod_imports_what_its_role_needs(
         "pip": False,
         "plugins": ["scalerl_generator.vllm_worker:register"] if role == "generator" else [],
     }
+
+
+def test_what_a_killed_build_left_is_removed() -> None:
+    try:
+        buildah = Buildah.here()
+    except MissingError as error:
+        pytest.skip(f"no images can be made here: {error}")
+    with buildah.lock():
+        left = buildah.run("from", "scratch").strip()
+        aside = buildah.root / "tmp" / "of-a-killed-build"
+        aside.mkdir(parents=True)
+        assert left in buildah.run("containers", "--format", "{{.ContainerName}}")
+        buildah.sweep()
+        assert buildah.run("containers", "--quiet").strip() == ""
+        assert not aside.exists()

@@ -84,8 +84,9 @@ class Buildah:
         name = f"localhost/scalerl-{role}:{tag(role, base)}"
         if name in built:
             return name
-        self._base(base)
         if not self.has(name):
+            self.sweep()
+            self._base(base)
             with progress.step(f"building {name}") as step, _package_index() as secrets:
                 self.run(
                     "build",
@@ -101,6 +102,14 @@ class Buildah:
     def lock(self) -> IO[str]:
         """One process at a time makes images, and moves them: another's newer one would take a layer away."""
         return cache.lock(self.root.parent / ".images")
+
+    def sweep(self) -> None:
+        """Remove what builds that were killed have left: their containers keep layers, gigabytes each.
+
+        For a holder of ``lock`` only: nobody else builds.
+        """
+        self.run("rm", "--all", seconds=300)
+        shutil.rmtree(self.root / "tmp", ignore_errors=True)
 
     def _forget(self, role: str, but: str) -> None:
         """Remove the role's earlier images, and with them layers that none is made of any more."""
