@@ -150,12 +150,9 @@ class Server:
                 self._training.tick(now)
                 self._flush()
                 await self._write_curve()
-            is_reading = (
-                self._reading is not None and not self._reading.done()
-            )  # time does not wait for a disk
-            if not is_reading and (
-                self._core.finished or time.monotonic() - exports_read >= _EXPORTS_SECONDS
-            ):
+            due = self._core.finished or time.monotonic() - exports_read >= _EXPORTS_SECONDS
+            # In a task of its own: time does not wait for a disk.
+            if due and (self._reading is None or self._reading.done()):
                 exports_read = time.monotonic()
                 self._reading = asyncio.create_task(self._read_exports(), name="coordinator-exports")
                 self._reading.add_done_callback(self._task_done)

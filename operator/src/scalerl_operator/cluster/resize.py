@@ -1,4 +1,4 @@
-"""The size of a run's claim: it grows with ``spec.storage.size``, or by hand, and never shrinks. Pure.
+"""The size of a run's claim: it grows with ``spec.storage.size``, or by hand, and never shrinks. No I/O.
 
 Whether a claim can grow is for its StorageClass to say. A refusal keeps nothing else of the run from being applied.
 """

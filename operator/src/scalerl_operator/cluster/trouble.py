@@ -14,7 +14,8 @@ from scalerl_api.wire import Status
 from scalerl_operator.cluster.observed import Problem, rfc3339, seconds
 
 QUIET_SECONDS: Final = 600.0
-"""So long without another skipped step, ungraded completion or slot given up, and a run is no longer degraded by those before."""
+"""So long without another skipped step, ungraded completion or slot given up, and a run is no longer degraded by those
+before."""
 
 
 def noted(before: TroubleStatus, heard: Status, unix_seconds: float) -> TroubleStatus:

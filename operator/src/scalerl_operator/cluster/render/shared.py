@@ -111,7 +111,8 @@ def spec_hash(run: ScaleRLRun, role: Role) -> str:
     """Over the fields whose edit restarts a role, and what the user says of its pods: another hash needs other pods.
 
     Which fields those are, :mod:`scalerl_api.edits` says. What the operator brings along (its images, defaults of
-    fields that an older release did not have) is not in it, so that an upgrade stops no trainer. Before the hash stands its version (:mod:`scalerl_operator.cluster.earlier`).
+    fields that an older release did not have) is not in it, so that an upgrade stops no trainer. Before the hash stands
+    its version (:mod:`scalerl_operator.cluster.earlier`).
     """
     spec = run.spec
     read = _pruned(spec.model_dump(mode="json", exclude=_unread(role), exclude_defaults=True))
