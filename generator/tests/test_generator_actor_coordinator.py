@@ -37,7 +37,7 @@ from scalerl_api.wire import (
     TrainerWelcome,
 )
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(400)
 
 STEPS, PROMPTS_PER_STEP, COMPLETIONS = 3, 4, 4
 
@@ -77,7 +77,7 @@ class Trainer:
     async def call(self, path: str, message: Any, kind: type[Any], method: str = "POST") -> Any:
         """Tries on while the coordinator is away."""
         body = None if message is None else msgspec.msgpack.encode(message)
-        for _ in range(300):
+        for _ in range(1200):
             try:
                 async with self._session.request(
                     method, self._url + path, data=body, headers=self._headers
@@ -94,7 +94,7 @@ class Trainer:
         return status
 
     async def some_acknowledged(self) -> None:
-        for _ in range(400):
+        for _ in range(2400):
             if (await self.status()).counts.acknowledged:
                 return
             await asyncio.sleep(0.05)
@@ -181,7 +181,7 @@ async def test_a_run_of_three_steps(tmp_path: Path, kill: bool) -> None:
                 await trainer.some_acknowledged()
                 coordinator.kill()
                 coordinator.start()
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 await running
             status = await trainer.status()
             assert await generator.exit_code() == 0, "the run is over"

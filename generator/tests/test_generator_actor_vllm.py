@@ -244,10 +244,10 @@ async def test_in_flight_update_and_a_killed_server(scene: Scene) -> None:
     scene.offer(1, Split.HELD_OUT)
     scene.offer(1, Split.HELD_OUT, temperature=0.0, lease_id="greedy")
     scene.offer(16)
-    await until(lambda: len(coordinator.groups) >= 1, 60)
+    await until(lambda: len(coordinator.groups) >= 1, 120)
     received = await sender.send(models[1], 1)
     assert received.version == 1
-    await until(lambda: len(coordinator.groups) == 18, 60)
+    await until(lambda: len(coordinator.groups) == 18, 120)
     groups = list(coordinator.groups.values())
     check(groups)
     spans = [[s.version for s in c.versions] for g in groups for c in g.completions]
@@ -274,13 +274,13 @@ async def test_in_flight_update_and_a_killed_server(scene: Scene) -> None:
 
     # Killed in mid-generation: leases go back, and come again once there is a server with weights.
     scene.offer(16)
-    await until(lambda: len(coordinator.leased) >= 8, 30)
+    await until(lambda: len(coordinator.leased) >= 8, 120)
     await asyncio.sleep(0.1)
     before = len(coordinator.groups)
     await scene.generator.kill_server()
     killed = time.monotonic()
-    await until(lambda: not coordinator.beats[-1].healthy, 30)
-    await until(lambda: not coordinator.leased, 30)
+    await until(lambda: not coordinator.beats[-1].healthy, 120)
+    await until(lambda: not coordinator.leased, 120)
     assert time.monotonic() - killed < 10, "noticed late"
     assert len(coordinator.groups) < 18 + 16, "killed too late to show anything"
     await scene.generator.start_server()
@@ -289,7 +289,7 @@ async def test_in_flight_update_and_a_killed_server(scene: Scene) -> None:
     sender = Sender(2, scene.trainer)
     await sender.join()
     await sender.send(models[2], 2)
-    await until(lambda: len(coordinator.groups) == 34, 60)
+    await until(lambda: len(coordinator.groups) == 34, 120)
     check(list(coordinator.groups.values()))
     last = list(coordinator.groups.values())[-1]
     assert {s.version for c in last.completions for s in c.versions} == {2}

@@ -66,7 +66,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_gone(pids: set[int], seconds: float = 10) -> None:
+def wait_gone(pids: set[int], seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while left := {pid for pid in pids if alive(pid)}:
         assert time.monotonic() < deadline, f"still alive: {left}"
@@ -216,7 +216,7 @@ async def test_a_prompt_that_cannot_be_sent_is_its_callers_error():
             await pool.score_group(Prompt("1", "q", "4", metadata={"f": threading.Lock()}), ["4"])
         assert await pool.score_group(FOUR, ["4"]) == [RIGHT]
         # One of a pool before this one may take a moment to be gone.
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while len(graders()) > 1:  # noqa: ASYNC110 -- nothing announces it
                 await asyncio.sleep(0.05)
 
@@ -291,7 +291,7 @@ async def test_killing_processes_at_random():
         wrong = 0
         for start in range(0, 200, 10):
             groups = [[str(rng.randrange(3, 6)) + " " * 20_000 for _ in range(16)] for _ in range(10)]
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 results = await asyncio.gather(*(pool.score_group(FOUR, group) for group in groups))
             for group, graded in zip(groups, results, strict=True):
                 assert len(graded) == 16, start
@@ -350,7 +350,7 @@ async def test_a_completion_that_kills_its_grader_twice_is_blamed():
     async with GradingPool(FACTORS, timeout_seconds=60) as pool:
         group = asyncio.create_task(pool.score_group(PRIME, [PRIME.answer, FOREVER, PRIME.answer]))
         killed: set[int] = set()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while len(killed) < 2:
                 await asyncio.sleep(0.2)
                 for pid in graders() - killed:
@@ -367,7 +367,7 @@ async def test_closing_ends_what_hangs_and_refuses_what_waits():
     await asyncio.sleep(0.3)
     pids = children()
     assert len(pids) == 2
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         await pool.aclose()
     wait_gone(pids)
     for group in groups:
@@ -393,7 +393,7 @@ async def test_a_fork_server_that_cannot_be_replaced_breaks_the_pool_loudly(monk
             os.kill(pid, signal.SIGKILL)
         groups = [asyncio.create_task(pool.score_group(FOUR, ["4"])) for _ in range(5)]
         for group in groups:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 with pytest.raises(GradingError, match=r"no grader after 6 attempts: .* cannot be started"):
                     await group
         with pytest.raises(GradingError, match="no grader after 6 attempts"):

@@ -111,7 +111,7 @@ def operator(
         )
     live = LiveOperator(process, f"http://127.0.0.1:{port}", log)
     try:
-        until(lambda: process.poll() is not None or _answers(live), 60, live.tail)
+        until(lambda: process.poll() is not None or _answers(live), 120, live.tail)
         assert process.poll() is None, live.tail()
         yield live
     finally:
@@ -168,7 +168,7 @@ def curve_fit(deployment: Object, log: Path) -> Iterator[CurveFit]:
         return False
 
     try:
-        until(healthy, 60, log.read_text)
+        until(healthy, 120, log.read_text)
         yield made
     finally:
         process.terminate()

@@ -84,7 +84,7 @@ def prometheus(program: str, folder: Path, rules: Path) -> Iterator[Prometheus]:
         return False
 
     try:
-        until(ready, 30, log.read_text)
+        until(ready, 120, log.read_text)
         yield made
     finally:
         process.terminate()

@@ -62,7 +62,7 @@ def release(helm: str, control_plane: Cluster, namespace: str) -> Iterator[Helm]
 
 def apply_once_served(cluster: Cluster, obj: Object, namespace: str) -> None:
     """A definition that is new, or comes back, is served a moment after it is there."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while True:
         try:
             cluster.apply(obj, namespace=namespace)
@@ -102,7 +102,7 @@ def test_the_prometheus_operator_understands_what_is_for_it(control_plane, helm,
         True,
     ):  # a definition that is new has no conditions yet, which kubectl takes for an error
         try:
-            control_plane.kubectl("wait", "crd", *names, "--for=condition=Established", "--timeout=30s")
+            control_plane.kubectl("wait", "crd", *names, "--for=condition=Established", "--timeout=180s")
             break
         except KubectlError:
             if last:
@@ -273,7 +273,7 @@ def test_who_may_edit_a_namespace_may_edit_its_runs(control_plane, release):
         return done.stdout.strip() == "yes"
 
     # Aggregation is a controller's work, and takes a moment.
-    for _ in range(50):
+    for _ in range(300):
         if may("ada", "create") and may("bob", "list"):
             break
     assert may("ada", "create")

@@ -85,10 +85,10 @@ def live_operator(
         with operator(deployment, kubeconfig, NAMESPACE, folder / "log", SCALERL_SIDECAR_URL="") as made:
             control_plane.apply(run, namespace=HERE)
             yield made
-            control_plane.kubectl("delete", RUNS, run["metadata"]["name"], "-n", HERE, "--timeout=90s")
+            control_plane.kubectl("delete", RUNS, run["metadata"]["name"], "-n", HERE, "--timeout=180s")
     finally:
         release("uninstall", RELEASE)
-        control_plane.kubectl("delete", "crd", RUNS, "--timeout=60s")
+        control_plane.kubectl("delete", "crd", RUNS, "--timeout=180s")
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def scraped(
         made.aim([itself, beside, *targets_of(run)])
         run.until(lambda: run.step() >= STEPS, START_SECONDS, f"step {STEPS}")
         seen = f'max(scalerl_coordinator_step{{run="{RUN}"}}) >= {STEPS} and max(scalerl_trainer_checkpoint_step{{run="{RUN}"}}) > 0'
-        run.until(lambda: made.query(seen), 60.0, "Prometheus has seen it")
+        run.until(lambda: made.query(seen), 120, "Prometheus has seen it")
 
         def looked() -> bool:
             # An operator whose runs are well looks at none: somebody touches this one, so that there are looks to time.
@@ -141,7 +141,7 @@ def scraped(
             control_plane.kubectl("annotate", RUNS, "--all", "-n", HERE, word, "--overwrite")
             return bool(made.query(f"sum(rate(scalerl_operator_reconcile_seconds_count[{WINDOW}])) > 0"))
 
-        run.until(looked, 60.0, "looks have been timed")
+        run.until(looked, 120, "looks have been timed")
 
         def forecast() -> bool:
             assert live_curve_fit.ask(wire.FIT, CURVE) == 200
@@ -150,7 +150,7 @@ def scraped(
             refused = f"sum(rate({wire.REFUSED_METRIC}_total[{WINDOW}]))"
             return bool(made.query(f"{asked} > 0 and {refused} > 0"))
 
-        run.until(forecast, 60.0, "curves have been fitted, and refused")
+        run.until(forecast, 120, "curves have been fitted, and refused")
         yield made
         run.kill_everything()
 

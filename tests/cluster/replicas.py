@@ -36,7 +36,7 @@ def a_run(namespace: str, name: str) -> Object:
     return {**run, "metadata": {"name": name, "namespace": namespace}}
 
 
-async def until(condition: Callable[[], object], limit: float = 15.0) -> float:
+async def until(condition: Callable[[], object], limit: float = 120.0) -> float:
     """Seconds until it is true; an assertion if it never is."""
     began = time.monotonic()
     while not condition():
@@ -68,7 +68,7 @@ async def running(operator: main.Operator) -> AsyncIterator[main.Operator]:
         yield operator
     finally:
         operator.stop()
-        await asyncio.wait_for(task, 30)
+        await asyncio.wait_for(task, 120)
 
 
 def noting(looks: list[Key]) -> main.MakeReconcile:

@@ -207,7 +207,7 @@ class Stage:
             self.cache.forget_missing(kind, present, version)
 
     async def looks(
-        self, until: Callable[[Object], bool], name: str = "tiny-addition", times: int = 60
+        self, until: Callable[[Object], bool], name: str = "tiny-addition", times: int = 6000
     ) -> Object:
         """Look until the run is as wanted."""
         for _ in range(times):
@@ -256,13 +256,13 @@ class Stage:
 
     async def pods(self, role: str, count: int = 1) -> list[Object]:
         """The pods of a role that are to stay, once the controllers have made them."""
-        for _ in range(300):
+        for _ in range(1200):
             found = [p for p in await self.all("Pod", role) if "deletionTimestamp" not in p["metadata"]]
             found = [p for p in found if p.get("status", {}).get("phase") in (None, "Pending", "Running")]
             if len(found) >= count:
                 return found
             await asyncio.sleep(0.1)
-        raise AssertionError(f"no {count} pods of {role} in 30 s")
+        raise AssertionError(f"no {count} pods of {role} in 120 s")
 
     async def begin(self, role: str, count: int = 1) -> None:
         """The pods of a role run and are ready."""
@@ -371,7 +371,7 @@ def own_control_plane(**how: Any) -> Iterator[Cluster]:
 def serve_runs(cluster: Any) -> None:
     """Apply the CRD and wait until its objects are served (its first conditions take a moment to be there)."""
     cluster.kubectl("apply", "--server-side", "-f", CRD)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while True:
         with contextlib.suppress(KubectlError):
             cluster.kubectl("get", "scalerlruns", "-A")

@@ -12,7 +12,7 @@ from stage import Object, Stage, condition, tiny
 from scalerl_operator.cluster import errors
 from scalerl_operator.cluster.apply import CHECK_SECONDS, SEARCH_SECONDS
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 NAME = "tiny-addition"
 OURS = ("scalerl.dev/", "app.kubernetes.io/")
@@ -139,7 +139,7 @@ async def test_labels_of_a_job_that_admission_lets_nobody_write_fail_no_look(the
     for obj in (rule, binding):
         manifest = json.dumps({"apiVersion": "admissionregistration.k8s.io/v1"} | obj)
         there.kubectl("apply", "-f", "-", stdin=manifest)
-    for tries in range(60):  # until the policy is in force
+    for tries in range(240):  # until the policy is in force
         try:
             await there.edit("Job", f"{NAME}-prepare", {"metadata": {"labels": {"try": str(tries)}}})
         except errors.Invalid:

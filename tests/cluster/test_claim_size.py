@@ -12,7 +12,7 @@ from stage import Object, Stage, condition, tiny
 from scalerl_operator.cluster import errors
 from scalerl_operator.cluster.resize import RETRY_SECONDS
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 THE_RUN = ("ScaleRLRun", "tiny-addition")
 CLAIM = ("PersistentVolumeClaim", "tiny-addition-data")
@@ -43,7 +43,7 @@ async def start(there: Stage, *, grows: bool) -> None:
     await asyncio.to_thread(there.kubectl, "apply", "-f", "-", stdin=text)
     storage = {"size": "1Gi", "storageClassName": name, "accessMode": "ReadWriteOnce"}
     await there.start(tiny(storage=storage))
-    for _ in range(200):
+    for _ in range(1200):
         claim = await there.get(*CLAIM)
         if claim is not None and claim.get("status", {}).get("phase") == "Bound":
             return

@@ -95,7 +95,7 @@ def test_two_restricted_pods_meet_by_name_by_service_and_on_a_volume(cluster: Cl
     cluster.apply(*_objects())
     try:
         cluster.kubectl(
-            "wait", "job/peer", "-n", NAMESPACE, "--for=condition=Complete", "--timeout=60s", seconds=70
+            "wait", "job/peer", "-n", NAMESPACE, "--for=condition=Complete", "--timeout=180s", seconds=70
         )
         for index in range(2):
             selector = f"batch.kubernetes.io/job-completion-index={index}"
@@ -112,7 +112,7 @@ def test_two_restricted_pods_meet_by_name_by_service_and_on_a_volume(cluster: Cl
 def test_commands_run_in_pods_and_their_ends_are_seen(cluster: Cluster) -> None:
     cluster.kubectl("run", "shell", "--image=localhost/busybox:1", "--", "sh", "-c", "sleep 1000 & wait")
     try:
-        cluster.kubectl("wait", "pod/shell", "--for=condition=Ready", "--timeout=30s")
+        cluster.kubectl("wait", "pod/shell", "--for=condition=Ready", "--timeout=180s")
         assert cluster.kubectl("exec", "shell", "--", "echo", "hello") == "hello\n"
         assert "10.96.0.1" in cluster.kubectl(
             "exec", "shell", "--", "nslookup", "kubernetes.default.svc.cluster.local"
@@ -160,7 +160,7 @@ def _leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with start_cluster(folder / "node") as cluster:
         assert cluster.layout is not None
         cluster.kubectl("run", "stays", "--image=localhost/busybox:1", "--", "sleep", "1000")
-        cluster.kubectl("wait", "pod/stays", "--for=condition=Ready", "--timeout=30s")
+        cluster.kubectl("wait", "pod/stays", "--for=condition=Ready", "--timeout=180s")
         assert cgroups.left(cluster.layout.cgroup)
         with pytest.raises(ClusterError, match="another cluster with a node is up"):
             start_cluster(folder / "second")

@@ -33,7 +33,7 @@ from scalerl_operator.policy.facts import (
     Staleness,
 )
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -111,5 +111,12 @@ async def test_full_objects_follow_each_other_and_go_with_the_run(
 
     await api.delete("ScaleRLRun", namespace, "decided", propagation="Foreground")
     served.kubectl(
-        "wait", "--for=delete", "-n", namespace, "configmap", "-l", "scalerl.dev/run=decided", "--timeout=60s"
+        "wait",
+        "--for=delete",
+        "-n",
+        namespace,
+        "configmap",
+        "-l",
+        "scalerl.dev/run=decided",
+        "--timeout=180s",
     )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from stage import Stage, condition, tiny
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 REFUSED = {
     "phase": "Failed",

@@ -47,7 +47,7 @@ async def curve_fit() -> AsyncIterator[str]:
     url = f"http://127.0.0.1:{port}"
     try:
         async with aiohttp.ClientSession() as session:
-            for _ in range(300):
+            for _ in range(1200):
                 with contextlib.suppress(aiohttp.ClientConnectionError):
                     async with session.get(f"{url}/healthz") as answer:
                         if answer.status == 200:
@@ -58,7 +58,7 @@ async def curve_fit() -> AsyncIterator[str]:
         yield url
     finally:
         process.terminate()
-        await asyncio.wait_for(process.wait(), 20)
+        await asyncio.wait_for(process.wait(), 120)
 
 
 async def held(served: Cluster, namespace: str, log: Path) -> dict[str, float]:
@@ -71,7 +71,7 @@ async def held(served: Cluster, namespace: str, log: Path) -> dict[str, float]:
 
         async def until(true: Callable[[Object], bool]) -> None:
             run: Object | None = None
-            for _ in range(600):
+            for _ in range(1200):
                 run = await there.get("ScaleRLRun", "tiny-addition")
                 if run is not None and true(run):
                     return
@@ -95,14 +95,14 @@ async def held(served: Cluster, namespace: str, log: Path) -> dict[str, float]:
             await there.end("trainer", count=2)
             await until(lambda r: r["status"]["phase"] == "Completed")
             await there.delete("ScaleRLRun", "tiny-addition")
-            for _ in range(300):
+            for _ in range(1200):
                 if await there.get("ScaleRLRun", "tiny-addition") is None:
                     break
                 await asyncio.sleep(0.1)
             else:
-                raise AssertionError("the run is not gone 30 s after it was deleted")
+                raise AssertionError("the run is not gone 120 s after it was deleted")
             only.process.terminate()
-            assert await asyncio.wait_for(only.process.wait(), 30) == 0
+            assert await asyncio.wait_for(only.process.wait(), 120) == 0
     return {what: float(seconds) for what, seconds in SLOW.findall(words(log)[began:])}
 
 

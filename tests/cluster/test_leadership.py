@@ -33,7 +33,7 @@ from scalerl_operator.cluster.api import KubeApi
 from scalerl_operator.cluster.leader import LEASE_NAME, Leader
 from scalerl_operator.cluster.types import Key, Object
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 PACE_SECONDS = 0.1
 STARTING_SECONDS = 90.0
@@ -81,9 +81,9 @@ async def at_work(api: KubeApi, served: Cluster, namespace: str) -> AsyncIterato
 
 async def has_stopped(operator: main.Operator, work: Work) -> None:
     """No look is under way or begun, nothing is written, and nothing of the time before is remembered."""
-    await until(lambda: work.stopped, 1)
+    await until(lambda: work.stopped, 120)
     assert "long" in work.stopped
-    await until(lambda: work.forgotten == 1, 1)
+    await until(lambda: work.forgotten == 1, 120)
     work.looks.clear()
     assert operator.queue.in_work() == 0
     with pytest.raises(errors.Fenced):
@@ -96,17 +96,17 @@ async def test_a_lease_that_is_taken_away_ends_all_work_until_it_is_had_again(
     operator, work = at_work
     rival = {"holderIdentity": "somebody", "renewTime": "2026-01-01T00:00:00.000000Z"}
     await api.patch("Lease", namespace, LEASE_NAME, {"spec": rival})
-    took = await until(operator.leader.lost.is_set, 5)
+    took = await until(operator.leader.lost.is_set, 20)
     print(f"stops {took:.1f} s after somebody took its Lease")
     await has_stopped(operator, work)
     assert await asked(operator, "/readyz") == (200, "somebody leads\n")
     await api.apply(a_run(namespace, "late"))
-    await until(lambda: operator.cache.run(namespace, "late"), 5)
+    await until(lambda: operator.cache.run(namespace, "late"), 120)
     await asyncio.sleep(10 * PACE_SECONDS)
     assert work.looks == [], "it hears of runs, and looks at none"
     # Whoever that was does not renew, and is taken for dead.
-    await until(operator.leader.is_leader, 20)
-    await until(lambda: {"a", "b", "late", "long"} <= set(work.looks), 5)
+    await until(operator.leader.is_leader, 120)
+    await until(lambda: {"a", "b", "late", "long"} <= set(work.looks), 120)
     assert (work.forgotten, await asked(operator, "/readyz")) == (1, (200, "leads\n"))
 
 
@@ -115,7 +115,7 @@ async def test_without_an_answer_for_longer_than_the_lease_all_work_ends_until_t
 ) -> None:
     operator, work = at_work
     with served.without("kube-apiserver"):
-        took = await until(operator.leader.lost.is_set, 12)
+        took = await until(operator.leader.lost.is_set, 20)
         print(f"stops {took:.1f} s after the API server")
         await has_stopped(operator, work)
         for name in ("a", "b"):  # a watch's late news, as far as it knows
@@ -123,8 +123,8 @@ async def test_without_an_answer_for_longer_than_the_lease_all_work_ends_until_t
         await asyncio.sleep(10 * PACE_SECONDS)
         assert work.looks == []
         assert await asked(operator, "/readyz") == (200, "does not lead, and who does is not known\n")
-    await until(operator.leader.is_leader, 30)
-    await until(lambda: {"a", "b", "long"} <= set(work.looks), 5)
+    await until(operator.leader.is_leader, 120)
+    await until(lambda: {"a", "b", "long"} <= set(work.looks), 120)
 
 
 async def test_a_standby_is_warm_and_does_nothing_until_it_leads(
@@ -140,17 +140,17 @@ async def test_a_standby_is_warm_and_does_nothing_until_it_leads(
             await until(other.watches.started.is_set)
             await asyncio.sleep(1)
             await api.apply(a_run(namespace, "r"))
-            await until(lambda: leading and other.cache.run(namespace, "r"), 5)
+            await until(lambda: leading and other.cache.run(namespace, "r"), 120)
             assert not standby
-            await until(lambda: other.leader.holder == ("one" if leading is first else "two"), 5)
+            await until(lambda: other.leader.holder == ("one" if leading is first else "two"), 120)
             assert await asked(other, "/readyz") == (200, f"{other.leader.holder} leads\n")
             with pytest.raises(errors.Fenced):
                 await other.api.apply(config_map(namespace, "a"))
             two_led = two.leader.is_leader()
         if not two_led:
-            took = await until(two.leader.is_leader, 3)
+            took = await until(two.leader.is_leader, 9)
             print(f"the next leads {took:.2f} s after an orderly end")
-            await until(lambda: second, 2)
+            await until(lambda: second, 120)
 
 
 async def test_a_replica_that_has_not_seen_the_lease_does_not_say_who_leads(
@@ -169,7 +169,7 @@ async def test_a_replica_that_has_not_seen_the_lease_does_not_say_who_leads(
     operator.leader = Leader(Silent(), namespace=namespace, identity="test")  # type: ignore[arg-type]
     async with running(operator):
         await until(lambda: operator.address)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while (answer := await asked(operator, "/readyz"))[0] != 200:
             assert answer[1].startswith("waits for "), answer
             assert time.monotonic() < deadline, answer
@@ -216,17 +216,17 @@ async def test_of_three_processes_one_leads_and_the_next_takes_over(served: Clus
         second = await leader(left)
         took = time.monotonic() - killed
         print(f"after kill -9 the next leads within {took:.1f} s")
-        assert took < 15
+        assert took < 30
         await asyncio.sleep(3)
         ended = time.monotonic()
         second.process.send_signal(signal.SIGTERM)
         third = await leader([each for each in left if each is not second])
         took = time.monotonic() - ended
         print(f"after SIGTERM the next leads within {took:.1f} s")
-        assert took < 5
-        assert await asyncio.wait_for(second.process.wait(), 20) == 0
+        assert took < 9, "no wait for its Lease to run out"
+        assert await asyncio.wait_for(second.process.wait(), 120) == 0
         third.process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(third.process.wait(), 20) == 0
+        assert await asyncio.wait_for(third.process.wait(), 120) == 0
 
 
 async def test_a_process_that_was_frozen_for_longer_than_its_lease_finds_that_another_leads(

@@ -11,7 +11,7 @@ from stage import Stage, condition, tiny
 from scalerl_operator.cluster.names import QUEUE
 from scalerl_operator.cluster.queues import ASK_SECONDS
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 GROUP, PLURAL = "kueue.x-k8s.io", "localqueues"
 
@@ -47,7 +47,7 @@ async def test_a_queue_is_found_by_the_one_version_that_is_served(there: Stage, 
     run["metadata"]["labels"] = {QUEUE: "team"}
     await kubectl("apply", "-f", "-", manifest=definition)
     try:
-        await kubectl("wait", "--for=condition=Established", f"crd/{PLURAL}.{GROUP}", "--timeout=30s")
+        await kubectl("wait", "--for=condition=Established", f"crd/{PLURAL}.{GROUP}", "--timeout=180s")
         await there.create(run)
         await there.looks(lambda r: condition(r, "Admitted") == "QueueNotFound", times=3)
         await kubectl("apply", "-n", there.namespace, "-f", "-", manifest=queue)

@@ -14,7 +14,7 @@ from testcluster import Cluster
 from scalerl_api import wire
 from scalerl_operator.cluster.observed import rfc3339
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 WORKLOADS = ("Job", "StatefulSet", "Deployment")
 
@@ -55,7 +55,7 @@ async def test_from_nothing_to_completed(there: Stage) -> None:
     await there.end("trainer", 0, count=2)
     run = await there.looks(phase("Completed"))
     assert (condition(run, "Completed"), run["status"]["step"]) == ("BudgetReached", 3)
-    for _ in range(20):
+    for _ in range(600):
         await there.look()
         left = await names(there, *WORKLOADS)
         if left == {"tiny-addition-prepare", "tiny-addition-trainer-1"}:
@@ -195,7 +195,7 @@ async def test_one_rank_dies_and_the_gang_starts_again(there: Stage) -> None:
     assert run["status"]["phase"] == "Running"
     there.now = 5.0
     await there.looks(lambda r: r["status"]["trainer"]["attempt"] == 2)
-    for _ in range(50):
+    for _ in range(300):
         await there.look()
         left = await names(there, "Job")
         if left == {"tiny-addition-prepare", "tiny-addition-trainer-2"}:
@@ -268,7 +268,7 @@ async def test_suspend_and_resume(there: Stage) -> None:
     there.coordinator.phase = wire.Phase.FINISHED
     await there.end("trainer", 0, count=2)
     await there.looks(phase("Suspended"))
-    for _ in range(50):
+    for _ in range(300):
         await there.look()
         if not await names(there, *WORKLOADS, "Pod"):
             break
@@ -322,7 +322,7 @@ async def test_deleted_in_any_phase_nothing_stays_but_what_is_kept(there: Stage,
         await there.end("trainer", 0, count=2)
     await there.looks(lambda run: False)
     kinds = (*WORKLOADS, "Pod", "ConfigMap", "Secret", "Service", "NetworkPolicy", "PodDisruptionBudget")
-    for _ in range(150):
+    for _ in range(600):
         left = await names(there, *kinds)
         if not left:
             break
@@ -336,7 +336,7 @@ async def test_a_run_that_has_ended_goes_when_its_time_is_over(there: Stage) -> 
     await there.start(tiny(ttlSecondsAfterFinished=60))
     there.coordinator.phase, there.coordinator.stop_reason = wire.Phase.FINISHED, "maxSteps"
     await there.end("trainer", 0, count=2)
-    for _ in range(60):
+    for _ in range(1200):
         wait = await there.look()
         run = await there.get("ScaleRLRun", "tiny-addition")
         if phase("Completed")(run):
@@ -382,7 +382,7 @@ async def test_a_spec_that_changes_rolls_what_reads_it(there: Stage) -> None:
     assert after == before
     there.coordinator.phase = wire.Phase.FINISHED
     await there.end("trainer", 0, count=2)
-    for _ in range(100):
+    for _ in range(1200):
         await there.look()
         left = await names(there, *WORKLOADS)
         if left == {"tiny-addition-prepare"}:

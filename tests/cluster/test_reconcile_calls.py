@@ -24,7 +24,7 @@ from scalerl_operator.cluster.steering import Word
 from scalerl_operator.cluster.stuck import ASK_SECONDS, SILENT_SECONDS
 from scalerl_operator.policy.lifecycle import ASK_AGAIN_SECONDS, POLL_SECONDS
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 
 async def test_a_new_run_is_tried_with_what_a_user_wrote_of_pods_alone(there: Stage) -> None:
@@ -70,7 +70,7 @@ async def test_pods_that_were_taken_are_tried_again_once_anything_was_refused(
     full = yaml.safe_dump(quota | {"spec": {"hard": {"count/configmaps": "0"}}})
     await asyncio.to_thread(there.kubectl, "apply", "-n", there.namespace, "-f", "-", stdin=full)
     await asyncio.to_thread(
-        *(there.kubectl, "wait", "-n", there.namespace, "resourcequota/q", "--timeout=20s"),
+        *(there.kubectl, "wait", "-n", there.namespace, "resourcequota/q", "--timeout=180s"),
         "--for=jsonpath={.status.used}",
     )
     tried.clear()

@@ -22,7 +22,7 @@ from scalerl_operator.policy.lifecycle import ASK_AGAIN_SECONDS, DRAIN_SECONDS
 
 OPERATIONS = ROOT / "docs" / "operations.md"
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 NAME = "tiny-addition"
 KINDS = (
@@ -49,7 +49,7 @@ async def objects(there: Stage, *kinds: str) -> dict[str, Object]:
     return {o["metadata"]["uid"]: o for o in found if "scalerl.dev/run" in o["metadata"].get("labels", {})}
 
 
-async def reach(true: Any, what: str, times: int = 150) -> None:
+async def reach(true: Any, what: str, times: int = 600) -> None:
     for _ in range(times):
         if await true():
             return
@@ -185,7 +185,7 @@ async def test_deleted_as_an_orphan_it_is_drained_and_leaves_what_it_had_as_it_w
     words = command[1].replace("NAMESPACE", there.namespace).replace("NAME", NAME).split()
     await asyncio.to_thread(there.kubectl, *words, "--wait=false")
     # The claim waits for its last pod, which no kubelet ends.
-    await there.looks(lambda r: condition(r, "Accepted") == "Accepted", times=150)
+    await there.looks(lambda r: condition(r, "Accepted") == "Accepted", times=600)
 
 
 async def test_a_status_of_a_later_release_keeps_nobody_from_anything(

@@ -17,7 +17,7 @@ from scalerl_operator.cluster.names import QUEUE, RENDERED_HASH
 from scalerl_operator.cluster.place import WORKLOADS
 from scalerl_operator.cluster.repairs import LONGEST_REPAIR_SECONDS, REPAIR_SECONDS
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ async def test_what_lost_the_label_that_it_is_known_by_is_stopped_with_the_run(
     there.coordinator.phase = wire.Phase.FINISHED
     await there.end("trainer", 0, count=2)
     await there.looks(lambda r: r["status"]["phase"] == "Suspended")
-    for _ in range(50):
+    for _ in range(300):
         await there.look()
         left = [o["metadata"]["name"] for kind in WORKLOADS for o in await there.all(kind)]
         if not left:
@@ -139,7 +139,7 @@ async def test_a_preparation_without_its_label_is_stopped_with_the_run(there: St
     await there.edit("Job", "tiny-addition-prepare", STRIPPED)
     await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"suspend": True}})
     await there.looks(lambda r: r["status"]["phase"] == "Suspended")
-    for _ in range(50):
+    for _ in range(300):
         await there.look()
         left = await there.all("Job")
         if not left:

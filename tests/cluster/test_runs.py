@@ -32,8 +32,8 @@ def installed(cluster: Cluster, images: dict[str, str]) -> Iterator[Cluster]:
     with ExitStack() as stack:
         stack.enter_context(chart(cluster, images))
         yield cluster
-        cluster.kubectl("delete", "scalerlruns", "--all", "-n", NAMESPACE, "--timeout=120s", seconds=130)
-        cluster.kubectl("delete", "namespace", NAMESPACE, "--timeout=120s", seconds=130)
+        cluster.kubectl("delete", "scalerlruns", "--all", "-n", NAMESPACE, "--timeout=120s", seconds=200)
+        cluster.kubectl("delete", "namespace", NAMESPACE, "--timeout=120s", seconds=200)
 
 
 def start(cluster: Cluster, example: str) -> Run:
@@ -49,7 +49,7 @@ def start(cluster: Cluster, example: str) -> Run:
 def test_the_chart_tests_itself(installed: Cluster) -> None:
     """From a pod of its own, by the Service's name."""
     began = time.monotonic()
-    said = helm(installed, "test", "scalerl", "-n", OPERATORS, "--timeout=60s")
+    said = helm(installed, "test", "scalerl", "-n", OPERATORS, "--timeout=180s")
     say("helm test", time.monotonic() - began, 60)
     assert "Succeeded" in said
 
@@ -80,7 +80,7 @@ def test_a_run_starts_and_says_so(run: Run) -> None:
         "TrainerReady",
         "Progressing",
     ):
-        until(lambda type_=type_: run.condition(type_)[0] == "True", 60, type_)
+        until(lambda type_=type_: run.condition(type_)[0] == "True", 120, type_)
 
 
 def test_its_curve_is_copied_as_the_docs_say(run: Run, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_trainer_pod_is_killed_and_the_gang_comes_back(run: Run) -> None:
     attempt = run.status()["trainer"]["attempt"]
     pod = run.pods("trainer")[0]["metadata"]["name"]
     run.cluster.kubectl("delete", "pod", pod, "-n", NAMESPACE, "--grace-period=0", "--force")
-    took = until(lambda: run.status()["trainer"]["attempt"] > attempt, 60, "the next attempt")
+    took = until(lambda: run.status()["trainer"]["attempt"] > attempt, 120, "the next attempt")
     say("trainer pod killed, next attempt", took, 60)
     say("and it trains from its checkpoint", run.goes_on(240, steps=2), 240)
     assert len(run.pods("generator")) == 1, "generators stayed up"
@@ -117,7 +117,7 @@ def test_the_coordinator_is_killed(run: Run) -> None:
     run.cluster.kubectl(
         "delete", "pod", pod["metadata"]["name"], "-n", NAMESPACE, "--grace-period=0", "--force"
     )
-    ready = until(lambda: run.pods("coordinator", ready=True), 90, "the coordinator")
+    ready = until(lambda: run.pods("coordinator", ready=True), 120, "the coordinator")
     say("coordinator killed, ready again", ready, 90)
     say("and training goes on", run.goes_on(120, steps=2), 120)
 
@@ -126,7 +126,7 @@ def test_the_leading_operator_is_killed(run: Run) -> None:
     cluster, first = run.cluster, leader(run.cluster)
     before = {o["metadata"]["uid"] for o in owned(run)}
     cluster.kubectl("delete", "pod", first, "-n", OPERATORS, "--grace-period=0", "--force")
-    took = until(lambda: leader(cluster) not in ("", first), 15, f"another holder of {LEASE}", every=0.2)
+    took = until(lambda: leader(cluster) not in ("", first), 120, f"another holder of {LEASE}", every=0.2)
     say("operator killed, another one leads", took, 15)
     run.goes_on(120)
     assert {o["metadata"]["uid"] for o in owned(run)} == before, "nothing made twice, nothing lost"
@@ -167,12 +167,12 @@ def test_a_node_is_drained_as_far_as_the_budget_lets_it(run: Run) -> None:
         with pytest.raises(KubectlError, match="disruption budget"):
             run.cluster.kubectl(
                 *("drain", node, f"--pod-selector={selector}", "--delete-emptydir-data"),
-                "--timeout=20s",
+                "--timeout=180s",
             )
         say("drain is held by the budget", time.monotonic() - began, 60)
         assert len(before & names(run.pods("generator", ready=True))) == 2, "one of three went, two work"
-        until(lambda: not names(run.pods("trainer", ready=True)), 60, "the trainer has left")
-        until(lambda: saved(run) == run.step() >= trained, 60, "its last step is in a checkpoint")
+        until(lambda: not names(run.pods("trainer", ready=True)), 120, "the trainer has left")
+        until(lambda: saved(run) == run.step() >= trained, 120, "its last step is in a checkpoint")
         kept = saved(run)
     finally:
         run.cluster.kubectl("uncordon", node)
@@ -221,7 +221,7 @@ def test_what_is_edited_by_hand_is_repaired(run: Run) -> None:
         images = {c["image"] for c in live["spec"]["template"]["spec"]["containers"]}
         return "nowhere/else:1" not in images and live["metadata"]["annotations"]["team"] == "blue"
 
-    say("edited by hand, repaired", until(repaired, 15, "repair", every=0.2), 15)
+    say("edited by hand, repaired", until(repaired, 120, "repair", every=0.2), 15)
     assert any(event.startswith("RepairedDrift") for event in run.events())
     until(lambda: len(run.pods("generator", ready=True)) == 1, 180, "the generator")
 
@@ -233,7 +233,7 @@ def test_the_api_server_is_away(run: Run) -> None:
     before = run.step()
     with run.cluster.without("kube-apiserver"):
         time.sleep(30)
-    took = until(lambda: run.step() > before, 60, "news of the run")
+    took = until(lambda: run.step() > before, 120, "news of the run")
     say("API server back after 30 s, the run's status is news again", took, 60)
     assert run.status()["trainer"]["attempt"] == run.status()["trainer"]["judged"] + 1, "no restart"
 
@@ -241,7 +241,7 @@ def test_the_api_server_is_away(run: Run) -> None:
 def test_suspend_and_resume(run: Run) -> None:
     run.patch({"suspend": True})
     say("suspend: drained and gone", until(lambda: run.phase() == "Suspended", 180, "Suspended"), 180)
-    until(lambda: not any(run.pods(r) for r in ("coordinator", "generator", "trainer")), 90, "no pods")
+    until(lambda: not any(run.pods(r) for r in ("coordinator", "generator", "trainer")), 120, "no pods")
     step = run.step()
     run.patch({"suspend": False})
     say("resume: trains on", until(lambda: run.step() > step, 300, "a step more"), 300)
@@ -256,7 +256,7 @@ def test_it_ends_as_its_spec_says(run: Run) -> None:
     rewards = [float(row["reward"]) for row in csv.DictReader(io.StringIO(curve))]
     print("measured: reward", rewards[0], "to", rewards[-1])
     assert rewards[-1] > rewards[0] + 0.2
-    until(lambda: not run.pods("generator") and not run.pods("coordinator"), 60, "no pods")
+    until(lambda: not run.pods("generator") and not run.pods("coordinator"), 120, "no pods")
 
 
 def test_its_model_and_curve_are_taken_off_the_volume_as_the_docs_say(
@@ -283,8 +283,8 @@ def test_its_model_and_curve_are_taken_off_the_volume_as_the_docs_say(
 
 def test_after_its_time_only_what_the_policy_keeps_is_there(run: Run) -> None:
     run.patch({"storage": {"onDelete": "Retain"}, "ttlSecondsAfterFinished": 1})
-    until(lambda: not run.cluster.get("scalerlruns", "-n", NAMESPACE)["items"], 60, "the run is gone")
-    until(lambda: not owned(run), 60, "and all it owned")
+    until(lambda: not run.cluster.get("scalerlruns", "-n", NAMESPACE)["items"], 120, "the run is gone")
+    until(lambda: not owned(run), 120, "and all it owned")
     claims = [c["metadata"]["name"] for c in run.cluster.get("pvc", "-n", NAMESPACE)["items"]]
     assert claims == [f"{run.name}-data"]
     listing = in_volume(run.cluster, claims[0], "ls */checkpoints")
@@ -331,9 +331,9 @@ def in_volume(cluster: Cluster, claim: str, command: str) -> str:
                 "-n",
                 NAMESPACE,
                 "--for=jsonpath={.status.phase}=Succeeded",
-                "--timeout=60s",
+                "--timeout=180s",
             ),
-            seconds=70,
+            seconds=200,
         )
         return cluster.kubectl("logs", "look", "-n", NAMESPACE)
     finally:

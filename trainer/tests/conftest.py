@@ -36,7 +36,7 @@ def forkserver() -> Any:
     return context
 
 
-def until(true: Callable[[], bool], seconds: float = 20.0, what: str = "condition") -> None:
+def until(true: Callable[[], bool], seconds: float = 120.0, what: str = "condition") -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, f"{what} did not come true in {seconds:g} s"

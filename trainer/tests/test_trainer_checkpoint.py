@@ -272,7 +272,7 @@ def test_kill_9_at_random_moments(tmp_path: Path, processes: Any) -> None:
     last = 0
     for _ in range(12):
         writer = processes.run("checkpoint_writer.py", WRITER={"root": tmp_path, "keep": 2})
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not any(s > last for s in CheckpointStore(paths, 2).steps()):
             assert time.monotonic() < deadline
             time.sleep(0.005)

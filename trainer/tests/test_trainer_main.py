@@ -27,7 +27,7 @@ from scalerl_trainer.prepare import prepare
 from scalerl_trainer.saved_state import SavedState
 
 TOKEN = "secret"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def free_port() -> int:
@@ -36,7 +36,7 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def until(true: Callable[[], Any], seconds: float = 60.0, what: str = "it") -> None:
+def until(true: Callable[[], Any], seconds: float = 120.0, what: str = "it") -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, f"{what} did not happen in {seconds:g} s"
@@ -215,7 +215,7 @@ class Run:
         status = self.status()
         return status.step if status else -1
 
-    def wait_trainer(self, seconds: float = 90.0) -> list[int]:
+    def wait_trainer(self, seconds: float = 120.0) -> list[int]:
         deadline = time.monotonic() + seconds
         for rank in self.ranks:
             rank.join(max(0.1, deadline - time.monotonic()))

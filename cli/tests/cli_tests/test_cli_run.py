@@ -76,7 +76,7 @@ class Shell:
     def text(self) -> str:
         return self.output.read_text()
 
-    def until(self, condition: Callable[[], Any], seconds: float = 20.0) -> None:
+    def until(self, condition: Callable[[], Any], seconds: float = 120.0) -> None:
         end = time.monotonic() + seconds
         while not condition():
             assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.text()}"

@@ -79,7 +79,7 @@ async def always(lifetime: Lifetime) -> bool:
     return True
 
 
-async def eventually(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+async def eventually(condition: Callable[[], Any], seconds: float = 120.0) -> None:
     """Wait for what other processes do: only looking again can tell."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110
@@ -110,14 +110,14 @@ class Harness:
             await look()
         finally:
             self.runtime.stop()
-            await asyncio.wait_for(task, 20)
+            await asyncio.wait_for(task, 120)
 
 
 def left_of(mark: str) -> list[int]:
     return marked(MARK, mark)
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+def wait_until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "not in time"

@@ -25,7 +25,7 @@ async def test_a_flat_run_is_stopped_by_the_real_sidecar_and_a_record_can_tell_w
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
     try:
         assert process.stderr is not None
-        line = (await asyncio.wait_for(process.stderr.readline(), 60)).decode()
+        line = (await asyncio.wait_for(process.stderr.readline(), 120)).decode()
         found = re.search(r"http://\S+", line)
         assert found is not None
         watched, curve = Watched(tmp_path / "d", found[0]), flat_curve()
@@ -37,7 +37,7 @@ async def test_a_flat_run_is_stopped_by_the_real_sidecar_and_a_record_can_tell_w
         assert "P(gain at 2× the compute > 0.02)" in first.decision.reasons[0]
         assert await watched.step(curve) is None  # nothing new
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 20) == 0
+        assert await asyncio.wait_for(process.wait(), 120) == 0
         # A new evaluation, and nobody to ask: the stop is not given again, and comes back with the sidecar.
         longer = evaluations([p.reward for p in curve] + [0.61])
         no_stop(await watched.must(longer), State.INSUFFICIENT, "after 2 attempts")

@@ -64,14 +64,14 @@ class Steered:
         """Look until nothing is new, or nothing is looked at; the word that carries the event, else the last."""
         found: Word | None = None
         if self.steering._task is not None:
-            await asyncio.wait_for(asyncio.shield(self.steering._task), 30)
+            await asyncio.wait_for(asyncio.shield(self.steering._task), 120)
         for _ in range(10):
             self.woken.clear()
             word = self.look(points, generators, **changes)
             found = word if word.event or found is None or not found.event else found
             task = self.steering._task
             if task is not None:
-                await asyncio.wait_for(asyncio.shield(task), 30)
+                await asyncio.wait_for(asyncio.shield(task), 120)
             if task is None or not self.woken.is_set():
                 return found
         raise AssertionError("never at rest")
@@ -107,7 +107,7 @@ async def test_an_operator_that_starts_anew_knows_as_much(url: str) -> None:
     steered.steering.close()
     again = Steered(url, steered.api)
     again.look(curve, stop_reason=FORECAST)
-    await asyncio.wait_for(again.woken.wait(), 20)
+    await asyncio.wait_for(again.woken.wait(), 120)
     assert again.look(curve, stop_reason=FORECAST) == before
     assert again.steering._task is None, "a run that ends is not steered any more"
 
@@ -186,7 +186,7 @@ async def test_a_number_that_was_chosen_is_handed_out_until_the_next_decision(ur
             # Before anything else is decided: the one who has to act on it may die first.
             again = Steered(url, steered.api, mode=mode, generators={"max": 2}, cooldownSeconds=60)
             again.look(curve)
-            await asyncio.wait_for(again.woken.wait(), 20)
+            await asyncio.wait_for(again.woken.wait(), 120)
             assert again.look(curve).generators == 2
             assert again.steering._task is None, "the number comes first"
             again.steering.close()

@@ -118,21 +118,21 @@ async def coordinators(
 
 async def heard(ours: Coordinators, uid: str, pods: list[PodView], token: Tokens, seen: object) -> Answer:
     """The answer that a look gets once it is known."""
-    for _ in range(1000):
+    for _ in range(12000):
         if (answer := await ours.hear(uid, pods, token, seen)).known:
             return answer
         await asyncio.sleep(0.01)
-    raise AssertionError("no answer in 10 s")
+    raise AssertionError("no answer in 120 s")
 
 
 async def asked(there: Coordinator, times: int) -> None:
     """Until it has been asked so often from now."""
     until = len(there.asked) + times
-    for _ in range(1000):
+    for _ in range(12000):
         if len(there.asked) >= until:
             return
         await asyncio.sleep(0.01)
-    raise AssertionError("not asked in 10 s")
+    raise AssertionError("not asked in 120 s")
 
 
 async def test_an_answer_is_of_what_is_seen_and_looks_that_see_the_same_share_it() -> None:
@@ -165,7 +165,7 @@ async def test_it_is_asked_again_and_again_by_itself(monkeypatch: pytest.MonkeyP
     there, token = Coordinator(), Tokens()
     async with there.serving() as pod, coordinators() as ours:
         await heard(ours, "u", [pod], token, 1)
-        for _ in range(1000):
+        for _ in range(12000):
             if len(there.asked) >= 4:
                 break
             await asyncio.sleep(0.01)

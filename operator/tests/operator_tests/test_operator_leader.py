@@ -340,7 +340,7 @@ def test_a_process_that_was_frozen_knows_that_it_leads_no_more_before_it_does_an
         nonlocal time
         leader = Leader(Leases(), namespace="scalerl", identity="one", clock=lambda: time)
         task = asyncio.create_task(leader.run())
-        await asyncio.wait_for(leader.wait_until_leader(), 5)
+        await asyncio.wait_for(leader.wait_until_leader(), 120)
         assert leader.is_leader()
         time = 8.5  # no task of ours had a turn
         assert not leader.is_leader()

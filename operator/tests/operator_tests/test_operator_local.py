@@ -43,7 +43,7 @@ async def test_prepare_completes_before_anything_else_starts(tmp_path: Path) -> 
         workload(Role.TRAINER, Lifetime.GANG, "-c", check),
         workload(Role.COORDINATOR, Lifetime.SERVICE, *SLEEP),
     )
-    assert await asyncio.wait_for(harness.runtime.run(), 20) is None
+    assert await asyncio.wait_for(harness.runtime.run(), 120) is None
     assert harness.events == []
     assert [u.state for u in harness.runtime.statuses()] == [State.DONE] * 3
 
@@ -102,7 +102,7 @@ async def test_a_gang_waits_for_its_last_rank_and_is_restarted_if_it_left_too_ea
 
     argv = (script(tmp_path, "note", NOTE), str(path), "time.sleep(.3 * int(os.environ['RANK']))")
     harness = Harness(tmp_path, workload(Role.TRAINER, Lifetime.GANG, *argv, replicas=2), may_leave=may_leave)
-    assert await asyncio.wait_for(harness.runtime.run(), 20) is None
+    assert await asyncio.wait_for(harness.runtime.run(), 120) is None
     assert len(notes(path)) == 4
     assert answers == []
 
@@ -147,7 +147,7 @@ async def test_a_role_that_fails_for_good_ends_the_run(
         workload(Role.PREPARE, Lifetime.ONCE, *argv),
         workload(Role.COORDINATOR, Lifetime.SERVICE, *SLEEP),
     )
-    failure = await asyncio.wait_for(harness.runtime.run(), 20)
+    failure = await asyncio.wait_for(harness.runtime.run(), 120)
     assert failure is not None
     assert (failure.role, failure.bad_input) == (Role.PREPARE, bad_input)
     assert words in failure.reason
@@ -208,7 +208,7 @@ async def test_a_process_that_never_answers_its_startup_probe_is_given_up(tmp_pa
     harness = Harness(
         tmp_path, workload(Role.COORDINATOR, Lifetime.SERVICE, *SLEEP, ports=("http",), startup=never)
     )
-    failure = await asyncio.wait_for(harness.runtime.run(), 20)
+    failure = await asyncio.wait_for(harness.runtime.run(), 120)
     assert failure is not None
     assert "startup probe before it was ready" in failure.reason
 
@@ -264,7 +264,7 @@ async def test_kill_ends_what_ignores_a_stop_at_once(tmp_path: Path) -> None:
     await asyncio.sleep(0.3)
     assert not task.done()
     harness.runtime.kill()
-    await asyncio.wait_for(task, 5)
+    await asyncio.wait_for(task, 120)
 
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
@@ -278,14 +278,14 @@ async def test_a_stop_does_not_wait_for_whether_it_was_time_to_leave(tmp_path: P
 
     harness = Harness(tmp_path, workload(Role.TRAINER, Lifetime.GANG, "-c", ""), may_leave=may_leave)
     task = asyncio.create_task(harness.runtime.run())
-    await asyncio.wait_for(asked.wait(), 10)
+    await asyncio.wait_for(asked.wait(), 120)
     getattr(harness.runtime, how)()
-    assert await asyncio.wait_for(task, 5) is None
+    assert await asyncio.wait_for(task, 120) is None
 
 
 async def test_a_log_that_cannot_be_written_fails_with_its_name(tmp_path: Path) -> None:
     harness = Harness(tmp_path, workload(Role.PREPARE, Lifetime.ONCE, *SLEEP))
     harness.directory.paths.logs.rmdir()
-    failure = await asyncio.wait_for(harness.runtime.run(), 5)
+    failure = await asyncio.wait_for(harness.runtime.run(), 120)
     assert failure is not None
     assert "prepare.log" in failure.reason

@@ -161,7 +161,7 @@ async def test_a_replica_that_cannot_be_started_at_all_ends_the_run(
     running = asyncio.create_task(harness.runtime.run())
     await replicas.are("generator-0")
     harness.runtime.scale(Role.GENERATOR, 2)
-    failed = await asyncio.wait_for(running, 20)
+    failed = await asyncio.wait_for(running, 120)
     assert failed is not None
     assert failed.unit == "generator-1"
     assert "No space left" in failed.reason
@@ -195,5 +195,5 @@ async def test_nothing_is_started_once_the_run_is_ending(tmp_path: Path) -> None
     harness.runtime.stop()
     await asyncio.sleep(0.1)  # generator-0 takes .2 s to leave: all are being stopped now
     harness.runtime.scale(Role.GENERATOR, 2)
-    assert await asyncio.wait_for(running, 20) is None
+    assert await asyncio.wait_for(running, 120) is None
     assert "generator-1" not in replicas.path.read_text()

@@ -34,7 +34,7 @@ async def test_kopf_is_started_without_a_name_being_looked_up(monkeypatch: pytes
     watches = Watches(cast(Any, NoRuns()), nowhere, Cache(lambda key: None))
     task = asyncio.create_task(watches.run())
     try:
-        await asyncio.wait_for(watches.started.wait(), 10)
+        await asyncio.wait_for(watches.started.wait(), 120)
     finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -50,7 +50,7 @@ class Watched:
         self, points: list[EvaluationPoint], generators: Generators = ONE, **changes: Any
     ) -> Step | None:
         self.clock.unix += EVERY
-        return await asyncio.wait_for(self.scaler.step(status(points, **changes), generators), 60)
+        return await asyncio.wait_for(self.scaler.step(status(points, **changes), generators), 120)
 
     async def must(self, points: list[EvaluationPoint], **changes: Any) -> Step:
         step = await self.step(points, **changes)

@@ -44,7 +44,7 @@ class Cluster:
         """The environment for a program that talks to this cluster."""
         return {**os.environ, "KUBECONFIG": str(self.kubeconfig)}
 
-    def kubectl(self, *words: str | Path, stdin: str | None = None, seconds: float = 60.0) -> str:
+    def kubectl(self, *words: str | Path, stdin: str | None = None, seconds: float = 200.0) -> str:
         """What kubectl printed. Raises KubectlError with what it said instead."""
         argv = [str(self.kubectl_program), f"--kubeconfig={self.kubeconfig}", *map(str, words)]
         try:
@@ -59,7 +59,7 @@ class Cluster:
             )
         return done.stdout
 
-    def get(self, *words: str, seconds: float = 60.0) -> dict[str, Any]:
+    def get(self, *words: str, seconds: float = 200.0) -> dict[str, Any]:
         """``kubectl get WORDS -o json``, read."""
         return json.loads(self.kubectl("get", *words, "-o", "json", seconds=seconds))
 
