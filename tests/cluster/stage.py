@@ -262,7 +262,8 @@ class Stage:
             if len(found) >= count:
                 return found
             await asyncio.sleep(0.1)
-        raise AssertionError(f"no {count} pods of {role} in 120 s")
+        said = [e["message"] for e in await self._own.list("Event", self.namespace)]
+        raise AssertionError(f"no {count} pods of {role} in 120 s; events: {said}")
 
     async def begin(self, role: str, count: int = 1) -> None:
         """The pods of a role run and are ready."""
