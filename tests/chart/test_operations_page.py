@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 
+import pytest
 import yaml
-from queries import CHART, ROOT
+from charts import snapshots
+from metrics_catalogue import registered
+from queries import CHART, DASHBOARDS, ROOT
+from roles import granted
 
 from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.load import load_run
+from scalerl_cli.main import parser
+from scalerl_operator.cluster import names
+from scalerl_operator.plan import plan
 
 PAGE = (ROOT / "docs" / "operations.md").read_text()
+WRITTEN = re.sub(r"<!-- (?:phases|conditions|reasons|edits|alerts): .*?<!-- end -->", "", PAGE, flags=re.S)
+"""Without the tables that `make docs` makes."""
+KUBERNETES = {"Advisory", "Auto", "Delete", "False", "ReadWriteMany", "ReadWriteOnce", "Terminating"}
+"""Words with a capital letter that are neither a condition nor a reason: values of fields."""
 
 
 def anchors(text: str) -> set[str]:
@@ -95,3 +108,71 @@ def test_fields_of_the_spec_that_it_names_exist():
         for key in path.split("."):
             assert key in node.get("properties", {}), path
             node = node["properties"][key]
+
+
+def test_the_table_of_permissions_is_the_role():
+    section = PAGE.partition("## Permissions")[2].partition("\n## ")[0]
+    said = {}
+    for resources, verbs in re.findall(r"^\| (`.+?) \| (.+?) \| .* \|$", section, re.M):
+        parts = [re.findall(r"[a-z]+", re.sub(r"\(.*?\)", "", part)) for part in verbs.split(";")]
+        for index, resource in enumerate(re.findall(r"`([a-z/]+)`", resources)):
+            whole = f"scalerlruns{resource}" if resource.startswith("/") else resource
+            said[whole] = set(parts[min(index, len(parts) - 1)])
+    roles = [
+        role
+        for role in snapshots()["default"]
+        if role["kind"] in ("Role", "ClusterRole")
+        and not any("aggregate-to" in label for label in role["metadata"]["labels"])
+    ]
+    assert said == {resource: verbs for (_, resource), verbs in granted(roles).items()}
+
+
+def test_conditions_and_reasons_that_it_names_exist():
+    named = set(re.findall(r"`([A-Z][a-z]+(?:[A-Z][a-z]+)*)(?:=\w+)?`", WRITTEN))
+    assert len(named) >= 30
+    assert named - {*Phase, *ConditionType, *Reason} <= KUBERNETES
+
+
+def test_fields_of_the_status_that_it_names_exist():
+    definition = yaml.safe_load((ROOT / "crds" / "scalerl.dev_scalerlruns.yaml").read_text())
+    schema = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
+    named = set(re.findall(r"`status\.([a-zA-Z.]+)`", PAGE))
+    assert len(named) >= 5
+    for path in named:
+        node = schema["status"]
+        for key in path.split("."):
+            assert key in node.get("properties", {}), path
+            node = node["properties"][key]
+
+
+def test_metrics_panels_and_labels_that_it_names_exist():
+    metrics = set(re.findall(r"\b(scalerl_(?:coordinator|trainer|actor|operator|curvefit)_\w+)\{", PAGE))
+    assert metrics
+    assert metrics <= {sample for metric in registered() for sample in metric.samples}
+    panels = re.findall(r"panel \*(.+?)\*|(?<=: )\*(A look)\*|with \*(Answers)\*", PAGE)
+    assert len(panels) == 3
+    titles = {panel["title"] for path in DASHBOARDS for panel in json.loads(path.read_text())["panels"]}
+    assert {"".join(panel) for panel in panels} <= titles
+    known = {value for value in vars(names).values() if isinstance(value, str)}
+    assert set(re.findall(r"scalerl\.dev/[a-z-]+", PAGE)) <= known
+
+
+def test_containers_that_its_commands_name_exist():
+    (chart,) = (obj for obj in snapshots()["default"] if obj["kind"] == "Deployment")
+    there = {container["name"] for container in chart["spec"]["template"]["spec"]["containers"]}
+    run = load_run(ROOT / "examples" / "tiny" / "run.yaml")
+    there |= {container.name for workload in plan(run).workloads for container in workload.containers}
+    named = set(re.findall(r"kubectl [^`\n]* -c ([a-z]+)", PAGE))
+    assert len(named) >= 5
+    assert named <= there
+
+
+def test_commands_of_this_project_that_it_names_exist(capsys):
+    targets = set(re.findall(r"^([a-z-]+):.* ##", (ROOT / "Makefile").read_text(), re.M))
+    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", PAGE, re.M)) <= targets
+    for command in set(re.findall(r"`scalerl ([a-z]+)", PAGE)):
+        with pytest.raises(SystemExit) as ended:
+            parser().parse_args([command, "--help"])
+        assert ended.value.code == 0, command
+    assert (ROOT / "trainer/src/scalerl_trainer/export.py").is_file()
+    assert "python -m scalerl_trainer.export" in PAGE
