@@ -284,6 +284,7 @@ async def test_an_answer_that_was_asked_for_earlier_and_comes_later_counts_no_mo
 
 async def test_only_news_wake_a_run_that_waits_for_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hearing, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(hearing, "ASK_AGAIN_SECONDS", 0.02)
     there, token, woken = Coordinator(), Tokens(), list[str]()
 
     async with there.serving() as pod, coordinators(wake=woken.append) as ours:
