@@ -26,7 +26,7 @@ DURATIONS := --durations=20
 BY_FILE := --dist loadfile --no-loadscope-reorder -n
 AUTOSTOP := tests/cluster/test_runs.py::test_a_run_is_stopped_by_its_forecast
 KUEUE := tests/cluster/test_kueue.py
-ALONE := tests/cluster/test_event_loop.py tests/cluster/test_invalid_operator.py
+ALONE := tests/cluster/test_event_loop.py
 RUN_DIR ?=
 QUICK ?=
 
@@ -79,7 +79,7 @@ test-cluster: setup ## the operator and the chart on a real Kubernetes, made her
 	$(if $(FULL),$(BIN)/python tests/cluster/cluster.py tool kueue)
 	@# Three at a time: they wait for leases, pods and controllers.
 	$(PYTEST) $(DURATIONS) $(BY_FILE) 3 -m 'cluster $(AND_NOT_FULL)' tests/chart tests/cluster $(ALONE:%=--ignore=%)
-	@# One measures callbacks by the wall; the other puts the CRD by hand where helm wants to bring it.
+	@# It measures callbacks by the wall.
 	$(PYTEST) -m 'cluster $(AND_NOT_FULL)' $(ALONE)
 
 test-autostop: setup ## a run on that Kubernetes that its own forecast stops: ten minutes

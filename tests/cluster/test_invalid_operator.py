@@ -3,61 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from invalid_runs import Case, Object, cases, merged
+from invalid_runs import Case, Object, merged
+from invalid_stage import MAKING, ROWS, is_gone, is_told, names, namespace, said
 from stage import Stage, own_control_plane, stage
 from testcluster import Cluster
 
-ROWS = cases("operator")
-MAKING = (
-    "Job",
-    "StatefulSet",
-    "Deployment",
-    "Pod",
-    "Service",
-    "ConfigMap",
-    "PersistentVolumeClaim",
-    "Secret",
-)
 CALM_SECONDS = 5.0
-
-
-def said(run: Object, type_: str) -> Object:
-    conditions = run.get("status", {}).get("conditions", ())
-    return next((c for c in conditions if c["type"] == type_), {})
-
-
-async def is_told(cluster: Any, at: Stage, case: Case) -> Object:
-    """The run, once its condition is as the table says, with an event for it."""
-    if case.given:
-        cluster.apply(*case.given, namespace=at.namespace)
-    await at.create(copy.deepcopy(case.run))
-    before = {kind: await names(at, kind) for kind in MAKING}
-
-    def told(run: Object) -> bool:
-        at.now += 1.0  # what is silent is looked into only after a while
-        return said(run, case.condition).get("reason") == case.reason
-
-    run = await at.looks(told, name="invalid", times=400)
-    condition = said(run, case.condition)
-    assert condition["status"] == "False", condition
-    assert case.says in condition["message"], condition
-    assert condition["observedGeneration"] == run["metadata"]["generation"]
-    assert any(reason == case.reason and case.says in text for reason, text in await at.events()), (
-        await at.events()
-    )
-    if case.condition == "Accepted":
-        assert {kind: await names(at, kind) for kind in MAKING} == before
-    return run
-
-
-async def names(at: Stage, kind: str) -> set[str]:
-    return {o["metadata"]["name"] for o in await at.all(kind)} - {"kube-root-ca.crt"}
 
 
 async def is_calm(at: Stage) -> None:
@@ -68,12 +24,6 @@ async def is_calm(at: Stage) -> None:
         assert wait is None or wait >= CALM_SECONDS, wait
     assert await at.get("ScaleRLRun", "invalid") == run
     assert await at.events() == events
-
-
-async def is_gone(at: Stage) -> None:
-    """A run that never worked can be deleted."""
-    await at.delete("ScaleRLRun", "invalid")
-    await at.looks(lambda run: not run, name="invalid")
 
 
 @pytest.mark.parametrize(
@@ -136,16 +86,6 @@ async def test_what_no_node_has_is_a_condition(without_devices: Cluster, case: C
             await is_gone(at)
 
 
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("case", [case for case in ROWS if case.nodes], ids=lambda case: case.name)
-async def test_what_a_node_cannot_do_is_a_condition(cluster: Any, case: Case) -> None:
-    async with stage(cluster, namespace(case)) as at:
-        try:
-            await is_told(cluster, at, case)
-        finally:
-            await is_gone(at)
-
-
 async def test_a_name_of_63_characters_is_no_trouble(control_plane: Any) -> None:
     name = "n" * 63
     run = merged(
@@ -157,10 +97,6 @@ async def test_a_name_of_63_characters_is_no_trouble(control_plane: Any) -> None
         for kind in MAKING:
             for made in await names(at, kind):
                 assert len(made) <= 63, (kind, made)
-
-
-def namespace(case: Case) -> str:
-    return f"invalid-{ROWS.index(case)}"
 
 
 async def test_a_storage_class_that_is_not_there_is_named_by_an_operator_of_a_few_namespaces(

@@ -1,0 +1,64 @@
+"""Runs of ``invalid.yaml`` that no API server can refuse, on a stage: they are told, and they go."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from invalid_runs import Case, Object, cases
+from stage import Stage
+
+ROWS = cases("operator")
+MAKING = (
+    "Job",
+    "StatefulSet",
+    "Deployment",
+    "Pod",
+    "Service",
+    "ConfigMap",
+    "PersistentVolumeClaim",
+    "Secret",
+)
+
+
+def said(run: Object, type_: str) -> Object:
+    conditions = run.get("status", {}).get("conditions", ())
+    return next((c for c in conditions if c["type"] == type_), {})
+
+
+async def is_told(cluster: Any, at: Stage, case: Case) -> Object:
+    """The run, once its condition is as the table says, with an event for it."""
+    if case.given:
+        cluster.apply(*case.given, namespace=at.namespace)
+    await at.create(copy.deepcopy(case.run))
+    before = {kind: await names(at, kind) for kind in MAKING}
+
+    def told(run: Object) -> bool:
+        at.now += 1.0  # what is silent is looked into only after a while
+        return said(run, case.condition).get("reason") == case.reason
+
+    run = await at.looks(told, name="invalid", times=400)
+    condition = said(run, case.condition)
+    assert condition["status"] == "False", condition
+    assert case.says in condition["message"], condition
+    assert condition["observedGeneration"] == run["metadata"]["generation"]
+    assert any(reason == case.reason and case.says in text for reason, text in await at.events()), (
+        await at.events()
+    )
+    if case.condition == "Accepted":
+        assert {kind: await names(at, kind) for kind in MAKING} == before
+    return run
+
+
+async def names(at: Stage, kind: str) -> set[str]:
+    return {o["metadata"]["name"] for o in await at.all(kind)} - {"kube-root-ca.crt"}
+
+
+async def is_gone(at: Stage) -> None:
+    """A run that never worked can be deleted."""
+    await at.delete("ScaleRLRun", "invalid")
+    await at.looks(lambda run: not run, name="invalid")
+
+
+def namespace(case: Case) -> str:
+    return f"invalid-{ROWS.index(case)}"
