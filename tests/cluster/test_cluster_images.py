@@ -6,8 +6,10 @@ import json
 from typing import Any
 
 import pytest
+from installed import until
 from testcluster import Cluster, MissingError
 from testcluster.images import Buildah
+from testcluster.runtime import Loader, busybox_archive
 
 # What each is for, imported as its programs do; `absent` may not be in it.
 IMPORTS = {
@@ -98,6 +100,18 @@ def test_a_restricted_pod_imports_what_its_role_needs(
         "pip": False,
         "plugins": ["scalerl_generator.vllm_worker:register"] if role == "generator" else [],
     }
+
+
+def test_an_image_that_was_replaced_leaves_no_layers(cluster: Cluster) -> None:
+    """Each change of the packages would leave gigabytes."""
+    if cluster.layout is None:
+        pytest.skip("this cluster's image store is not ours")
+    loader, name = Loader(cluster.layout), "localhost/replaced:1"
+    loader.write(lambda into: into.write(busybox_archive(name, ["false"])))
+    digest = loader.names()[name]
+    until(lambda: list(loader.names().values()).count(digest) == 2, 120, "the kubelet's name of it")
+    loader.remove(name)
+    assert digest not in loader.names().values()
 
 
 def test_what_a_killed_build_left_is_removed() -> None:

@@ -25,6 +25,7 @@ from testcluster.node import PAUSE_IMAGE
 BUSYBOX_IMAGE = "localhost/busybox:1"
 NOT_ROOT = 10001
 _CONTENT = "io.containerd.content.v1.content/blobs/sha256"
+_DIGEST = "sha256:"
 _IMPORT_SECONDS = 900
 
 
@@ -49,18 +50,25 @@ class Loader:
     def __call__(self, archive: Path) -> None:
         self._ctr("images", "import", str(archive))
 
-    def names(self) -> list[str]:
-        """The names of all images it has."""
-        return self._ctr("images", "list", "--quiet").split()
+    def names(self) -> dict[str, str]:
+        """The names of all images it has, each with its image's digest."""
+        rows = [row.split() for row in self._ctr("images", "list").splitlines()[1:]]
+        return {row[0]: row[2] for row in rows}
 
     def name(self, image: str, also: str) -> None:
         """Call ``image`` by one more name, which another image may have had."""
         self._ctr("images", "tag", "--force", image, also)
 
     def remove(self, *names: str) -> None:
-        """Forget names; layers that none needs any more go with them."""
-        if names:
-            self._ctr("images", "remove", "--sync", *names)
+        """Forget names; layers that none needs any more go with them.
+
+        containerd's kubelet side calls each image by its own digest too, and keeps that name when the others go.
+        """
+        all_ = self.names()
+        kept = {of for name, of in all_.items() if not name.startswith(_DIGEST) and name not in names}
+        nameless = [name for name, of in all_.items() if name.startswith(_DIGEST) and of not in kept]
+        if names or nameless:
+            self._ctr("images", "remove", "--sync", *names, *nameless)
 
     def write(self, archive: Callable[[IO[bytes]], object]) -> None:
         """Load what ``archive`` writes into the file it is given; nothing of it lies on the disk on its way."""
@@ -99,7 +107,7 @@ def load_basic_images(cluster: Cluster) -> None:
     assert cluster.layout is not None
     loader = Loader(cluster.layout)
     for name, command in ((PAUSE_IMAGE, ["sleep", "2000000000"]), (BUSYBOX_IMAGE, ["sh"])):
-        loader.write(lambda into, of=(name, command): into.write(_busybox_archive(*of)))
+        loader.write(lambda into, of=(name, command): into.write(busybox_archive(*of)))
 
 
 def _libraries(program: Path) -> Iterator[Path]:
@@ -109,7 +117,7 @@ def _libraries(program: Path) -> Iterator[Path]:
         yield from (Path(word) for word in line.split() if word.startswith("/"))
 
 
-def _busybox_archive(name: str, command: list[str]) -> bytes:
+def busybox_archive(name: str, command: list[str]) -> bytes:
     """A docker archive of one layer.
 
     A static busybox crashes when it looks a name up, in `wget` as in `nc`; bash's ``/dev/tcp/HOST/PORT`` works.
