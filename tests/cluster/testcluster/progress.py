@@ -39,10 +39,10 @@ def step(what: str) -> Iterator[Step]:
     teller.start()
     try:
         yield made
-        _say(f"{what}: done, {time.monotonic() - began:.0f} s")
     finally:
         over.set()
         teller.join()
+    _say(f"{what}: done, {time.monotonic() - began:.0f} s")
 
 
 def followed(
