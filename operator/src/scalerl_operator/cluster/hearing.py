@@ -1,8 +1,8 @@
 """Hearing: the coordinators of all runs, asked in the background, and told by the operator.
 
-A poller a run asks its coordinator and keeps the last answer. A reconcile reads that and never waits for it: runs whose
-coordinators cannot be reached hold up no others. An answer counts for what was seen of the run's pods before it was asked
-for: a trainer that has ended is to be judged by what the coordinator says after that.
+A poller a run asks its coordinator and keeps the last answer. A reconcile reads that and never waits for it: runs
+whose coordinators cannot be reached hold up no others. An answer counts for what was seen of the run's pods before it
+was asked for: a trainer that has ended is to be judged by what the coordinator says after that.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ _SOONER: Final = (0.8, 0.95)
 
 @dataclass(frozen=True)
 class Answer:
-    """known: it was asked for after what is seen now; else another look follows as soon as it is. status: None where the
-    coordinator does not answer."""
+    """One poll.
+
+    known: it was asked for after what is seen now; else another look follows as soon as it is.
+    status: None where the coordinator does not answer.
+    """
 
     known: bool
     status: Status | None = None
@@ -60,7 +63,7 @@ class _Poller:
         self.answered_for: object = self
         """What was seen when it was last asked; first nothing that anybody can see."""
         self.asked = self.newest = 0
-        """Questions so far, and the last one of these that counts: a background question and one by a look may overlap."""
+        """Questions so far, and the last one that counts: a background question and one by a look may overlap."""
         self.given: object = None
         """:meth:`news` as the last look was given it; None: that look waits for an answer."""
         self.now = asyncio.Event()
@@ -76,7 +79,7 @@ class _Poller:
         return self.answer if fresh else None
 
     def news(self) -> object:
-        """What a run is looked at for at once. All else, which moves all the time, waits for the next look by the clock."""
+        """What a run is looked at for at once. All else moves all the time, and waits for the next look by the clock."""
         now = self.current()
         said = None if now is None else (now.phase, now.stop_reason, len(now.points), now.journal_error)
         return said, self.refusal
@@ -128,8 +131,10 @@ class Coordinators:
             await self.forget(uid)
 
     def refusal(self, uid: str) -> str:
-        """What a coordinator said that did not listen when it was last asked or told something; empty where it did, or where
-        there was no answer."""
+        """What a coordinator said that did not listen when it was last asked or told something.
+
+        Empty where it did, or where there was no answer.
+        """
         held = self._pollers.get(uid)
         return "" if held is None else held.refusal
 
