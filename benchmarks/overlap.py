@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="k = 2, few small steps, short completions")
     parser.add_argument("--hidden", type=int, default=192, help="width of the model: balances the two sides")
     arguments = parser.parse_args()
-    k, steps, prompts, longest, mean = (2, 8, 2, 128, 30) if arguments.quick else (8, 36, 16, 256, 60)
+    k, steps, prompts, longest, mean = (2, 7, 2, 128, 30) if arguments.quick else (8, 36, 16, 256, 60)
     context = PROMPT_TOKENS + longest
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)

@@ -316,13 +316,13 @@ def _serve_runs(cluster: Cluster) -> None:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description="the operator with a thousand runs on a real API server")
-    parser.add_argument("--quick", action="store_true", help="100 runs, 10 idle seconds")
+    parser.add_argument("--quick", action="store_true", help="100 runs, 5 idle seconds")
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--idle", type=float, default=60.0, help="seconds of each idle state")
     parser.add_argument("--keep-log", type=Path, help="where the operator's log goes (default: nowhere)")
     arguments = parser.parse_args()
     count = min(arguments.runs, 100) if arguments.quick else arguments.runs
-    idle = min(arguments.idle, 10.0) if arguments.quick else arguments.idle
+    idle = min(arguments.idle, 5.0) if arguments.quick else arguments.idle
     quiet = 2.0 if arguments.quick else 5.0
     cores = sorted(os.sched_getaffinity(0))[:CORES]
     os.sched_setaffinity(0, cores)  # of all that is started here, too
