@@ -86,7 +86,7 @@ class Process:
     def terminate(self) -> int:
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(15)
+        return self.process.wait(120)
 
 
 class Prompts:

@@ -1,4 +1,5 @@
-"""Experiment trackers, with their own libraries and readers: each step of metrics.jsonl once, whatever ends their process."""
+"""Experiment trackers, with their own libraries and readers: each step of metrics.jsonl and each evaluation of curve.csv
+once, whatever ends their process."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import yaml
 from coordinator_client import make_group, run_text
 
 from scalerl_api import endpoints, wire
+from scalerl_api.curve import curve_figures
 from scalerl_api.load import parse_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.trackers import TrackersSpec
@@ -32,7 +34,7 @@ from scalerl_coordinator.tracking import supervisor
 from scalerl_coordinator.tracking.process import follow, open_sink
 from scalerl_coordinator.tracking.sink import flat, hyperparameters, tracker_id
 from scalerl_coordinator.tracking.supervisor import Trackers, missing_package
-from scalerl_coordinator.tracking.tail import MetricsTail
+from scalerl_coordinator.tracking.tail import CurveTail, MetricsTail
 
 Rows = dict[int, dict[str, float]]
 
@@ -43,6 +45,46 @@ def row(step: int, loss: float | None = None) -> dict[str, float]:
 
 def rows(steps: int) -> Rows:
     return {step: row(step) for step in range(steps)}
+
+
+def point(version: int, reward: float | None = None) -> wire.EvaluationPoint:
+    return wire.EvaluationPoint(
+        version=version,
+        work_tokens=1000 * version,
+        reward=1 - 1 / (version + 2) if reward is None else reward,
+        standard_error=0.01,
+        samples=400,
+        prompts=100,
+        set_digest="12",  # looks like a figure, and is none
+        mixed_versions=version % 20 == 10,
+        truncated_fraction=0.125,
+        mean_tokens=17.5,
+        wall_seconds=3.0 * version,
+        device_seconds=12.0 * version,
+        given_up_prompts=2,
+    )
+
+
+def figures(version: int, reward: float | None = None) -> dict[str, float]:
+    """What trackers are to show of :func:`point`."""
+    return {
+        "held_out/compute": 1000 * version,
+        "held_out/reward": 1 - 1 / (version + 2) if reward is None else reward,
+        "held_out/samples": 400,
+        "held_out/standard_error": 0.01,
+        "held_out/version": version,
+        "held_out/wall_seconds": 3 * version,
+        "held_out/device_seconds": 12 * version,
+        "held_out/mean_tokens": 17.5,
+        "held_out/truncated_fraction": 0.125,
+        "held_out/mixed_versions": int(version % 20 == 10),
+        "held_out/prompts": 100,
+        "held_out/given_up_prompts": 2,
+    }
+
+
+def write_curve(paths: RunPaths, versions: Iterable[int], **reward: float) -> None:
+    RunFiles(paths).write_curve([point(version, **reward) for version in sorted(versions)])
 
 
 @pytest.fixture
@@ -84,19 +126,38 @@ def in_process(paths: RunPaths, name: str, wait: Callable[[float], bool]) -> lis
     """Follow the file in this process; the steps that were reported."""
     told: list[int] = []
     sink = open_sink(name, parse_run(paths.run_file.read_text(), "test"), paths)
-    follow(MetricsTail(paths.metrics), sink, told.append, wait)
+    follow(paths, sink, told.append, wait)
     return told
 
 
+OVER_COMPUTE = "held_out/reward_over_device_seconds"
+
+
 def tensorboard_scalars(directory: Path) -> Rows:
+    """What training has, by step."""
+    found = tensorboard_events(directory)
+    trained = {s: {n: v for n, v in row.items() if "/" not in n} for s, row in found.items()}
+    return {step: row for step, row in trained.items() if row}
+
+
+def tensorboard_curve(directory: Path) -> tuple[Rows, list[tuple[int, float]]]:
+    """Evaluations by version; the reward over compute."""
+    found = tensorboard_events(directory)
+    curve = {v: {n: x for n, x in r.items() if "/" in n and n != OVER_COMPUTE} for v, r in found.items()}
+    over = sorted((compute, row[OVER_COMPUTE]) for compute, row in found.items() if OVER_COMPUTE in row)
+    return {version: row for version, row in curve.items() if row}, over
+
+
+def tensorboard_events(directory: Path) -> Rows:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     read = EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload()
     found: Rows = {}
     for tag in read.Tags()["scalars"]:
+        steps = [event.step for event in read.Scalars(tag)]
+        assert steps == sorted(set(steps)), "twice, or TensorBoard drops what has a higher step than the next"
         for event in read.Scalars(tag):
-            assert tag not in found.setdefault(event.step, {}), "twice"
-            found[event.step][tag] = event.value
+            found.setdefault(event.step, {})[tag] = event.value
     return found
 
 
@@ -109,9 +170,15 @@ def wandb_records(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in read.stdout.splitlines()]
 
 
-def wandb_history(directory: Path) -> list[dict[str, float]]:
+def wandb_history(directory: Path) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """Rows of training and of evaluations, as they lie there."""
     items = [r["history"]["item"] for r in wandb_records(directory) if r["type"] == "history"]
-    return [{name: value for name, value in item.items() if name[0] != "_"} for item in items]
+    numbers = [item["_step"] for item in items]
+    assert numbers == sorted(set(numbers)), (
+        "the server drops a row whose number is not higher than all before"
+    )
+    found = [{name: value for name, value in item.items() if name[0] != "_"} for item in items]
+    return [r for r in found if "step" in r], [r for r in found if "held_out/version" in r]
 
 
 def mlflow_run(uri: str) -> tuple[Any, dict[str, list[tuple[int, float]]]]:
@@ -150,6 +217,7 @@ def test_the_tail_reads_each_step_once_and_says_what_was_taken_back(paths: RunPa
     files.write_rows(rows(4), 4, whole=True)
     files.write_rows(rows(4) | {4: row(4, 9.0), 5: row(5), 6: row(6)}, 7)
     assert tail.read() is None
+    tail.rewind()
     assert [step for step, _ in tail.read() or ()] == list(range(7))
 
 
@@ -160,6 +228,31 @@ def test_the_tail_notices_a_step_back_after_the_file_grew_past_it(paths: RunPath
     files.write_rows(rows(3), 3, whole=True)
     files.write_rows(rows(3) | {s: row(s, 0.5) for s in range(3, 9)}, 9)
     assert tail.read() is None
+
+
+def test_the_tail_reads_each_evaluation_once_and_says_what_was_taken_back(paths: RunPaths) -> None:
+    tail = CurveTail(paths.curve)
+    assert tail.read() == []
+    write_curve(paths, [0, 20])
+    assert tail.read() == [(v, figures(v)) for v in (0, 20)]
+    write_curve(paths, [0, 20, 40])
+    assert tail.read() == [(40, figures(40))]
+    assert tail.read() == []
+    for versions, reward in (([0, 20, 30, 40], None), ([0, 20], None), ([0, 20, 40, 60], 0.5)):
+        write_curve(paths, versions) if reward is None else write_curve(paths, versions, reward=reward)
+        assert tail.read() is None
+        assert tail.read() is None, "until it begins anew"
+        tail.rewind()
+        assert tail.read() == [(v, figures(v, reward)) for v in versions]
+        tail.rewind()
+        write_curve(paths, [0, 20, 40])
+        tail.read()
+
+
+def test_a_curve_of_an_earlier_release_lacks_columns(paths: RunPaths) -> None:
+    paths.curve.write_text("compute,reward,version,eval_version\n1000,0.5,10,e1\n")
+    expected = {"held_out/compute": 1000, "held_out/reward": 0.5, "held_out/version": 10}
+    assert CurveTail(paths.curve).read() == [(10, expected)]
 
 
 # --- TensorBoard ---------------------------------------------------------------------------------------------
@@ -179,9 +272,15 @@ def test_tensorboard_reads_what_metrics_jsonl_holds_also_after_a_step_back(paths
     (mine / "events.out.tfevents.1.other").write_text("")
     files = RunFiles(paths)
     files.write_rows(rows(600), 600, whole=True)
+    write_curve(paths, range(0, 600, 100))
     lines = rows(590) | {s: row(s, 0.25) for s in range(590, 602)}
     stages = iter(
-        [lambda: files.write_rows(rows(590), 590, whole=True), lambda: files.write_rows(lines, 602)]
+        [
+            lambda: files.write_rows(rows(590), 590, whole=True),
+            lambda: files.write_rows(lines, 602),
+            lambda: write_curve(paths, range(0, 601, 100)),
+            lambda: write_curve(paths, [50, *range(0, 601, 100)]),  # it took longer than those after it
+        ]
     )
 
     def wait(seconds: float) -> bool:
@@ -192,6 +291,10 @@ def test_tensorboard_reads_what_metrics_jsonl_holds_also_after_a_step_back(paths
 
     assert in_process(paths, "tensorBoard", wait) == [599, 589, 601]
     assert tensorboard_scalars(mine) == as_float32(lines)
+    measured = {v: figures(v) for v in sorted([50, *range(0, 601, 100)])}
+    curve, over_compute = tensorboard_curve(mine)
+    assert curve == as_float32(measured)
+    assert over_compute == [(12 * v, row["held_out/reward"]) for v, row in as_float32(measured).items()]
     assert len(list(mine.iterdir())) == 2, "its own file of before is gone, others' are left alone"
 
 
@@ -205,12 +308,15 @@ def test_tensorboard_killed_at_random_moments_has_each_step_once(paths: RunPaths
         process.kill()
         process.communicate()
         files.write_rows(rows(2001 + kill), 2001 + kill, whole=True)
+        write_curve(paths, [*range(0, 2001, 100), *range(1950 - kill, 1950)])
     process = writing(paths)
     peak = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
     assert peak is not None
     assert int(peak[1]) < 300_000, "torch is installed here, and not loaded"
     assert finish(process)["step"] == 2003
     assert tensorboard_scalars(paths.tensorboard) == as_float32(rows(2004))
+    measured = [*range(0, 2001, 100), *range(1947, 1950)]
+    assert tensorboard_curve(paths.tensorboard)[0] == as_float32({v: figures(v) for v in measured})
 
 
 def writing(paths: RunPaths) -> subprocess.Popen[bytes]:
@@ -237,15 +343,23 @@ def test_wandb_offline_killed_has_each_step_once_in_one_run(paths: RunPaths) -> 
     specify(paths, wandb={"offline": True, "project": "p", "entity": "team"})
     files = RunFiles(paths)
     files.write_rows(rows(3000), 3000, whole=True)
+    write_curve(paths, range(0, 3000, 100))
     process = start(paths, "wandb")
     wait_for(lambda: list(paths.wandb.glob("offline-run-*/*.wandb")), process)
     time.sleep(0.2)
     process.kill()
     process.communicate()
     files.write_rows(rows(3002), 3002, whole=True)
+    write_curve(paths, [*range(0, 3001, 100), 1850])
     assert finish(start(paths, "wandb"))["step"] == 3001
-    assert wandb_history(paths.wandb) == list(rows(3002).values())
+    trained, measured = wandb_history(paths.wandb)
+    assert trained == list(rows(3002).values())
+    assert measured == [figures(v) for v in sorted([*range(0, 3001, 100), 1850])]
     records = wandb_records(paths.wandb)
+    axes = {r["metric"]["name"]: r["metric"].get("step_metric") for r in records if r["type"] == "metric"}
+    assert axes.pop("loss") == axes.pop("work_tokens") == "step"
+    assert axes.keys() == figures(0).keys() - {"held_out/version"}
+    assert set(axes.values()) == {"held_out/version"}
     (began,) = (r["run"] for r in records if r["type"] == "run")
     assert (began["project"], began["entity"], began["run_id"]) == ("p", "team", tracker_id(paths))
     config = next(
@@ -282,6 +396,7 @@ def test_mlflow_killed_has_each_step_once_and_edits_as_tags(paths: RunPaths) -> 
     specify(paths, mlflow={"uri": uri})
     files = RunFiles(paths)
     files.write_rows(rows(900), 900, whole=True)
+    write_curve(paths, range(0, 900, 100))
     process = start(paths, "mlflow")
     wait_for(lambda: metrics_in(paths.root / "mlflow.db"), process)
     process.kill()
@@ -289,11 +404,16 @@ def test_mlflow_killed_has_each_step_once_and_edits_as_tags(paths: RunPaths) -> 
     # A step back: what the tracker has of the steps that are trained again keeps its first figures.
     files.write_rows(rows(890), 890, whole=True)
     files.write_rows(rows(890) | {s: row(s, 7.0) for s in range(890, 903)}, 903)
+    measured = [*range(0, 901, 100), 850]
+    write_curve(paths, measured)
     paths.run_file.write_text(
         run_text(trackers={"mlflow": {"uri": uri}}, evaluation={"everySteps": 3, "samplesPerPrompt": 2})
     )
     assert finish(start(paths, "mlflow"))["step"] == 902
     run, histories = mlflow_run(uri)
+    for name in figures(0):
+        history = histories.pop(name)
+        assert sorted(history) == [(v, figures(v)[name]) for v in sorted(measured)], name
     assert set(histories) == {"step", "loss", "work_tokens"}
     assert all([step for step, _ in history] == list(range(903)) for history in histories.values())
     losses = [loss for _, loss in histories["loss"]]
@@ -353,7 +473,8 @@ async def test_a_tracker_that_fails_is_told_once_counted_and_tried_again(
 
 
 async def test_a_coordinator_trains_on_beside_a_tracker_that_cannot_be_reached(coordinator, client) -> None:
-    """MLflow's server is away; TensorBoard gets every step, also the last one before the end."""
+    """MLflow's server is away, and the coordinator is killed; TensorBoard gets every step and evaluation, also the last ones
+    before the end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         uri = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -365,12 +486,17 @@ async def test_a_coordinator_trains_on_beside_a_tracker_that_cannot_be_reached(c
         while not (stands and stands["mlflow"].failures):
             await asyncio.sleep(0.1)
             stands = {tracker.name: tracker for tracker in (await client.status()).trackers}
-    member = await client.register("g", coordinator.digest)
+
+    async def generate(version: int) -> None:
+        """All that there is to generate with these weights: every second version is evaluated."""
+        member = await client.register("g", coordinator.digest)
+        await client.publish("t", version)
+        await client.heartbeat(member, version)
+        leases = (await client.lease(member, version, 64)).leases
+        await client.push(member, [make_group(lease) for lease in leases])
+
     await client.hello("t")
-    await client.publish("t", 0)
-    await client.heartbeat(member, 0)
-    leases = (await client.lease(member, 0, 64)).leases
-    await client.push(member, [make_group(lease) for lease in leases])
+    await generate(0)
     assert (await client.next("t", 0)).action is wire.NextAction.TRAIN
     await client.report("t", 0, {"loss": 0.5})
     assert stands["tensorBoard"].problem == ""
@@ -379,11 +505,24 @@ async def test_a_coordinator_trains_on_beside_a_tracker_that_cannot_be_reached(c
         text = await response.text()
     assert 'scalerl_coordinator_tracker_failures_total{tracker="tensorBoard"} 0.0' in text
     assert 'scalerl_coordinator_tracker_failures_total{tracker="mlflow"} 0.0' not in text
+    coordinator.kill()
+    coordinator.paths.run_file.write_text(run_text(trackers={"tensorBoard": {}}, budget={"maxSteps": 100}))
+    coordinator.start()
+    async with asyncio.timeout(120):
+        while (await client.status()).trackers[0].step < 0:  # noqa: ASYNC110 - until it has what was there
+            await asyncio.sleep(0.1)
+    await client.report("t", 1, {"loss": 0.25})
+    await generate(2)
     assert await asyncio.to_thread(coordinator.terminate) == 0
     lines = [json.loads(line) for line in coordinator.paths.metrics.read_text().splitlines()]
-    assert [line["loss"] for line in lines] == [0.5]
+    assert [line["loss"] for line in lines] == [0.5, 0.25]
     assert tensorboard_scalars(coordinator.paths.tensorboard) == as_float32(
         {line["step"]: line for line in lines}
+    )
+    evaluations = {int(row["version"]): row for row in curve_figures(coordinator.paths.curve.read_text())}
+    assert list(evaluations) == [0, 2]
+    assert tensorboard_curve(coordinator.paths.tensorboard)[0] == as_float32(
+        {version: {f"held_out/{n}": v for n, v in row.items()} for version, row in evaluations.items()}
     )
     assert coordinator.log().count("tracker mlflow failed") == 1, coordinator.log()
 

@@ -29,6 +29,7 @@ from runs import (
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from scalerl_api.curve import curve_figures
 from scalerl_generator.vllm_client import VllmClient
 
 SUMMARY_KEYS = {
@@ -134,10 +135,14 @@ def ask_generator(run: LocalRun) -> list[dict[str, Any]]:
 
 
 def assert_events_are_metrics(run: LocalRun) -> None:
-    """What TensorBoard shows is what the run's metrics.jsonl holds, in the precision of its events."""
+    """What TensorBoard shows is what the run's metrics.jsonl and curve.csv hold, in the precision of its events."""
     read = EventAccumulator(str(run.directory / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     shown = [(event.step, tag, event.value) for tag in read.Tags()["scalars"] for event in read.Scalars(tag)]
     held = [(r["step"], name, float(np.float32(value))) for r in run.metrics() for name, value in r.items()]
+    for row in curve_figures((run.directory / "curve.csv").read_text()):
+        held += [(row["version"], f"held_out/{n}", float(np.float32(value))) for n, value in row.items()]
+        over_compute = round(row["device_seconds"]), "held_out/reward_over_device_seconds"
+        held.append((*over_compute, float(np.float32(row["reward"]))))
     assert sorted(shown) == sorted(held)
 
 

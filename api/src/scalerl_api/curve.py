@@ -21,6 +21,8 @@ CURVE_COLUMNS: Final = (
     "truncated_fraction",
     "mixed_versions",
     "eval_version",
+    "prompts",
+    "given_up_prompts",
 )
 """``compute`` is in completion tokens of trained steps; ``docs/local-run.md`` has the rest."""
 
@@ -44,6 +46,33 @@ def curve_csv(points: Iterable[EvaluationPoint]) -> str:
                 f"{p.truncated_fraction:.6f}",
                 str(p.mixed_versions).lower(),
                 p.set_digest,
+                p.prompts,
+                p.given_up_prompts,
             )
         )
     return text.getvalue()
+
+
+def curve_figures(text: str) -> list[dict[str, int | float]]:
+    """The numbers of each row of such a table, by column; ``mixed_versions`` as 0 or 1, ``eval_version`` is none.
+
+    Columns that an earlier release did not write are left out.
+
+    Raises:
+        ValueError: a row has no such table's fields.
+
+    >>> curve_figures("reward,version,mixed_versions,eval_version\\n0.25,40,true,12\\n")
+    [{'reward': 0.25, 'version': 40, 'mixed_versions': 1}]
+    """
+    return [
+        {name: _figure(value) for name, value in row.items() if name != "eval_version"}
+        for row in csv.DictReader(io.StringIO(text), strict=True)
+    ]
+
+
+def _figure(value: str | None) -> int | float:
+    if value in ("true", "false"):
+        return int(value == "true")
+    if value is None:
+        raise ValueError("a row of the curve is shorter than its header")
+    return int(value) if value.isdecimal() else float(value)

@@ -369,7 +369,7 @@ class RunSpec(Model):
     autoscaling: AutoscalingSpec = AutoscalingSpec()
     """Who acts on the forecast of the curve, and by what rules."""
     trackers: TrackersSpec = TrackersSpec()
-    """Experiment trackers that get what ``metrics.jsonl`` holds: TensorBoard, Weights & Biases, MLflow."""
+    """Experiment trackers that get what ``metrics.jsonl`` and ``curve.csv`` hold: TensorBoard, Weights & Biases, MLflow."""
     suspend: bool = False
     """True writes a checkpoint and lets all devices go; false goes on from there."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0

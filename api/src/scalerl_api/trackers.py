@@ -1,4 +1,4 @@
-"""``trackers``: which experiment trackers get what ``metrics.jsonl`` holds."""
+"""``trackers``: which experiment trackers get what ``metrics.jsonl`` and ``curve.csv`` hold."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ class MLflowSpec(Model):
 
 
 class TrackersSpec(Model):
-    """What is given gets every line of ``metrics.jsonl``. A tracker that fails never ends or delays the run."""
+    """What is given gets every line of ``metrics.jsonl`` and every row of ``curve.csv``. A tracker that fails never ends or
+    delays the run."""
 
     tensor_board: TensorBoardSpec | None = None
     """Event files for TensorBoard; ``{}`` writes them into the run's directory."""

@@ -19,7 +19,7 @@ def test_it_holds_the_table_and_is_the_runs_own() -> None:
     assert made["data"] == {"curve.csv": curve_csv(POINTS)}
     header, *rows = made["data"]["curve.csv"].splitlines()
     assert header.split(",") == list(CURVE_COLUMNS)
-    assert rows[1] == "100000,0.31,4000,0.01,10,100.000,400.000,50.000,0.020000,false,first set"
+    assert rows[1] == "100000,0.31,4000,0.01,10,100.000,400.000,50.000,0.020000,false,first set,1000,0"
     metadata = made["metadata"]
     assert (metadata["name"], metadata["namespace"]) == ("test-curve", "team")
     assert metadata["labels"]["scalerl.dev/run-uid"] == metadata["ownerReferences"][0]["uid"] == UID
@@ -41,7 +41,7 @@ def test_a_curve_too_long_for_an_object_is_thinned_out_and_says_so() -> None:
     table = made["data"]["curve.csv"]
     assert len(table) <= curve.MAX_BYTES
     _, *rows = table.splitlines()
-    assert len(rows) > 9_000
+    assert len(rows) > 8_000
     assert made["metadata"]["annotations"][LEFT_OUT] == str(30_000 - len(rows))
     versions = [int(row.split(",")[4]) for row in rows]
     assert (versions[0], versions[-1]) == (0, points[-1].version)

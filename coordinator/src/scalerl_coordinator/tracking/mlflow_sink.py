@@ -9,7 +9,7 @@ from typing import Any, Final
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.trackers import MLflowSpec
-from scalerl_coordinator.tracking.sink import Steps, flat, hyperparameters, tracker_id
+from scalerl_coordinator.tracking.sink import HELD_OUT, Points, Steps, flat, hyperparameters, tracker_id
 
 # Read when the library is imported: no usage figures to its makers; a server that is away is this process's to try again.
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
@@ -30,7 +30,8 @@ _PARAMETER_CHARACTERS: Final = 6000
 class MLflowSink:
     """One run of MLflow, found again by a tag.
 
-    A call writes whole steps, in one transaction of the server's database, so its newest step says what it has.
+    A call writes whole steps and evaluations, in one transaction of the server's database: so the newest step, and the
+    versions, say what it has.
     """
 
     begins_anew = False
@@ -42,7 +43,7 @@ class MLflowSink:
         self._client: Any = None
         self._run_id = ""
 
-    def open(self) -> int:
+    def open(self) -> tuple[int, set[int]]:
         self._client = MlflowClient(tracking_uri=self._spec.uri)
         experiment, id_ = self._experiment(), tracker_id(self._paths)
         found = self._client.search_runs([experiment], f"tags.`{_ID_TAG}` = '{id_}'", max_results=1)
@@ -54,7 +55,8 @@ class MLflowSink:
         self._run_id = run.info.run_id
         self._client.update_run(self._run_id, status="RUNNING")
         self._write_hyperparameters(run.data.params)
-        return int(run.data.metrics.get("step", -1)) + 1
+        measured = self._client.get_metric_history(self._run_id, f"{HELD_OUT}version")
+        return int(run.data.metrics.get("step", -1)) + 1, {metric.step for metric in measured}
 
     def _experiment(self) -> str:
         found = self._client.get_experiment_by_name(self._spec.experiment)
@@ -79,10 +81,10 @@ class MLflowSink:
         if changed:
             self._client.log_batch(self._run_id, tags=changed)
 
-    def write(self, steps: Steps) -> None:
+    def write(self, steps: Steps, points: Points) -> None:
         now = int(time.time() * 1000)
         call: list[Metric] = []
-        for step, row in steps:
+        for step, row in (*steps, *points):
             if len(call) + len(row) > _METRICS_A_CALL:
                 self._client.log_batch(self._run_id, metrics=call)
                 call = []

@@ -1,4 +1,5 @@
-"""``python -m scalerl_coordinator.tracking.process NAME``: gives one tracker every line of ``metrics.jsonl``.
+"""``python -m scalerl_coordinator.tracking.process NAME``: gives one tracker every line of ``metrics.jsonl``
+and every row of ``curve.csv``.
 
 Standard output carries a :class:`~scalerl_api.wire.Tracker` as a line of JSON, whenever it changed. The end of standard
 input is the request to write what is there and to end; so the process does not outlive the coordinator either. Exit code:
@@ -19,13 +20,12 @@ from typing import Final
 
 import msgspec
 
-from scalerl_api.load import load_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import ProcessEnvironment
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.wire import Tracker
 from scalerl_coordinator.tracking.sink import Sink
-from scalerl_coordinator.tracking.tail import MetricsTail
+from scalerl_coordinator.tracking.tail import CurveTail, MetricsTail
 
 POLL_SECONDS: Final = 2.0
 _PROBLEM_CHARACTERS: Final = 600
@@ -50,9 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         report.write(msgspec.json.encode(state) + b"\n")
 
     try:
-        paths = ProcessEnvironment.read().paths
-        sink = open_sink(name, load_run(paths.run_file), paths)
-        follow(MetricsTail(paths.metrics), sink, lambda step: tell(step=step), _end_of_input)
+        environment = ProcessEnvironment.read()
+        paths = environment.paths
+        sink = open_sink(name, environment.load_run(), paths)
+        follow(paths, sink, lambda step: tell(step=step), _end_of_input)
     except BrokenPipeError:
         return 1  # the coordinator is gone
     except Exception as problem:
@@ -83,25 +84,31 @@ def open_sink(name: str, run: ScaleRLRun, paths: RunPaths) -> Sink:
     raise ValueError(f"spec.trackers.{name} is not given")
 
 
-def follow(tail: MetricsTail, sink: Sink, tell: Callable[[int], None], wait: Callable[[float], bool]) -> None:
-    """Write what is in the file and what is added to it, until ``wait`` returns True; then once more.
+def follow(paths: RunPaths, sink: Sink, tell: Callable[[int], None], wait: Callable[[float], bool]) -> None:
+    """Write what is in both files and what is added to them, until ``wait`` returns True; then once more.
 
     tell: gets the newest step that the sink has, -1 while there is none, whenever nothing is left to write.
     wait: sleeps for so many seconds at most.
     """
-    missing, told, ending = sink.open(), -1, False
+    metrics, curve = MetricsTail(paths.metrics), CurveTail(paths.curve)
+    (missing, measured), told, ending = sink.open(), -1, False
     while True:
-        rows = tail.read()
-        if rows is None:
+        rows, points = metrics.read(), curve.read()
+        if rows is None or points is None:
+            # What the other one has just read comes again, too; what the sink has is left out.
+            metrics.rewind()
+            curve.rewind()
             if sink.begins_anew:
                 sink.close()
-                missing = sink.open()
+                missing, measured = sink.open()
             continue
         steps = [(step, row) for step, row in rows if step >= missing]
-        if steps:
-            sink.write(steps)
-            missing = steps[-1][0] + 1
-        if rows:
+        points = [(version, row) for version, row in points if version not in measured]
+        if steps or points:
+            sink.write(steps, points)
+            missing = steps[-1][0] + 1 if steps else missing
+            measured |= {version for version, _ in points}
+        if rows or points:
             continue
         if missing != told:
             told = missing

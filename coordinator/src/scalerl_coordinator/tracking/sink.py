@@ -1,4 +1,4 @@
-"""What a tracker's library is to the process that follows ``metrics.jsonl``."""
+"""What a tracker's library is to the process that follows ``metrics.jsonl`` and ``curve.csv``."""
 
 from __future__ import annotations
 
@@ -7,27 +7,33 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import ScaleRLRun
 from scalerl_coordinator.accounting import Row
 
 Steps = Sequence[tuple[int, Row]]
+Points = Sequence[tuple[int, Row]]
+"""Evaluations: the version that was measured, and its figures under names that begin with :data:`HELD_OUT`."""
+HELD_OUT: Final = "held_out/"
 
 
 class Sink(Protocol):
     """Blocking, and any of it may raise: then the process ends, and another begins anew."""
 
     begins_anew: bool
-    """:meth:`open` drops what the sink has, so that it can follow a run that goes back to a checkpoint. The others keep a
-    step's first figures."""
+    """:meth:`open` drops what the sink has, so that it can follow a run that goes back to a checkpoint. The others keep the
+    first figures of a step and of an evaluation."""
 
-    def open(self) -> int:
-        """Connect. Returns the first step that the sink does not have."""
+    def open(self) -> tuple[int, set[int]]:
+        """Connect. Returns the first step that the sink does not have, and the versions whose evaluation it has."""
 
-    def write(self, steps: Steps) -> None:
-        """Take steps in ascending order, each higher than all before."""
+    def write(self, steps: Steps, points: Points) -> None:
+        """Take steps in ascending order, each higher than all before, and evaluations that it does not have, by version.
+
+        Where ``begins_anew``, evaluations too are of higher versions than all before.
+        """
 
     def close(self) -> None:
         """Deliver what is under way."""

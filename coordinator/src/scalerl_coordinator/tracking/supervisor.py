@@ -56,7 +56,7 @@ class Trackers:
         return [keeper.tracker for keeper in self._keepers]
 
     async def close(self) -> None:
-        """Have all steps written that are in ``metrics.jsonl`` now; what cannot be in time is given up."""
+        """Have all written that is in ``metrics.jsonl`` and ``curve.csv`` now; what cannot be in time is given up."""
         for keeper in self._keepers:
             keeper.closing.set()
         if not self._tasks:

@@ -1,4 +1,4 @@
-"""Follows ``metrics.jsonl``: what is new, and what was taken back."""
+"""Follows ``metrics.jsonl`` and ``curve.csv``: what is new, and what was taken back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from scalerl_api.curve import curve_figures
 from scalerl_coordinator.accounting import Row
+from scalerl_coordinator.tracking.sink import HELD_OUT
 
 
 class MetricsTail:
@@ -16,6 +18,10 @@ class MetricsTail:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Begin anew with the next read."""
         self._inode = -1
         self._offset = 0
         self._digests: dict[int, int] = {}
@@ -23,7 +29,7 @@ class MetricsTail:
 
     def read(self, most: int = 256) -> list[tuple[int, Row]] | None:
         """Steps and their rows that came since the last call, ascending, ``most`` at a time; None: a step that was read
-        is gone or has other figures now, because the trainer went back to a checkpoint. The call after that begins anew.
+        is gone or has other figures now, because the trainer went back to a checkpoint.
 
         Raises:
             OSError: the file is there and cannot be read.
@@ -36,10 +42,9 @@ class MetricsTail:
             found = os.fstat(file.fileno())
             if found.st_ino != self._inode or found.st_size < self._offset:
                 now = {step: hash(line) for line, step, _ in _rows(file)}
-                self._inode, self._offset = found.st_ino, 0
                 if any(now.get(step) != digest for step, digest in self._digests.items()):
-                    self._digests = {}
                     return None
+                self._inode, self._offset = found.st_ino, 0
             file.seek(self._offset)
             new = []
             for line, step, row in _rows(file):
@@ -50,6 +55,46 @@ class MetricsTail:
                 if len(new) == most:
                     break
             return new
+
+
+class CurveTail:
+    """Reads the evaluations that came; their file is replaced as a whole with each."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Begin anew with the next read."""
+        self._seen: tuple[int, int, int] | None = None
+        self._read: dict[int, Row] = {}
+
+    def read(self) -> list[tuple[int, Row]] | None:
+        """Versions and their figures, named ``held_out/COLUMN``, that came since the last call, ascending; None: one that
+        was read is gone or has other figures now, or one came that is older than those that were read.
+
+        Raises:
+            OSError: the file is there and cannot be read.
+            ValueError: it holds no curve.
+        """
+        try:
+            file = self._path.open(encoding="utf-8", newline="")
+        except FileNotFoundError:
+            return []
+        with file:
+            found = os.fstat(file.fileno())
+            seen = (found.st_ino, found.st_mtime_ns, found.st_size)
+            if seen == self._seen:
+                return []
+            figures = curve_figures(file.read())
+        now = {int(row["version"]): {HELD_OUT + n: v for n, v in row.items()} for row in figures}
+        new = sorted(now.keys() - self._read.keys())
+        if any(now.get(version) != row for version, row in self._read.items()) or (
+            new and self._read and new[0] < max(self._read)
+        ):
+            return None
+        self._seen, self._read = seen, now
+        return [(version, now[version]) for version in new]
 
 
 def _rows(file: BinaryIO) -> Iterator[tuple[bytes, int, Row]]:

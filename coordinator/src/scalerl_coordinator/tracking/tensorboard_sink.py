@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Final
 
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -11,14 +12,18 @@ from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.summary import hparams
 
 from scalerl_api.spec import ScaleRLRun
-from scalerl_coordinator.tracking.sink import Steps, flat, hyperparameters
+from scalerl_coordinator.tracking.sink import HELD_OUT, Points, Steps, flat, hyperparameters
 
+_OVER_COMPUTE: Final = f"{HELD_OUT}reward_over_device_seconds"
 _SUFFIX = ".scalerl"
 """Ends the names of the files that are ours to delete: the directory may be shared."""
 
 
 class TensorBoardSink:
-    """One event file, with one event a step."""
+    """One event file, with one event a step and two an evaluation.
+
+    TensorBoard's only axis is an event's step: so the held-out reward is there twice, over versions and over compute.
+    """
 
     begins_anew = True
 
@@ -27,7 +32,7 @@ class TensorBoardSink:
         self._directory = directory
         self._writer: EventsWriter | None = None
 
-    def open(self) -> int:
+    def open(self) -> tuple[int, set[int]]:
         self._directory.mkdir(parents=True, exist_ok=True)
         for old in self._directory.glob(f"events.out.tfevents.*{_SUFFIX}"):
             old.unlink()
@@ -38,13 +43,18 @@ class TensorBoardSink:
         for summary in hparams(dict(flat(hyperparameters(self._run))), {}):
             self._add(Event(step=0, summary=summary))
         self._writer.flush()
-        return 0
+        return 0, set()
 
-    def write(self, steps: Steps) -> None:
+    def write(self, steps: Steps, points: Points) -> None:
         assert self._writer is not None
-        for step, row in steps:
+        for step, row in (*steps, *points):
             values = [Summary.Value(tag=name, simple_value=value) for name, value in row.items()]
             self._add(Event(step=step, summary=Summary(value=values)))
+        # TensorBoard drops what has a higher step than what comes after it.
+        for _, row in sorted(points, key=lambda point: point[1][f"{HELD_OUT}device_seconds"]):
+            value = Summary.Value(tag=_OVER_COMPUTE, simple_value=row[f"{HELD_OUT}reward"])
+            compute = round(row[f"{HELD_OUT}device_seconds"])
+            self._add(Event(step=compute, summary=Summary(value=[value])))
         self._writer.flush()
 
     def close(self) -> None:
