@@ -9,6 +9,7 @@ import logging
 import os
 import random
 import re
+import signal
 import socket
 import sqlite3
 import subprocess
@@ -22,6 +23,7 @@ from typing import Any
 import pytest
 import yaml
 from coordinator_client import make_group, run_text
+from wandb_stand_in import KEY, wandb_stand_in
 
 from scalerl_api import endpoints, wire
 from scalerl_api.curve import curve_figures
@@ -116,7 +118,7 @@ def start(paths: RunPaths, name: str) -> subprocess.Popen[bytes]:
 
 def finish(process: subprocess.Popen[bytes]) -> dict[str, Any]:
     """Ask it to end; what it reported last."""
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 0, (out, err)
     last: dict[str, Any] = json.loads(out.splitlines()[-1])
     return last
@@ -166,7 +168,7 @@ def wandb_records(directory: Path) -> list[dict[str, Any]]:
     (run,) = directory.glob("offline-run-*")
     command = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", "--json", str(run)]
     environ = {**os.environ, "WANDB_ERROR_REPORTING": "false", "WANDB_MODE": "offline"}
-    read = subprocess.run(command, env=environ, capture_output=True, check=True, timeout=60)
+    read = subprocess.run(command, env=environ, capture_output=True, check=True, timeout=120)
     return [json.loads(line) for line in read.stdout.splitlines()]
 
 
@@ -368,6 +370,35 @@ def test_wandb_offline_killed_has_each_step_once_in_one_run(paths: RunPaths) -> 
         if r["type"] == "config" and "recipe" in r["config"].get("update", {})
     )
     assert config["recipe"]["loss"]["name"] == "CISPO"
+
+
+@pytest.mark.timeout(300)
+def test_wandb_online_killed_sends_each_step_and_evaluation_once(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W&B's own client and process, killed; what answers them only keeps what it is sent."""
+    specify(paths, wandb={"project": "p"})
+    files = RunFiles(paths)
+    files.write_rows(rows(600), 600, whole=True)
+    write_curve(paths, range(0, 600, 100))
+    with wandb_stand_in() as server:
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        process = start(paths, "wandb")
+        wait_for(lambda: server.history, process)  # it sends every 15 seconds
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        files.write_rows(rows(603), 603, whole=True)
+        write_curve(paths, [*range(0, 601, 100), 289])
+        last = finish(start(paths, "wandb"))
+        history, refused = server.history, server.refused
+    assert (last["step"], refused) == (602, [])
+    numbers = [item["_step"] for item in history]
+    assert numbers == sorted(set(numbers))
+    sent = [{name: value for name, value in item.items() if name[0] != "_"} for item in history]
+    assert [r for r in sent if "step" in r] == list(rows(603).values())
+    measured = sorted((r for r in sent if "step" not in r), key=lambda r: r["held_out/version"])
+    assert measured == [figures(v) for v in sorted([*range(0, 601, 100), 289])]
 
 
 def test_wandb_without_a_server_fails_with_its_reason(

@@ -70,7 +70,7 @@ class WandbSink:
             ),
         )
         self._wandb.config.update(hyperparameters(self._run), allow_val_change=True)
-        self._row, self._waiting, self._defined = int(self._wandb.step) - 1, [], set()
+        self._row, self._waiting, self._defined = int(self._wandb.starting_step) - 1, [], set()
         return self._trained, self._measured()
 
     @property
