@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from scalerl_api import load
-from scalerl_api.load import SpecError, accepted_run, parse_run, run_from_object, to_yaml
+from scalerl_api.load import SpecError, accepted_run, load_accepted_run, parse_run, run_from_object, to_yaml
 from scalerl_api.spec import ScaleRLRun
 
 GOOD: dict[str, Any] = {
@@ -305,3 +305,11 @@ def test_an_accepted_spec_is_read_as_any_other_and_past_the_rules_that_came_late
         run_from_object(obj)
     spec = accepted_run(obj).spec
     assert (spec.recipe.max_completion_tokens, spec.storage.size) == (10**6, "5")
+
+
+@pytest.mark.parametrize("part", ["metadata", "spec"])
+def test_an_accepted_run_without_a_part_is_refused(part: str, tmp_path: Path) -> None:
+    obj = yaml.safe_load((Path(__file__).parents[2] / "examples/tiny/run.yaml").read_text())
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(obj | {part: None}))
+    with pytest.raises(SpecError, match=part):
+        load_accepted_run(tmp_path / "run.yaml")

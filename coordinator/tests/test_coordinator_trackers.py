@@ -27,7 +27,7 @@ from wandb_stand_in import KEY, wandb_stand_in
 
 from scalerl_api import endpoints, wire
 from scalerl_api.curve import curve_figures
-from scalerl_api.load import parse_run
+from scalerl_api.load import SpecError, load_run, parse_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.trackers import TrackersSpec
 from scalerl_coordinator import main
@@ -100,7 +100,7 @@ def specify(paths: RunPaths, **trackers: object) -> None:
     paths.run_file.write_text(run_text(trackers=trackers))
 
 
-def start(paths: RunPaths, name: str) -> subprocess.Popen[bytes]:
+def start(paths: RunPaths, name: str, **variables: str) -> subprocess.Popen[bytes]:
     """The process of a tracker, as the supervisor starts it."""
     environ = {
         **os.environ,
@@ -108,6 +108,7 @@ def start(paths: RunPaths, name: str) -> subprocess.Popen[bytes]:
         "SCALERL_NAME": "coordinator-0",
         "SCALERL_COORDINATOR_URL": "http://127.0.0.1:1",
         "SCALERL_TOKEN_FILE": str(paths.token),
+        **variables,
     }
     command = [sys.executable, "-m", "scalerl_coordinator.tracking.process", name]
     pipe = subprocess.PIPE
@@ -300,6 +301,7 @@ def test_tensorboard_reads_what_metrics_jsonl_holds_also_after_a_step_back(paths
     assert len(list(mine.iterdir())) == 2, "its own file of before is gone, others' are left alone"
 
 
+@pytest.mark.timeout(300)
 def test_tensorboard_killed_at_random_moments_has_each_step_once(paths: RunPaths) -> None:
     specify(paths, tensorBoard={})
     files, drawn = RunFiles(paths), random.Random(7)
@@ -319,6 +321,17 @@ def test_tensorboard_killed_at_random_moments_has_each_step_once(paths: RunPaths
     assert tensorboard_scalars(paths.tensorboard) == as_float32(rows(2004))
     measured = [*range(0, 2001, 100), *range(1947, 1950)]
     assert tensorboard_curve(paths.tensorboard)[0] == as_float32({v: figures(v) for v in measured})
+
+
+def test_a_run_that_only_an_earlier_release_accepted_has_its_tracker(paths: RunPaths) -> None:
+    """On a cluster, where its operator keeps the spec."""
+    RunFiles(paths).write_rows(rows(3), 3, whole=True)
+    given = paths.root / "given.yaml"
+    given.write_text(run_text(trackers={"tensorBoard": {}}, budget={"maxSteps": -1}))
+    with pytest.raises(SpecError):
+        load_run(given)
+    assert finish(start(paths, "tensorBoard", SCALERL_RUN_FILE=str(given)))["step"] == 2
+    assert tensorboard_scalars(paths.tensorboard) == as_float32(rows(3))
 
 
 def writing(paths: RunPaths) -> subprocess.Popen[bytes]:
@@ -341,6 +354,7 @@ def wait_for(found: Callable[[], Any], process: subprocess.Popen[bytes]) -> Any:
 # --- Weights & Biases ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(300)
 def test_wandb_offline_killed_has_each_step_once_in_one_run(paths: RunPaths) -> None:
     specify(paths, wandb={"offline": True, "project": "p", "entity": "team"})
     files = RunFiles(paths)
@@ -503,6 +517,7 @@ async def test_a_tracker_that_fails_is_told_once_counted_and_tried_again(
     assert len(caplog.records) == 1
 
 
+@pytest.mark.timeout(300)
 async def test_a_coordinator_trains_on_beside_a_tracker_that_cannot_be_reached(coordinator, client) -> None:
     """MLflow's server is away, and the coordinator is killed; TensorBoard gets every step and evaluation, also the last ones
     before the end."""

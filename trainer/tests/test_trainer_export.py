@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from scalerl_api.load import load_run
+from scalerl_api.load import SpecError, load_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec, ScratchModel
 from scalerl_trainer.checkpoint import FIXED_SHAPE, MANIFEST, CheckpointStore, Manifest, files_in
@@ -162,6 +163,18 @@ def test_a_volume_of_a_cluster_is_exported_without_its_run(tmp_path: Path, caplo
     paths.run_file.mkdir()
     keep_run_file(RunPaths(paths.root, mounted))
     assert "`scalerl export` of this volume needs it" in caplog.text, "and the run goes on"
+
+
+def test_a_run_that_only_an_earlier_release_accepted_is_exported(tmp_path: Path) -> None:
+    paths = checkpoint(tmp_path / "run", trained(base(tmp_path / "run/model"), "float32"))
+    run = yaml.safe_load(paths.run_file.read_text())
+    run["spec"]["recipe"]["optimizer"] = {"learningRate": "1e5"}
+    paths.run_file.write_text(yaml.safe_dump(run))
+    with pytest.raises(SpecError, match="learningRate"):
+        load_run(paths.run_file)
+    assert export_checkpoint(paths, tmp_path / "out") == 12
+    weights = load_file(tmp_path / "out/model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
 
 
 def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:

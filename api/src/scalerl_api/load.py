@@ -76,7 +76,7 @@ def load_accepted_run(path: Path) -> ScaleRLRun:
     """As :func:`load_run`, of a run file that the operator wrote, and so of a spec that some release has accepted.
 
     Raises:
-        SpecError: unreadable, not YAML, or not one object.
+        SpecError: unreadable, not YAML, or not one object with ``metadata`` and ``spec``.
     """
     return accepted_run(_document(_text(path), str(path)))
 
@@ -178,10 +178,15 @@ def accepted_run(obj: Mapping[str, Any]) -> ScaleRLRun:
     """As :func:`run_from_object`, of a spec that was accepted before, perhaps by an earlier release with other rules.
 
     What the rules of this release refuse is taken as it is.
+
+    Raises:
+        SpecError: no object with ``metadata`` and ``spec``.
     """
     try:
         return run_from_object(obj)
     except SpecError:
+        if not all(isinstance(obj.get(part), Mapping) for part in ("metadata", "spec")):
+            raise
         metadata = {key: value for key, value in obj["metadata"].items() if key in _METADATA}
         run: ScaleRLRun = _as_it_is(ScaleRLRun, {**obj, "metadata": metadata})
         return run

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from scalerl_api.load import SpecError, load_run
+from scalerl_api.load import SpecError, load_accepted_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec
 from scalerl_trainer.checkpoint import FIXED_SHAPE, CheckpointError, CheckpointStore
@@ -180,6 +180,7 @@ def export_checkpoint(paths: RunPaths, target: Path, step: int | None = None) ->
 
     Raises:
         ExportError: no such checkpoint, a damaged one, or one that has to be loaded once by the run itself.
+        SpecError: the run's spec cannot be read; which rules it keeps does not matter.
         OSError: ``target`` cannot be written.
     """
     if target.exists():
@@ -202,7 +203,7 @@ def export_checkpoint(paths: RunPaths, target: Path, step: int | None = None) ->
         saved = SavedState(store.directory(step))
     except (CheckpointError, EngineError) as error:
         raise ExportError(str(error)) from error
-    spec = load_run(paths.run_file).spec
+    spec = load_accepted_run(paths.run_file).spec
     dtype = getattr(torch, spec.model.dtype)
     infos = [TensorInfo(name, dtype, tuple(shape)) for name, shape in saved.header.parameters.items()]
     write_model(target, paths.base_model, infos, (saved.whole(info.name) for info in infos), spec)
