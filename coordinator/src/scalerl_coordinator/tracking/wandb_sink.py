@@ -21,6 +21,7 @@ _INIT_SECONDS: Final = 30.0
 _ROWS_A_STEP: Final = 10
 """W&B's own step, the number of a row, only goes up. A trained step has each tenth row, evaluations come between."""
 _MOST_POINTS: Final = 100_000
+"""More evaluations than any run has: the server draws at random from more than it is asked for."""
 
 
 class WandbSink:
