@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +19,10 @@ IMPORTS = {
     "trainer": "scalerl_trainer.main scalerl_trainer.prepare torch deepspeed obstore.store",
     "generator": "scalerl_generator.actor scalerl_generator.vllm_server vllm",
 }
-# Unpacked, without the base. What may be left out of the operator's image: Dockerfile.operator.
-MEGABYTES = {"operator": 250}
+# Unpacked, without the base. The Dockerfiles say what they remove from packages.
+MEGABYTES = {"operator": 250, "trainer": 5100, "generator": 5100}
 SCRIPT = """
-import importlib, importlib.metadata, importlib.util, json, os, pathlib, sys
+import importlib, importlib.metadata, importlib.util, json, mmap, os, pathlib, struct, sys
 for name in sys.argv[1].split():
     importlib.import_module(name)
 def writable(folder):
@@ -31,8 +33,24 @@ def writable(folder):
     return True
 def megabytes(folder):
     return sum(file.lstat().st_size for file in pathlib.Path(folder).rglob("*") if not file.is_dir()) / 1e6
+def needed(library):  # the names in its DT_NEEDED; the layout is that of elf(5)
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        if data[:5] != b"\\x7fELF\\x02":
+            return
+        (start,), (count,) = struct.unpack_from("<Q", data, 40), struct.unpack_from("<H", data, 60)
+        sections = [struct.unpack_from("<IIQQQQI", data, start + 64 * n) for n in range(count)]
+        for _, kind, _, _, offset, size, link in sections:
+            for tag, value in struct.iter_unpack("<qQ", data[offset:offset + size]) if kind == 6 else ():
+                if tag == 1:
+                    name = sections[link][4] + value
+                    yield data[name:data.find(b"\\0", name)].decode()
+libraries = [file for file in pathlib.Path("/opt").rglob("*.so*") if file.is_file() and not file.is_symlink()]
+removed = {file.name for package in importlib.metadata.distributions() for file in package.files or ()
+    if ".so" in file.name and not file.locate().exists()}
 print(json.dumps({
     "megabytes": megabytes("/opt"),
+    "needs": sum(1 for library in libraries for _ in needed(library)),
+    "broken": [f"{library} needs {name}" for library in libraries for name in needed(library) if name in removed],
     "user": os.getuid(),
     "writable": [folder for folder in ("/", "/opt/scalerl", "/var/tmp", "/tmp") if writable(folder)],
     "home": os.path.expanduser("~"),
@@ -91,11 +109,13 @@ def test_a_restricted_pod_imports_what_its_role_needs(
         cluster.kubectl("delete", name, "--grace-period=1")
     megabytes = said.pop("megabytes")
     print(f"{role}: {megabytes:.0f} MB unpacked, without its base")
+    assert said.pop("needs") > 100
     assert megabytes < MEGABYTES.get(role, float("inf"))
     assert said == {
         "user": 10001,
         "writable": ["/tmp"],
         "home": "/tmp/home",
+        "broken": [],
         "torch": role != "operator",
         "pip": False,
         "plugins": ["scalerl_generator.vllm_worker:register"] if role == "generator" else [],
@@ -127,3 +147,48 @@ def test_what_a_killed_build_left_is_removed() -> None:
         buildah.sweep()
         assert buildah.run("containers", "--quiet").strip() == ""
         assert not aside.exists()
+
+
+# As those of trainer and generator: packages that two stages share, and a stage whose files are copied.
+DOCKERFILE = """
+FROM scratch AS packages
+COPY packages /packages
+FROM packages AS members
+COPY code /built/code
+FROM packages
+COPY --from=members /built /members
+CMD ["/members/code"]
+"""
+
+
+def test_layers_that_no_image_is_made_of_are_removed() -> None:
+    """A lock that changes leaves packages of gigabytes behind."""
+    try:
+        kept = Buildah.here().root
+    except MissingError as error:
+        pytest.skip(f"no images can be made here: {error}")
+    kept.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=kept) as folder:
+        buildah, context = Buildah(Path(folder)), Path(folder, "context")
+        context.mkdir()
+
+        def build(role: str, version: int) -> None:
+            (context / "Dockerfile").write_text(DOCKERFILE)
+            (context / "packages").write_text(f"packages {version}")
+            (context / "code").write_text(f"{role} {version}")
+            buildah.run("build", "--layers", "--tag", f"localhost/scalerl-{role}:{version}", context)
+
+        def packages() -> set[str]:
+            files = buildah.store.glob("overlay/*/diff/packages")
+            return {file.read_text() for file in files}
+
+        build("trainer", 1)
+        build("generator", 1)
+        build("trainer", 2)
+        buildah.forget("trainer", but="localhost/scalerl-trainer:2")
+        assert packages() == {"packages 1", "packages 2"}  # the generator's image is made of the first
+        build("generator", 2)
+        buildah.forget("generator", but="localhost/scalerl-generator:2")
+        assert packages() == {"packages 2"}
+        assert buildah.has("localhost/scalerl-trainer:2")
+        assert buildah.has("localhost/scalerl-generator:2")

@@ -96,7 +96,7 @@ class Buildah:
                     PROJECT,
                     step=step,
                 )
-            self._forget(role, but=name)
+            self.forget(role, but=name)
         return name
 
     def lock(self) -> IO[str]:
@@ -111,12 +111,17 @@ class Buildah:
         self.run("rm", "--all", seconds=300)
         shutil.rmtree(self.root / "tmp", ignore_errors=True)
 
-    def _forget(self, role: str, but: str) -> None:
-        """Remove the role's earlier images, and with them layers that none is made of any more."""
+    def forget(self, role: str, but: str) -> None:
+        """Remove the role's earlier images, and with them layers that none is made of any more.
+
+        What builds keep for later ones has no name. It is removed where no image is made of it: else the packages of
+        every lock there was would stay, gigabytes each.
+        """
         names = self.run("images", "--format", "{{.Name}}:{{.Tag}}", seconds=60).split()
         old = [name for name in names if name.startswith(f"localhost/scalerl-{role}:") and name != but]
         if old:
             self.run("rmi", *old, seconds=300)
+        self.run("rmi", "--prune", seconds=300)
 
     def _base(self, name: str) -> None:
         """Debian's smallest system and its Python, from the mirror that this machine uses."""
