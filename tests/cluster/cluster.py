@@ -19,7 +19,7 @@ from testcluster.errors import ClusterError, MissingError
 from testcluster.handle import Cluster
 from testcluster.images import Images, build_all
 
-FIRST_MINUTES, FIRST_BYTES = 20, 22e9
+FIRST_MINUTES, FIRST_BYTES = 20, 17e9
 
 
 def up(arguments: argparse.Namespace) -> None:

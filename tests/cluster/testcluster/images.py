@@ -114,14 +114,24 @@ class Buildah:
     def forget(self, role: str, but: str) -> None:
         """Remove the role's earlier images, and with them layers that none is made of any more.
 
-        What builds keep for later ones has no name. It is removed where no image is made of it: else the packages of
-        every lock there was would stay, gigabytes each.
+        What builds keep for later ones has no name. It goes when more has changed than our code, an image's last layer:
+        else the packages of every lock there was would stay, gigabytes each.
         """
         names = self.run("images", "--format", "{{.Name}}:{{.Tag}}", seconds=60).split()
         old = [name for name in names if name.startswith(f"localhost/scalerl-{role}:") and name != but]
         if old:
+            packages = self._packages(but)
+            changed = any(self._packages(name) != packages for name in old)
             self.run("rmi", *old, seconds=300)
-        self.run("rmi", "--prune", seconds=300)
+            if changed:
+                self.run("rmi", "--prune")
+
+    def _packages(self, name: str) -> list[str]:
+        """The layers of an image below our code."""
+        said = self.run(
+            "inspect", "--type", "image", "--format", "{{.OCIv1.RootFS.DiffIDs}}", name, seconds=60
+        )
+        return said.strip().strip("[]").split()[:-1]
 
     def _base(self, name: str) -> None:
         """Debian's smallest system and its Python, from the mirror that this machine uses."""
