@@ -21,11 +21,11 @@ def main() -> None:
     epoch, version, bucket_bytes = (int(a) for a in sys.argv[1:])
     first = lay_out([TensorSpec(*row) for row in json.loads(sys.stdin.readline())], bucket_bytes)[0]
     store = dist.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=120)
     )
     print(store.port, flush=True)
     options = dist.ProcessGroupGloo._Options()
-    options._timeout = timedelta(seconds=30)
+    options._timeout = timedelta(seconds=120)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     group = dist.ProcessGroupGloo(dist.PrefixStore(f"scalerl-{epoch}", store), 0, 2, options)
     group.allreduce([torch.ones(1)]).wait()

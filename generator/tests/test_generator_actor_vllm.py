@@ -78,13 +78,13 @@ class Sender:
 
     def __init__(self, epoch: int, trainer: TrainerSide) -> None:
         self._epoch, self._trainer = epoch, trainer
-        limit = timedelta(seconds=30)
+        limit = timedelta(seconds=120)
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
         self._group: Any = None
 
     def _open(self) -> None:
         options = dist.ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=30)
+        options._timeout = timedelta(seconds=120)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         store = dist.PrefixStore(f"scalerl-{self._epoch}", self._store)
         self._group = dist.ProcessGroupGloo(store, 0, 2, options)
@@ -98,7 +98,7 @@ class Sender:
             rank=1,
             world_size=2,
             backend="gloo",
-            timeout_seconds=30.0,
+            timeout_seconds=120.0,
         )
         joined, _ = await asyncio.gather(
             self._trainer.post(endpoints.WEIGHTS_JOIN, message, Ack), asyncio.to_thread(self._open)
@@ -112,7 +112,7 @@ class Sender:
             version=version,
             tensors=tensors,
             bucket_bytes=BUCKET_BYTES,
-            timeout_seconds=30.0,
+            timeout_seconds=120.0,
         )
         received, _ = await asyncio.gather(
             self._trainer.post(endpoints.WEIGHTS_RECEIVE, message, WeightReceived),
