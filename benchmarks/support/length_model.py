@@ -60,11 +60,14 @@ def make_length_model(
     weights[: len(SPECIAL)] = 1e-9
     weights[vocabulary[" "]] = 6.0
     weights[1] = weights.sum() / (mean_tokens - 1)
-    tensors = _layers(hidden, np.random.default_rng(seed))
-    # All tokens share one embedding, which the layers barely move, and of which the head makes the log-weights.
-    tensors["model.embed_tokens.weight"] = np.ones((len(vocabulary), hidden), np.float32)
+    generator = np.random.default_rng(seed)
+    tensors = _layers(hidden, generator)
+    # All tokens have nearly one embedding, which the layers barely move. The head makes the log-weights of what is common
+    # to all, and reads a little of the rest, so that gradients reach every layer.
+    noise = SPREAD * generator.standard_normal((2, len(vocabulary), hidden), np.float32)
+    tensors["model.embed_tokens.weight"] = 1 + noise[0]
     tensors["model.norm.weight"] = np.ones(hidden, np.float32)
-    tensors["lm_head.weight"] = np.repeat(np.log(weights)[:, None] / hidden, hidden, axis=1)
+    tensors["lm_head.weight"] = np.log(weights)[:, None] / hidden + noise[1] - noise[1].mean(1, keepdims=True)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return sum(tensor.size for tensor in tensors.values())
 
