@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from installed import until
-from testcluster import Cluster, MissingError
+from testcluster import Cluster, MissingError, debian
 from testcluster.images import Buildah
 from testcluster.runtime import Loader, busybox_archive
 
@@ -132,6 +133,24 @@ def test_an_image_that_was_replaced_leaves_no_layers(cluster: Cluster) -> None:
     until(lambda: list(loader.names().values()).count(digest) == 2, 120, "the kubelet's name of it")
     loader.remove(name)
     assert digest not in loader.names().values()
+
+
+def test_what_a_killed_import_left_is_removed(cluster: Cluster) -> None:
+    if cluster.layout is None:
+        pytest.skip("this cluster's image store is not ours")
+    address = str(cluster.layout.containerd_socket)
+    ctr = (debian.program("ctr"), "--address", address, "--namespace", "k8s.io")
+
+    def leases() -> list[str]:
+        argv = [*ctr, "leases", "list", "--quiet"]
+        return subprocess.run(argv, check=True, capture_output=True, text=True, timeout=60).stdout.split()
+
+    with subprocess.Popen([*ctr, "images", "import", "-"], stdin=subprocess.PIPE) as killed:
+        until(lambda: leases() != [], 120, "the import's lease")
+        killed.kill()
+    assert leases()
+    Loader(cluster.layout).sweep()
+    assert leases() == []
 
 
 def test_what_a_killed_build_left_is_removed() -> None:
