@@ -81,7 +81,7 @@ class Process:
         """As a power switch would."""
         assert self.process is not None
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(120)
 
     def terminate(self) -> int:
         assert self.process is not None

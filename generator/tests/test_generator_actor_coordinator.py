@@ -62,7 +62,7 @@ class Coordinator:
     def kill(self) -> None:
         if self.process is not None:
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(120)
 
 
 class Trainer:

@@ -103,7 +103,7 @@ def test_no_token_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bad_input_is_told_from_a_crash() -> None:
     argv = [sys.executable, "-m", "scalerl_generator.vllm_server", "--model", "/m", "--port", "1"]
     env = {k: v for k, v in os.environ.items() if k not in (TOKEN_VARIABLE, TOKEN_FILE)}
-    ended = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=30)
+    ended = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=200)
     assert ended.returncode == BAD_INPUT_EXIT_CODE
     assert ended.stderr.startswith("vllm_server: neither")
 

@@ -102,10 +102,10 @@ def start_server(root: Path, *, tied: bool, dtype: str, fp32_head: bool) -> Iter
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(20)
+            process.wait(120)
         finally:
             process.kill()
-            process.wait(10)
+            process.wait(120)
             log.close()
 
 
@@ -377,7 +377,7 @@ async def test_a_sender_killed_in_a_publish_is_an_error_soon_and_mended_by_the_n
             assert np.abs(await client.prompt_logprobs(PROBE) - score(policy, PROBE)).max() < 1e-4
     finally:
         doomed.kill()
-        doomed.wait(60)
+        doomed.wait(120)
         doomed.stdin.close()
         doomed.stdout.close()
 
@@ -513,7 +513,7 @@ async def test_the_engine_dies_with_its_server(server: Server) -> None:
         working = asyncio.create_task(generate_many(client))
         await asyncio.sleep(0.5)
         server.process.kill()
-        server.process.wait(10)
+        server.process.wait(120)
         assert await ended(engine, 10)
         await working
         with socket.socket() as s:  # nobody listens any more

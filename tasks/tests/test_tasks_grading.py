@@ -469,6 +469,6 @@ def test_the_pool_works_beside_threads_and_from_a_loop_in_a_thread():
 
     thread = threading.Thread(target=lambda: asyncio.run(grade()))
     thread.start()
-    thread.join(30)
+    thread.join(120)
     stop.set()
     assert found == [[RIGHT, WRONG]] * 20

@@ -118,10 +118,10 @@ def operator(
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             try:
-                process.wait(30)
+                process.wait(120)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait(10)
+                process.wait(120)
 
 
 @dataclass(frozen=True)
@@ -173,10 +173,10 @@ def curve_fit(deployment: Object, log: Path) -> Iterator[CurveFit]:
     finally:
         process.terminate()
         try:
-            process.wait(20)
+            process.wait(120)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(10)
+            process.wait(120)
 
 
 def _answers(live: LiveOperator) -> bool:

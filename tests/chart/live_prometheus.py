@@ -89,7 +89,7 @@ def prometheus(program: str, folder: Path, rules: Path) -> Iterator[Prometheus]:
     finally:
         process.terminate()
         try:
-            process.wait(10)
+            process.wait(120)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(10)
+            process.wait(120)

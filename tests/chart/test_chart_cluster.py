@@ -122,11 +122,11 @@ def test_kubeconform_finds_nothing_unknown(control_plane, helm, kubeconform, nam
         *(kubeconform, "-strict", "-summary", "-output", "json"),
         *("-schema-location", str(tmp_path / "{{.ResourceKind}}{{.KindSuffix}}.json"), "-"),
     ]
-    done = subprocess.run(command, input=manifest, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, input=manifest, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout
     assert json.loads(done.stdout)["summary"]["valid"] == len(rendered(helm, name))
     wrong = manifest.replace("serviceAccountName:", "serviceAccountNam:")
-    done = subprocess.run(command, input=wrong, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, input=wrong, capture_output=True, text=True, timeout=200)
     assert done.returncode != 0
 
 
@@ -148,7 +148,7 @@ def test_the_operator_can_do_no_more_than_it_should(control_plane, release):
     def may(verb: str, *what: str) -> bool:
         words = ["auth", "can-i", verb, *what, f"--as={account}"]
         done = subprocess.run(
-            [str(control_plane.kubectl_program), *words], capture_output=True, text=True, timeout=30, env=control_plane.env
+            [str(control_plane.kubectl_program), *words], capture_output=True, text=True, timeout=200, env=control_plane.env
         )  # fmt: skip
         return done.stdout.strip() == "yes"
 
@@ -268,7 +268,7 @@ def test_who_may_edit_a_namespace_may_edit_its_runs(control_plane, release):
     def may(user: str, verb: str, *more: str) -> bool:
         words = ["auth", "can-i", verb, RUNS, *more, "-n", release.namespace, f"--as={user}"]
         done = subprocess.run(
-            [str(control_plane.kubectl_program), *words], capture_output=True, text=True, timeout=30, env=control_plane.env
+            [str(control_plane.kubectl_program), *words], capture_output=True, text=True, timeout=200, env=control_plane.env
         )  # fmt: skip
         return done.stdout.strip() == "yes"
 

@@ -75,10 +75,10 @@ def kueue(cluster: Cluster, folder: Path, integrations: tuple[str, ...] = INTEGR
     finally:
         manager.terminate()
         try:
-            manager.wait(20)
+            manager.wait(120)
         except subprocess.TimeoutExpired:
             manager.kill()
-            manager.wait(10)
+            manager.wait(120)
 
 
 def queue(name: str, namespace: str, **quota: str) -> list[Object]:

@@ -145,4 +145,4 @@ def test_what_a_killed_caller_left_is_swept_away_by_the_next(
             assert used.exists()
     finally:
         program.kill()
-        program.wait(10)
+        program.wait(120)

@@ -125,7 +125,7 @@ def _machine() -> dict[str, object]:
     """What a node could change of a machine."""
 
     def said(*argv: str) -> str:
-        return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=10).stdout
+        return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=200).stdout
 
     settings = ("vm/overcommit_memory", "kernel/panic", "net/ipv4/ip_forward")
     return {

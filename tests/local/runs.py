@@ -151,7 +151,7 @@ class LocalRun:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        self.process.wait(timeout=10)
+        self.process.wait(timeout=120)
 
 
 @contextmanager

@@ -272,18 +272,18 @@ def test_parent_killed_leaves_no_orphan(tmp_path: Path) -> None:
         run.until(engine_is_there, 120, "vLLM's engine, a grandchild")
         assert set(engines) <= {p.pid for p in processes_of(run.directory)}  # nothing below is blind to it
         os.kill(run.process.pid, signal.SIGKILL)
-        run.process.wait(timeout=10)
+        run.process.wait(timeout=120)
         assert_nothing_left(run.directory)
         assert not any(Path(f"/proc/{pid}").exists() for pid in engines)
 
 
 def test_second_ctrl_c_exits_now(tmp_path: Path) -> None:
     with start_run(tmp_path, small_spec(budget__maxSteps=10000)) as run:
-        run.until(lambda: run.find("vllm_server"), 60, "a vLLM process")
+        run.until(lambda: run.find("vllm_server"), 120, "a vLLM process")
         run.process.send_signal(signal.SIGINT)
         try:
             run.process.wait(timeout=1)
         except subprocess.TimeoutExpired:
             run.process.send_signal(signal.SIGINT)
-        assert run.finish(15) == 130
+        assert run.finish(120) == 130
         assert_nothing_left(run.directory)

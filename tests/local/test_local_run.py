@@ -154,7 +154,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> LocalRun:
     with start_run(tmp, RUN, environment=environment) as run:
         run.until(lambda: run.step() >= STEPS - 1, 400, "the last step but one")
         answers = ask_generator(run)
-        code = run.finish(60)
+        code = run.finish(120)
         assert code == 0, run.tail()
     assert_nothing_left(run.directory)
     (tmp / "answers.json").write_text(json.dumps(answers))
@@ -238,7 +238,7 @@ def test_plot_draws_it_again(finished: LocalRun) -> None:
 
 def test_a_directory_is_not_used_twice(finished: LocalRun) -> None:
     with start_run(finished.directory.parent, RUN) as again:
-        assert again.finish(60) == 2
+        assert again.finish(120) == 2
     assert "--resume" in again.output.read_text()
 
 
@@ -268,7 +268,7 @@ def test_interrupted_killed_and_resumed_it_trains_the_same_prompts(
         second.until(engine_is_there, 120, "vLLM's engine, a grandchild")
         assert set(engines) <= {p.pid for p in processes_of(second.directory)}  # nothing below is blind to it
         second.process.kill()
-        second.process.wait(timeout=10)
+        second.process.wait(timeout=120)
         assert_nothing_left(second.directory)
         assert not any(Path(f"/proc/{pid}").exists() for pid in engines)
 

@@ -65,7 +65,7 @@ class Processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
         for process in self._started:
-            process.join(timeout=10)
+            process.join(timeout=120)
             process.close()
 
 

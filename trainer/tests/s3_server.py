@@ -60,7 +60,7 @@ class S3Server:
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.wait(10)
+        self._process.wait(120)
 
     def close(self) -> None:
         self.kill()

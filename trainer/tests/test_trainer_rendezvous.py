@@ -50,7 +50,7 @@ class Gathering:
     def end(self) -> None:
         self.look.set()
         for thread in self.threads.values():
-            thread.join(30)
+            thread.join(120)
 
 
 def test_a_rank_that_comes_after_a_stop_leaves_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def test_a_flat_curve_ends_the_run_and_a_resume_goes_on(
 ) -> None:
     spec = {"autoscaling": AUTO, "budget": LONG}
     with shell(tmp_path, spec=spec, SMALL_COORDINATOR="flattens") as run:
-        assert run.finish(90) == 0, run.text()
+        assert run.finish(120) == 0, run.text()
     assert run.summary()["stop_reason"] == "forecast"
     assert run.summary()["decision"]["state"] == "STOP"
     assert states(run)[0] == "INSUFFICIENT"
@@ -52,7 +52,7 @@ def test_a_flat_curve_ends_the_run_and_a_resume_goes_on(
     ) as again:
         again.until(lambda: len(decisions(again)) > before)
         again.process.send_signal(signal.SIGINT)
-        assert again.finish(30) == 130
+        assert again.finish(120) == 130
     assert "going on after: forecast" in again.text()
     assert decisions(again)[before]["decision"]["action"]["kind"] == "none", "a stop that was taken back"
 
@@ -64,20 +64,15 @@ def test_advisory_says_so_and_changes_nothing(tmp_path: Path) -> None:
         run.until(lambda: "autoscaler: STOP: " in run.text(), 120)
         assert run.process.poll() is None
         run.process.send_signal(signal.SIGINT)
-        assert run.finish(30) == 130
+        assert run.finish(120) == 130
 
 
 @pytest.mark.timeout(400)
 def test_without_its_sidecar_the_run_goes_on_and_says_why(tmp_path: Path) -> None:
     spec = {"autoscaling": AUTO, "budget": LONG}
     with shell(tmp_path, spec=spec, SMALL_COORDINATOR="flattens") as run:
-
-        def sidecars() -> list[int]:
-            commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in run.left()}
-            return [p for p, c in commands.items() if b"scalerl_curvefit.sidecar" in c and b"leash" not in c]
-
-        run.until(sidecars)
-        os.kill(sidecars()[-1], signal.SIGSTOP)  # there, and never answers
+        run.until(lambda: run.running(b"scalerl_curvefit.sidecar"))
+        os.kill(run.running(b"scalerl_curvefit.sidecar")[-1], signal.SIGSTOP)  # there, and never answers
 
         def unanswered() -> list[int]:
             return [i for i, d in enumerate(decisions(run)) if "no forecast" in str(d["decision"]["reasons"])]
@@ -87,14 +82,14 @@ def test_without_its_sidecar_the_run_goes_on_and_says_why(tmp_path: Path) -> Non
         assert set(states(run)[unanswered()[0] :]) == {"INSUFFICIENT"}
         assert run.process.poll() is None
         run.process.send_signal(signal.SIGINT)
-        assert run.finish(40) == 130
+        assert run.finish(120) == 130
 
 
 @pytest.mark.timeout(400)
 def test_a_broken_run_is_held_and_goes_on_when_it_is_resumed(tmp_path: Path) -> None:
     spec = {"autoscaling": AUTO, "budget": LONG}
     with shell(tmp_path, spec=spec, SMALL_COORDINATOR="cuts-off") as run:
-        assert run.finish(90) == 1, run.text()
+        assert run.finish(120) == 1, run.text()
     assert run.summary()["stop_reason"] == "broken"
     assert run.summary()["decision"]["state"] == states(run)[-1] == "BROKEN"
     made = [(line["decision"]["state"], line["decision"]["action"]["kind"]) for line in decisions(run)]
@@ -112,7 +107,7 @@ def test_a_broken_run_is_held_and_goes_on_when_it_is_resumed(tmp_path: Path) -> 
         again.until(lambda: len(decisions(again)) > before + 3, 120)
         assert again.step() > step
         again.process.send_signal(signal.SIGINT)
-        assert again.finish(30) == 130
+        assert again.finish(120) == 130
     assert "going on after: broken" in again.text()
     assert {line["decision"]["action"]["kind"] for line in decisions(again)[before:]} == {"none"}
 
@@ -123,7 +118,7 @@ def test_a_resumed_run_begins_with_the_generators_it_had(tmp_path: Path) -> None
     with shell(tmp_path, spec=spec) as run:
         run.until(lambda: decisions(run))
         run.process.send_signal(signal.SIGINT)
-        assert run.finish(30) == 130
+        assert run.finish(120) == 130
     assert not list((run.directory / "logs").glob("generator-1*"))
     record = DecisionRecord.open(run.directory / "decisions.jsonl")
     last = record.known.last
@@ -136,5 +131,5 @@ def test_a_resumed_run_begins_with_the_generators_it_had(tmp_path: Path) -> None
     with shell(tmp_path, "--dir", str(run.directory), "--resume", spec=spec) as again:
         again.until(lambda: len(list((run.directory / "logs").glob("generator-1*"))) == 2)
         again.process.send_signal(signal.SIGINT)
-        assert again.finish(30) == 130
+        assert again.finish(120) == 130
     assert "generators: 2, as chosen before (1 in the spec)" in again.text()

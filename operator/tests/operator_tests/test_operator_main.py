@@ -77,11 +77,11 @@ def test_a_wrong_setting_is_named(name: str, value: str) -> None:
 def test_the_process_ends_with_2_and_one_line_when_it_cannot_begin() -> None:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("SCALERL_", "KUBE"))}
     command = [sys.executable, "-m", "scalerl_operator.main"]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stderr.strip().count("\n")) == (2, 0)
     assert "SCALERL_TRAINER_IMAGE" in done.stderr
     environ |= LEAST | {"KUBECONFIG": "/nonexistent/kubeconfig"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200)
     assert done.returncode == 2
     assert "/nonexistent/kubeconfig" in done.stderr.strip().splitlines()[-1]
 

@@ -240,7 +240,7 @@ def server() -> Iterator[int]:
         thread.start()
         yield http.server_port
         http.shutdown()
-        thread.join(5)
+        thread.join(120)
 
 
 def test_a_port_on_loopback_is_asked_from_inside(server: int) -> None:
