@@ -1,8 +1,8 @@
 """What W&B's own client talks to in tests of its online mode: the few requests that it makes, answered from memory.
 
 This shows what the client sends, what it asks before it goes on with a run, and that what it does with the answers fits
-together. It shows nothing of W&B's server: that a row replaces the one of the same line, that a history is answered from
-what was sent last, are the two things taken on trust. Whatever else is asked is refused.
+together. It shows nothing of W&B's server: that a row replaces the one of the same line, that a history and a summary are
+answered from what was sent last, are the things taken on trust. Whatever else is asked is refused.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class WandbStandIn(ThreadingHTTPServer):
         self.config: dict[str, Any] = {}
         self.lines: list[str] = []
         """The history, a row each."""
+        self.summary = "{}"
         self.refused: list[str] = []
 
     @property
@@ -80,7 +81,7 @@ class WandbStandIn(ThreadingHTTPServer):
             "id": "R",
             "name": self.run,
             "displayName": self.run,
-            "summaryMetrics": self.lines[-1] if self.lines else "{}",
+            "summaryMetrics": self.summary,
             "logLineCount": 0,
             "historyLineCount": len(self.lines),
             "eventsLineCount": 0,
@@ -96,12 +97,14 @@ class WandbStandIn(ThreadingHTTPServer):
         }
 
     def take(self, files: dict[str, Any]) -> bool:
-        """Of a run's stream, the history; False: lines between those that are there and those that came are missing."""
+        """Of a run's stream, the history and the summary; False: lines between those that are there and those that came are
+        missing."""
         sent = files.get("wandb-history.jsonl", {"offset": 0, "content": []})
         begin, rows = sent["offset"], sent["content"]
         if begin > len(self.lines):
             return False
         self.lines[begin : begin + len(rows)] = rows
+        self.summary = files.get("wandb-summary.json", {"content": [self.summary]})["content"][-1]
         return True
 
 

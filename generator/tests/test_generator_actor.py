@@ -44,8 +44,6 @@ from scalerl_tasks.grading.pool import Graded, GradingPool
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.sources import open_task
 
-pytestmark = pytest.mark.timeout(400)
-
 PROMPTS = [f"say {i}" for i in range(12)]
 
 

@@ -37,8 +37,6 @@ from scalerl_api.wire import (
     TrainerWelcome,
 )
 
-pytestmark = pytest.mark.timeout(400)
-
 STEPS, PROMPTS_PER_STEP, COMPLETIONS = 3, 4, 4
 
 

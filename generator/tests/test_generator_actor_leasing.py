@@ -22,8 +22,6 @@ from scalerl_generator.rollouts import Generated, RolloutMaker
 from scalerl_generator.state import BusyClock, ServerState
 from scalerl_generator.vllm_replies import GenerationFailed
 
-pytestmark = pytest.mark.timeout(400)
-
 Grow = Callable[[int], None]
 
 

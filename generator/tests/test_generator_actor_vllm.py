@@ -48,7 +48,7 @@ from scalerl_api.wire import (
 from scalerl_generator.checksum import checksum_u8
 from scalerl_tasks.sources import open_task
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.vllm
 
 BUCKET_BYTES = 1 << 20
 START_SECONDS = 150.0

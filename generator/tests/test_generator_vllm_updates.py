@@ -29,7 +29,7 @@ from scalerl_generator.vllm_client import VllmClient
 from scalerl_generator.vllm_replies import UNVERSIONED, ServerRefused, UpdateFailed, VllmError
 from scalerl_generator.vllm_server import TOKEN_VARIABLE
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.vllm
 
 TOKEN = "the-run's-token"
 BUCKET_BYTES = 200_000

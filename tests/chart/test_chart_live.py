@@ -102,9 +102,9 @@ def test_a_run_from_its_first_object_to_its_last_without_one_refusal(control_pla
     control_plane.kubectl("scale", RUNS, NAME, "--replicas=3", "-n", here)
     generators = f"{NAME}-generator"
     until(lambda: control_plane.get("deployment", generators, "-n", here)["spec"]["replicas"] == 3, 120, told)
-    # Somebody's hand is undone.
+    # Somebody's hand is undone by what the watch brings, before all is looked through after two minutes.
     control_plane.kubectl("scale", "deployment", generators, "--replicas=1", "-n", here)
-    until(lambda: control_plane.get("deployment", generators, "-n", here)["spec"]["replicas"] == 3, 120, told)
+    until(lambda: control_plane.get("deployment", generators, "-n", here)["spec"]["replicas"] == 3, 90, told)
     events = control_plane.get("events", "-n", here)["items"]
     assert NAME in {event["involvedObject"]["name"] for event in events}
     # What somebody has changed is set back, of each kind; at the second time the event is there already.
@@ -114,7 +114,7 @@ def test_a_run_from_its_first_object_to_its_last_without_one_refusal(control_pla
         control_plane.kubectl(
             "label", kinds, "-n", here, "-l", f"scalerl.dev/run={NAME}", changed, "--overwrite"
         )
-        until(lambda: not control_plane.get(kinds, "-n", here, "-l", changed)["items"], 120, told)
+        until(lambda: not control_plane.get(kinds, "-n", here, "-l", changed)["items"], 90, told)
     control_plane.kubectl("label", "job", f"{NAME}-trainer-1", "-n", here, "scalerl.dev/run-")
     until(lambda: f"{NAME}-trainer-1" in there(control_plane, here), 120, told)
     assert live.refused() == []

@@ -381,17 +381,13 @@ def serve_runs(cluster: Any) -> None:
         time.sleep(0.2)
 
 
-_serving: set[Path] = set()
-
-
 @asynccontextmanager
 async def stage(cluster: Any, namespace: str) -> AsyncIterator[Stage]:
     """A stage in a namespace of its own."""
-    if (
-        cluster.kubeconfig not in _serving
-    ):  # to apply the same again costs the server half a second of processor time
+    try:
+        cluster.kubectl("get", "scalerlruns", "-n", namespace)
+    except KubectlError:  # to apply the same again costs the server half a second of processor time
         serve_runs(cluster)
-        _serving.add(cluster.kubeconfig)
     cluster.kubectl("create", "namespace", namespace)
     async with stage_in(cluster, namespace) as there:
         yield there

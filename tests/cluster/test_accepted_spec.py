@@ -10,7 +10,7 @@ from stage import Object, Stage, condition, tiny
 
 from scalerl_operator.cluster import errors
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.cluster
 
 RUN = ("ScaleRLRun", "tiny-addition")
 INVALID = {"podTemplate": {"labels": {"my team": "a"}}}

@@ -12,7 +12,7 @@ from stage import Object, Stage, condition, tiny
 from scalerl_operator.cluster import errors
 from scalerl_operator.cluster.apply import CHECK_SECONDS, SEARCH_SECONDS
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.cluster
 
 NAME = "tiny-addition"
 OURS = ("scalerl.dev/", "app.kubernetes.io/")

@@ -12,7 +12,7 @@ from stage import Object, Stage, condition, tiny
 from scalerl_operator.cluster import errors
 from scalerl_operator.cluster.resize import RETRY_SECONDS
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.cluster
 
 THE_RUN = ("ScaleRLRun", "tiny-addition")
 CLAIM = ("PersistentVolumeClaim", "tiny-addition-data")

@@ -23,7 +23,6 @@ def served(cluster: Cluster) -> Iterator[Cluster]:
         cluster.kubectl("delete", "crd", CRD, "--timeout=110s", seconds=120)
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("case", [case for case in ROWS if case.nodes], ids=lambda case: case.name)
 async def test_what_a_node_cannot_do_is_a_condition(served: Cluster, case: Case) -> None:
     async with stage(served, namespace(case)) as at:

@@ -94,9 +94,7 @@ def _objects() -> list[dict[str, Any]]:
 def test_two_restricted_pods_meet_by_name_by_service_and_on_a_volume(cluster: Cluster) -> None:
     cluster.apply(*_objects())
     try:
-        cluster.kubectl(
-            "wait", "job/peer", "-n", NAMESPACE, "--for=condition=Complete", "--timeout=180s", seconds=70
-        )
+        cluster.kubectl("wait", "job/peer", "-n", NAMESPACE, "--for=condition=Complete", "--timeout=180s")
         for index in range(2):
             selector = f"batch.kubernetes.io/job-completion-index={index}"
             said = cluster.kubectl("logs", "--tail=-1", "-n", NAMESPACE, "-l", selector)

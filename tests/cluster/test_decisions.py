@@ -33,7 +33,7 @@ from scalerl_operator.policy.facts import (
     Staleness,
 )
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 

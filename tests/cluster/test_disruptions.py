@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from stage import Stage, condition, tiny
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.cluster
 
 REFUSED = {
     "phase": "Failed",

@@ -21,7 +21,7 @@ from testcluster import Cluster
 
 from scalerl_api import wire
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.cluster
 
 SLOW = re.compile(r"Executing <(.*?)> took ([\d.]+) seconds")
 """asyncio's words, in debug mode, of a callback that took more than 100 ms by the wall."""

@@ -7,7 +7,7 @@ from stage import Stage, condition, tiny
 
 from scalerl_operator.cluster.trouble import QUIET_SECONDS
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.cluster
 
 
 async def test_five_hundred_slots_given_up_are_one_event(there: Stage) -> None:

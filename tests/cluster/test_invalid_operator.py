@@ -69,7 +69,6 @@ async def is_prepared(at: Stage) -> None:
     raise AssertionError("the preparation has found no place")
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("case", [case for case in ROWS if case.scheduled], ids=lambda case: case.name)
 async def test_what_no_node_has_is_a_condition(without_devices: Cluster, case: Case) -> None:
     async with stage(without_devices, namespace(case)) as at:

@@ -26,7 +26,7 @@ from scalerl_operator.cluster.kinds import kind_of
 from scalerl_operator.cluster.leader import LEASE_NAME
 from scalerl_operator.policy import lifecycle
 
-pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.full]
 
 Object = dict[str, Any]
 RUN, OTHER = "tiny-addition", "other-addition"

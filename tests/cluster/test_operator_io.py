@@ -24,7 +24,7 @@ from scalerl_operator.cluster.informer import listed
 from scalerl_operator.cluster.kinds import KINDS
 from scalerl_operator.cluster.types import Key
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.cluster
 
 
 # The client
@@ -247,7 +247,7 @@ async def test_every_change_of_a_run_or_of_what_is_its_has_it_looked_at(
         async def looked_at(change: Any) -> None:
             looks.clear()
             await change
-            print(f"looked at after {await until(lambda: (namespace, 'r') in looks, 120):.3f} s")
+            print(f"looked at after {await until(lambda: (namespace, 'r') in looks, 60):.3f} s")
             await asyncio.sleep(0.3)
 
         await asyncio.sleep(1)  # kopf's streams start

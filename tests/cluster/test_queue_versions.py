@@ -11,7 +11,7 @@ from stage import Stage, condition, tiny
 from scalerl_operator.cluster.names import QUEUE
 from scalerl_operator.cluster.queues import ASK_SECONDS
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.cluster
 
 GROUP, PLURAL = "kueue.x-k8s.io", "localqueues"
 

@@ -14,7 +14,7 @@ from testcluster import Cluster
 from scalerl_api import wire
 from scalerl_operator.cluster.observed import rfc3339
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.cluster
 
 WORKLOADS = ("Job", "StatefulSet", "Deployment")
 

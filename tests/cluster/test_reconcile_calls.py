@@ -24,7 +24,7 @@ from scalerl_operator.cluster.steering import Word
 from scalerl_operator.cluster.stuck import ASK_SECONDS, SILENT_SECONDS
 from scalerl_operator.policy.lifecycle import ASK_AGAIN_SECONDS, POLL_SECONDS
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.cluster
 
 
 async def test_a_new_run_is_tried_with_what_a_user_wrote_of_pods_alone(there: Stage) -> None:

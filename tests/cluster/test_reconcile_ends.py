@@ -22,7 +22,7 @@ from scalerl_operator.policy.lifecycle import ASK_AGAIN_SECONDS, DRAIN_SECONDS
 
 OPERATIONS = ROOT / "docs" / "operations.md"
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.cluster
 
 NAME = "tiny-addition"
 KINDS = (

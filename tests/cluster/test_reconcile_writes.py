@@ -17,7 +17,7 @@ from scalerl_operator.cluster.names import QUEUE, RENDERED_HASH
 from scalerl_operator.cluster.place import WORKLOADS
 from scalerl_operator.cluster.repairs import LONGEST_REPAIR_SECONDS, REPAIR_SECONDS
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.cluster
 
 
 @pytest.mark.parametrize(

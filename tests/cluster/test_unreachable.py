@@ -15,7 +15,7 @@ from scalerl_operator.cluster.queue import WorkQueue
 from scalerl_operator.cluster.reconcile import Reconciler
 from scalerl_operator.cluster.types import Key
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.cluster
 
 UNREACHABLE, WORKERS = 40, 16
 SILENT_SECONDS = 10.0

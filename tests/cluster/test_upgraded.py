@@ -8,7 +8,7 @@ from stage import Stage, condition, tiny
 from scalerl_operator.cluster.names import SPEC_HASH
 from scalerl_operator.cluster.render.shared import SPEC_HASH_VERSION
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.cluster
 
 RUN = ("ScaleRLRun", "tiny-addition")
 JOBS = ("tiny-addition-prepare", "tiny-addition-trainer-1")

@@ -11,7 +11,7 @@ from scalerl_api.process import STEPS_LOST_EXIT_CODE
 from scalerl_operator.cluster import errors
 from scalerl_operator.cluster.names import ABANDON, RUN, RUN_UID
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.cluster
 
 THE_RUN = ("ScaleRLRun", "tiny-addition")
 CLAIM = ("PersistentVolumeClaim", "tiny-addition-data")

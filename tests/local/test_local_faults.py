@@ -285,5 +285,5 @@ def test_second_ctrl_c_exits_now(tmp_path: Path) -> None:
             run.process.wait(timeout=1)
         except subprocess.TimeoutExpired:
             run.process.send_signal(signal.SIGINT)
-        assert run.finish(120) == 130
+        assert run.finish(40) == 130
         assert_nothing_left(run.directory)

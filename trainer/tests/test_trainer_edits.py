@@ -17,7 +17,7 @@ from scalerl_api.spec import ScratchModel
 from scalerl_trainer.models import write_scratch
 from scalerl_trainer.recipe import engine_settings
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 TAKEN = edits(refused=False)
 READ = [edited for edited in TAKEN if "trainer" in edited.edit.effect.roles]

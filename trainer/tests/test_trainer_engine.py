@@ -16,7 +16,7 @@ from scalerl_trainer.models import load_model
 
 WORKER = Path(__file__).with_name("engine_worker.py")
 RANKS = 2
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

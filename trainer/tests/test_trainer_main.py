@@ -27,7 +27,7 @@ from scalerl_trainer.prepare import prepare
 from scalerl_trainer.saved_state import SavedState
 
 TOKEN = "secret"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 
 def free_port() -> int:

@@ -47,7 +47,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 class TestBesidePlainTransformers:
     @pytest.mark.parametrize("model", ["qwen2 1", "qwen2 3", "llama3 1", "gemma3 1"])
     def test_bfloat16_logprobs_agree_at_every_position(self, model: str, results: dict[str, Any]) -> None:

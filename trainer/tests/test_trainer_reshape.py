@@ -11,7 +11,7 @@ import torch
 
 from scalerl_trainer.saved_state import KEYS, SavedState
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 Shape = tuple[int, int, str]
 """Ranks, ZeRO stage, dtype."""

@@ -59,20 +59,23 @@ def curve_figures(text: str) -> list[dict[str, int | float]]:
     Columns that an earlier release did not write are left out.
 
     Raises:
-        ValueError: a row has no such table's fields.
+        ValueError: it is no such table.
 
     >>> curve_figures("reward,version,mixed_versions,eval_version\\n0.25,40,true,12\\n")
     [{'reward': 0.25, 'version': 40, 'mixed_versions': 1}]
     """
-    return [
-        {name: _figure(value) for name, value in row.items() if name != "eval_version"}
-        for row in csv.DictReader(io.StringIO(text), strict=True)
-    ]
+    try:
+        rows = list(csv.DictReader(io.StringIO(text), strict=True))
+    except csv.Error as error:
+        raise ValueError(f"this is no curve: {error}") from error
+    return [{name: _figure(value) for name, value in row.items() if name != "eval_version"} for row in rows]
 
 
 def _figure(value: str | None) -> int | float:
+    if not isinstance(
+        value, str
+    ):  # the reader's fill: nothing for what is missing, a list of what is too much
+        raise ValueError("a row of the curve is shorter or longer than its header")
     if value in ("true", "false"):
         return int(value == "true")
-    if value is None:
-        raise ValueError("a row of the curve is shorter than its header")
     return int(value) if value.isdecimal() else float(value)

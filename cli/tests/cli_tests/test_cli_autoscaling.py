@@ -32,7 +32,6 @@ def states(run: Shell) -> list[str]:
     return [line["decision"]["state"] for line in decisions(run)]
 
 
-@pytest.mark.timeout(400)
 def test_a_flat_curve_ends_the_run_and_a_resume_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -57,7 +56,6 @@ def test_a_flat_curve_ends_the_run_and_a_resume_goes_on(
     assert decisions(again)[before]["decision"]["action"]["kind"] == "none", "a stop that was taken back"
 
 
-@pytest.mark.timeout(400)
 def test_advisory_says_so_and_changes_nothing(tmp_path: Path) -> None:
     spec = {"autoscaling": AUTO | {"mode": "Advisory"}, "budget": LONG}
     with shell(tmp_path, spec=spec, SMALL_COORDINATOR="flattens") as run:
@@ -67,7 +65,6 @@ def test_advisory_says_so_and_changes_nothing(tmp_path: Path) -> None:
         assert run.finish(120) == 130
 
 
-@pytest.mark.timeout(400)
 def test_without_its_sidecar_the_run_goes_on_and_says_why(tmp_path: Path) -> None:
     spec = {"autoscaling": AUTO, "budget": LONG}
     with shell(tmp_path, spec=spec, SMALL_COORDINATOR="flattens") as run:
@@ -85,7 +82,6 @@ def test_without_its_sidecar_the_run_goes_on_and_says_why(tmp_path: Path) -> Non
         assert run.finish(120) == 130
 
 
-@pytest.mark.timeout(400)
 def test_a_broken_run_is_held_and_goes_on_when_it_is_resumed(tmp_path: Path) -> None:
     spec = {"autoscaling": AUTO, "budget": LONG}
     with shell(tmp_path, spec=spec, SMALL_COORDINATOR="cuts-off") as run:
@@ -112,7 +108,6 @@ def test_a_broken_run_is_held_and_goes_on_when_it_is_resumed(tmp_path: Path) -> 
     assert {line["decision"]["action"]["kind"] for line in decisions(again)[before:]} == {"none"}
 
 
-@pytest.mark.timeout(400)
 def test_a_resumed_run_begins_with_the_generators_it_had(tmp_path: Path) -> None:
     spec = {"autoscaling": AUTO | {"generators": {"max": 2}}, "budget": LONG}
     with shell(tmp_path, spec=spec) as run:

@@ -257,7 +257,7 @@ def test_too_few_devices_are_refused_before_anything_starts(
 async def test_kill_ends_what_ignores_a_stop_at_once(tmp_path: Path) -> None:
     up = tmp_path / "up"
     code = f"import signal, time; signal.signal(15, signal.SIG_IGN); open({str(up)!r}, 'w'); time.sleep(600)"
-    harness = Harness(tmp_path, workload(Role.COORDINATOR, Lifetime.SERVICE, "-c", code), grace_seconds=60.0)
+    harness = Harness(tmp_path, workload(Role.COORDINATOR, Lifetime.SERVICE, "-c", code), grace_seconds=600.0)
     task = asyncio.create_task(harness.runtime.run())
     await eventually(up.exists)
     harness.runtime.stop()
@@ -273,7 +273,7 @@ async def test_a_stop_does_not_wait_for_whether_it_was_time_to_leave(tmp_path: P
 
     async def may_leave(lifetime: Lifetime) -> bool:
         asked.set()
-        await asyncio.sleep(90)  # a coordinator that does not answer
+        await asyncio.sleep(600)  # a coordinator that does not answer
         return True
 
     harness = Harness(tmp_path, workload(Role.TRAINER, Lifetime.GANG, "-c", ""), may_leave=may_leave)

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
+import os
+import signal
 import sys
 from typing import Final
 
@@ -124,9 +126,10 @@ class _Keeper:
             code = await process.wait()
         finally:
             closing.cancel()
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+            # With all that it has started: W&B's own process would go on sending beside the next one's.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
         if code == 0 and self.closing.is_set():
             return ""
         return problem or f"its process ended with code {code}"

@@ -18,8 +18,7 @@ os.environ["WANDB_ERROR_REPORTING"] = "false"
 import wandb
 
 _INIT_SECONDS: Final = 30.0
-_ROWS_A_STEP: Final = 10
-"""W&B's own step, the number of a row, only goes up. A trained step has each tenth row, evaluations come between."""
+_VERSION: Final = f"{HELD_OUT}version"
 _MOST_POINTS: Final = 100_000
 """More evaluations than any run has: the server draws at random from more than it is asked for."""
 
@@ -29,7 +28,7 @@ class WandbSink:
 
     Offline, every process writes all steps into a file of its own, and the one before goes: ``wandb sync`` then finds each
     step once. Online, W&B's own process sends and tries again; what it has not sent when it ends, the next one sends, which
-    continues after the last step that the server has, and asks it whose evaluations it has.
+    asks the server for its newest step and for the versions whose evaluation it has. W&B's own step is the number of a row.
     """
 
     def __init__(self, run: ScaleRLRun, paths: RunPaths, spec: WandbSpec) -> None:
@@ -37,10 +36,7 @@ class WandbSink:
         self._paths = paths
         self._spec = spec
         self._wandb: Any = None
-        self._row = -1
-        """Number of the last row, here or on the server."""
-        self._waiting: list[tuple[int, Row]] = []
-        """Evaluations for which there is no row yet."""
+        self._next_row = 0
         self._defined: set[str] = set()
         self.begins_anew = spec.offline
 
@@ -71,40 +67,28 @@ class WandbSink:
             ),
         )
         self._wandb.config.update(hyperparameters(self._run), allow_val_change=True)
-        self._row, self._waiting, self._defined = int(self._wandb.starting_step) - 1, [], set()
-        return self._trained, self._measured()
+        self._next_row, self._defined = int(self._wandb.starting_step), set()
+        return self._found()
 
-    @property
-    def _trained(self) -> int:
-        """Steps for which there is a row."""
-        return max(self._row, 0) // _ROWS_A_STEP
-
-    def _measured(self) -> set[int]:
+    def _found(self) -> tuple[int, set[int]]:
+        """The first step that the server does not have, and the versions whose evaluation it has."""
         if not self._wandb.resumed:
-            return set()
-        name = f"{HELD_OUT}version"
+            return 0, set()
         run = wandb.Api(timeout=int(_INIT_SECONDS)).run(self._wandb.path)
-        return {int(row[name]) for row in run.history(samples=_MOST_POINTS, keys=[name], pandas=False)}
+        measured = run.history(samples=_MOST_POINTS, keys=[_VERSION], pandas=False)
+        return int(run.summary.get("step", -1)) + 1, {int(row[_VERSION]) for row in measured}
 
     def write(self, steps: Steps, points: Points) -> None:
-        self._waiting = sorted([*self._waiting, *points], key=lambda point: point[0])
-        self._write_points()
-        for step, row in steps:
-            self._log((step + 1) * _ROWS_A_STEP, "step", row)
-            self._write_points()
+        for axis, rows in (("step", steps), (_VERSION, points)):
+            for _, row in rows:
+                self._log(axis, row)
 
-    def _write_points(self) -> None:
-        """Those of versions that are there, as long as there is a row before the next step's."""
-        next_step = (self._trained + 1) * _ROWS_A_STEP
-        while self._waiting and self._waiting[0][0] <= self._trained and self._row + 1 < next_step:
-            self._log(self._row + 1, f"{HELD_OUT}version", self._waiting.pop(0)[1])
-
-    def _log(self, number: int, axis: str, row: Row) -> None:
+    def _log(self, axis: str, row: Row) -> None:
         for name in row.keys() - self._defined - {axis}:
             self._wandb.define_metric(name, step_metric=axis, step_sync=False)
         self._defined |= row.keys()
-        self._wandb.log(row, step=number, commit=True)
-        self._row = number
+        self._wandb.log(row, step=self._next_row, commit=True)
+        self._next_row += 1
 
     def close(self) -> None:
         self._wandb.finish()
