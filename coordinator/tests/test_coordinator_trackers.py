@@ -9,7 +9,6 @@ import logging
 import os
 import random
 import re
-import signal
 import socket
 import sqlite3
 import subprocess
@@ -470,7 +469,7 @@ def test_wandb_offline_killed_has_each_step_once_in_one_run(paths: RunPaths) -> 
 def test_wandb_online_killed_sends_each_step_and_evaluation_once(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """W&B's own client and process, killed; what answers them only keeps what it is sent."""
+    """W&B's own client, killed; what answers it only keeps what it is sent."""
     specify(paths, wandb={"project": "p"})
     files = RunFiles(paths)
     files.write_rows(rows(600), 600, whole=True)
@@ -480,7 +479,7 @@ def test_wandb_online_killed_sends_each_step_and_evaluation_once(
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         process = start(paths, "wandb")
         wait_for(lambda: server.history, process)  # it sends every 15 seconds
-        os.killpg(process.pid, signal.SIGKILL)
+        process.kill()  # W&B's own process, in a session of its own, notices within seconds and ends
         process.communicate()
         files.write_rows(rows(603), 603, whole=True)
         late = range(270, 290)
@@ -599,36 +598,6 @@ async def test_a_tracker_that_fails_is_told_once_counted_and_tried_again(
         await trackers.close()
     assert "scalerl_no_such_package is missing" in trackers.status()[0].problem
     assert len(caplog.records) == 1
-
-
-def runs(pid: str) -> bool:
-    """Whether a process is there, and no zombie."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""
-    except OSError:
-        return False
-
-
-async def test_what_a_trackers_process_has_started_ends_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As W&B's own process would go on sending beside the one that the next process starts."""
-    started = tmp_path / "started"
-    program = tmp_path / "python"
-    program.write_text(
-        f"#!/bin/sh\nsleep 600 > /dev/null 2>&1 &\necho $! > {started}.new && mv {started}.new {started}\nexit 1\n"
-    )
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
-    trackers = Trackers(TrackersSpec.model_validate({"tensorBoard": {}}))
-    trackers.start()
-    async with asyncio.timeout(120):
-        while not started.exists():  # noqa: ASYNC110 - nothing announces it
-            await asyncio.sleep(0.01)
-        pid = started.read_text().strip()
-        while runs(pid):  # noqa: ASYNC110 - nothing announces it
-            await asyncio.sleep(0.01)
-    await trackers.close()
 
 
 async def test_a_coordinator_trains_on_beside_a_tracker_that_cannot_be_reached(coordinator, client) -> None:

@@ -1,4 +1,4 @@
-"""Runs of ``invalid.yaml`` that no API server can refuse, on a stage: they are told, and they go."""
+"""Runs of ``invalid.yaml`` that only the operator refuses: a condition says why, and they can be deleted."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ class Stage:
             self.cache.forget_missing(kind, present, version)
 
     async def looks(
-        self, until: Callable[[Object], bool], name: str = "tiny-addition", times: int = 6000
+        self, until: Callable[[Object], bool], name: str = "tiny-addition", times: int = 600
     ) -> Object:
         """Look until the run is as wanted."""
         for _ in range(times):

@@ -72,9 +72,8 @@ def curve_figures(text: str) -> list[dict[str, int | float]]:
 
 
 def _figure(value: str | None) -> int | float:
-    if not isinstance(
-        value, str
-    ):  # the reader's fill: nothing for what is missing, a list of what is too much
+    # csv gives None for a missing field, and a list of those beyond the header.
+    if not isinstance(value, str):
         raise ValueError("a row of the curve is shorter or longer than its header")
     if value in ("true", "false"):
         return int(value == "true")

@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
-import os
-import signal
 import sys
 from typing import Final
 
@@ -126,10 +124,9 @@ class _Keeper:
             code = await process.wait()
         finally:
             closing.cancel()
-            # With all that it has started: W&B's own process would go on sending beside the next one's.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
         if code == 0 and self.closing.is_set():
             return ""
         return problem or f"its process ended with code {code}"
