@@ -1,0 +1,201 @@
+"""Scores of forecasts on real curves: what a forecaster said, what came, and how the two agree.
+
+A forecaster is any callable ``(head, at) -> draws``: the points known so far, a compute beyond them, and an array of
+draws of what an evaluation there will show. Settings are chosen by `leave_one_source_out`, so that no forecast is
+scored with settings that have seen its own source.
+
+    rows = score(forecaster, llm_curves())
+    print(scores(rows).crps)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scalerl_curvefit import Curve
+
+from .llm_curves import LLMCurve
+
+FloatArray = NDArray[np.float64]
+Forecaster = Callable[[Curve, float], FloatArray]
+
+FEWEST_POINTS = 6
+"""Points at compute > 0 that a forecast starts from."""
+NEAR = 1.1
+"""The measured point must lie within this factor of the compute that is asked for."""
+MIN_GAIN = 0.02
+"""The gain whose probability is scored."""
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """One forecast to make: from the first `points` points of a curve to a later one that was measured.
+
+    at: compute of that later point. actual: its reward. last: the last reward known.
+    """
+
+    origin: LLMCurve
+    points: int
+    at: float
+    actual: float
+
+    @property
+    def head(self) -> Curve:
+        return self.origin.curve.head(self.points)
+
+    @property
+    def last(self) -> float:
+        return float(self.origin.curve.reward[self.points - 1])
+
+    @property
+    def doublings(self) -> float:
+        """log2 of `at` over the compute of now."""
+        return float(np.log2(self.at / self.origin.curve.compute[self.points - 1]))
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """What became of one forecast.
+
+    median: of the draws. width: of their central 90 %. inside_90, inside_50: whether the central interval holds the
+    actual reward. pit: share of draws below it. crps: of the draws (continuous ranked probability score).
+    p_gain: share of draws that gain more than `MIN_GAIN` over the last reward.
+    """
+
+    target: Target
+    median: float
+    width: float
+    inside_90: bool
+    inside_50: bool
+    pit: float
+    crps: float
+    p_gain: float
+
+    @property
+    def source(self) -> str:
+        return self.target.origin.source
+
+    @property
+    def error(self) -> float:
+        return self.median - self.target.actual
+
+    @property
+    def gained(self) -> bool:
+        return self.target.actual - self.target.last > MIN_GAIN
+
+
+def targets(curves: Sequence[LLMCurve], factor: float = 2.0) -> list[Target]:
+    """Every cut with enough points whose compute times `factor` lies near a point that was measured."""
+    return [t for c in curves for t in _targets_of(c, factor)]
+
+
+@cache
+def _targets_of(origin: LLMCurve, factor: float) -> tuple[Target, ...]:
+    compute, reward = origin.curve.compute, origin.curve.reward
+    found = []
+    for points in range(origin.curve.first_trained + FEWEST_POINTS, len(compute)):
+        aim = factor * compute[points - 1]
+        there = points + int(np.argmin(np.abs(compute[points:] - aim)))
+        if aim <= 1.001 * compute[-1] and 1 / NEAR <= compute[there] / aim <= NEAR:
+            found.append(Target(origin, points, float(compute[there]), float(reward[there])))
+    return tuple(found)
+
+
+def crps(draws: FloatArray, actual: FloatArray | float) -> FloatArray:
+    """(...) exact score of the empirical distribution: E|X − y| − ½·E|X − X'|. draws: (..., n); actual: (...)."""
+    ordered = np.sort(draws, axis=-1)
+    n = ordered.shape[-1]
+    near = np.mean(np.abs(ordered - np.asarray(actual)[..., None]), axis=-1)
+    return np.asarray(near - ordered @ (2 * np.arange(1, n + 1) - n - 1) / n**2)
+
+
+def row_of(target: Target, draws: FloatArray) -> Row:
+    """Score draws (n,) of what an evaluation at the target will show."""
+    low, quarter, median, three_quarters, high = np.quantile(draws, [0.05, 0.25, 0.5, 0.75, 0.95])
+    actual = target.actual
+    return Row(
+        target=target,
+        median=float(median),
+        width=float(high - low),
+        inside_90=bool(low <= actual <= high),
+        inside_50=bool(quarter <= actual <= three_quarters),
+        pit=float(np.mean(draws < actual) + np.mean(draws == actual) / 2),
+        crps=float(crps(draws, actual)),
+        p_gain=float(np.mean(draws - target.last > MIN_GAIN)),
+    )
+
+
+def score(forecaster: Forecaster, curves: Sequence[LLMCurve], factor: float = 2.0) -> list[Row]:
+    """One row for each of `targets`, in their order."""
+    return [row_of(t, forecaster(t.head, t.at)) for t in targets(curves, factor)]
+
+
+def leave_one_source_out(
+    learn: Callable[[list[LLMCurve]], Forecaster], curves: Sequence[LLMCurve], factor: float = 2.0
+) -> list[Row]:
+    """Rows of every source, forecast by what `learn` made of the other sources' curves."""
+    rows = []
+    for source in sorted({c.source for c in curves}):
+        forecaster = learn([c for c in curves if c.source != source])
+        rows += score(forecaster, [c for c in curves if c.source == source], factor)
+    return rows
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Means over rows.
+
+    coverage_90, coverage_50: share inside the central intervals. width: median width of the 90 % one. median_error:
+    median |median − actual|. crps: mean. bias: mean of median − actual. rmse_gain: 1 − RMSE over that of persistence.
+    brier: of `p_gain`; base_brier: of the share that gained, told beforehand. slope: of actual on predicted gain.
+    """
+
+    n: int
+    coverage_90: float
+    coverage_50: float
+    width: float
+    median_error: float
+    crps: float
+    bias: float
+    rmse_gain: float
+    brier: float
+    base_brier: float
+    slope: float
+
+
+def scores(rows: Iterable[Row]) -> Scores:
+    """Of at least one row; a slope of fewer than three, or of predicted gains that are all alike, is not a number."""
+    rows = list(rows)
+    error = np.array([r.error for r in rows])
+    actual = np.array([r.target.actual - r.target.last for r in rows])
+    predicted = error + actual
+    gained = np.array([r.gained for r in rows], float)
+    p_gain = np.array([r.p_gain for r in rows])
+    spread = np.var(predicted)
+    stays = float(np.sqrt(np.mean(actual**2)))
+    return Scores(
+        n=len(rows),
+        coverage_90=float(np.mean([r.inside_90 for r in rows])),
+        coverage_50=float(np.mean([r.inside_50 for r in rows])),
+        width=float(np.median([r.width for r in rows])),
+        median_error=float(np.median(np.abs(error))),
+        crps=float(np.mean([r.crps for r in rows])),
+        bias=float(np.mean(error)),
+        rmse_gain=1 - float(np.sqrt(np.mean(error**2))) / stays if stays else float("nan"),
+        brier=float(np.mean((p_gain - gained) ** 2)),
+        base_brier=float(gained.mean() * (1 - gained.mean())),
+        slope=float(np.cov(predicted, actual, bias=True)[0, 1] / spread)
+        if len(rows) > 2 and spread > 1e-12
+        else float("nan"),
+    )
+
+
+def pit_histogram(rows: Iterable[Row], bins: int = 10) -> list[float]:
+    """Share of rows in each tenth of the forecasts' distributions; all equal where forecasts are calibrated."""
+    counts, _ = np.histogram([r.pit for r in rows], bins=bins, range=(0, 1))
+    return [float(c) for c in counts / counts.sum()]
