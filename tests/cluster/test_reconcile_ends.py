@@ -16,9 +16,10 @@ from stage import CRD, ROOT, Stage, condition, stage, tiny
 from testcluster import Cluster
 
 from scalerl_api import wire
+from scalerl_api.process import COORDINATOR_TIMEOUT_SECONDS
 from scalerl_operator.cluster.errors import Conflict, Invalid
 from scalerl_operator.cluster.types import Images
-from scalerl_operator.policy.lifecycle import ASK_AGAIN_SECONDS, DRAIN_SECONDS
+from scalerl_operator.policy.lifecycle import ASK_AGAIN_SECONDS
 
 OPERATIONS = ROOT / "docs" / "operations.md"
 
@@ -118,22 +119,35 @@ async def test_deleted_in_the_foreground_it_waits_for_the_trainer_and_makes_noth
     assert set(await objects(there)) <= set(before)
 
 
-async def test_a_run_of_a_refused_spec_with_a_silent_coordinator_goes_once_it_had_its_time_to_save(
-    there: Stage,
-) -> None:
+async def test_drain_deletes_the_trainer_job_before_the_coordinator_when_nobody_answers(there: Stage) -> None:
+    """A run that is deleted, of a spec that is refused."""
     await there.start(tiny())
+    await land(there, "trainer", 2)
     await there.edit("ScaleRLRun", NAME, {"spec": {"podTemplate": {"labels": {"no label": "a"}}}})
     await there.looks(lambda run: condition(run, "Accepted") == "SpecInvalid")
     there.coordinator.silent = True
     await there.delete("ScaleRLRun", NAME)
     assert await there.look() == ASK_AGAIN_SECONDS
-    there.now += DRAIN_SECONDS - 60.0
-    await there.fresh_operator()  # since when it drains is in the status
+    there.now += COORDINATOR_TIMEOUT_SECONDS / 3
+    await there.fresh_operator()  # since when nobody answers is in the status
     assert await there.look() == ASK_AGAIN_SECONDS
-    assert await there.get("ScaleRLRun", NAME) is not None
-    assert await there.all("Job", "trainer"), "it may be saving"
-    there.now += 61.0
-    assert await is_gone(there)
+    (job,) = await there.all("Job", "trainer")
+    assert "deletionTimestamp" not in job["metadata"], "the coordinator may come back"
+    there.now += COORDINATOR_TIMEOUT_SECONDS
+    assert await there.look() == ASK_AGAIN_SECONDS
+    run = await there.get("ScaleRLRun", NAME)
+    assert run is not None
+    said = next(c["message"] for c in run["status"]["conditions"] if c["type"] == "Suspended")
+    assert "its Job is deleted, no answer from the coordinator in 300 s" in said
+    (job,) = await there.all("Job", "trainer")
+    assert "deletionTimestamp" in job["metadata"]
+    assert await is_gone(there) is False, "its ranks have their time to save"
+    (coordinator,) = await there.all("StatefulSet")
+    assert "deletionTimestamp" not in coordinator["metadata"]
+    for pod in await there.all("Pod", "trainer"):
+        words = ("delete", "pod", pod["metadata"]["name"], "-n", there.namespace)
+        await asyncio.to_thread(there.kubectl, *words, "--grace-period=0", "--force", "--wait=false")
+    await reach(lambda: is_gone(there), "the run is gone, long before its drain is over")
     assert there.coordinator.told == []
 
 

@@ -354,6 +354,26 @@ def test_sigterm_ends_the_rendezvous(new_run: Any, come: set[int], told: int) ->
     assert run.wait_trainer(10) == [0] * len(come)
 
 
+def test_sigterm_without_a_coordinator_keeps_the_last_checkpoint(new_run: Any) -> None:
+    """A checkpoint needs the coordinator's state. What was trained since the last one is trained again."""
+    run = new_run(budget__maxSteps=6)
+    run.start(seconds_per_group=0.1)
+    until(lambda: run.step() >= 3 and run.checkpoints(), what="a checkpoint")
+    run.coordinator.kill()
+    run.coordinator.join()
+    saved = run.checkpoints()
+    for rank in run.ranks:
+        os.kill(rank.pid, signal.SIGTERM)
+    run.wait_trainer()  # long before the time for which a coordinator is waited for
+    assert set(saved) <= set(run.checkpoints())
+    newest = run.checkpoints()[-1]
+    run.start_coordinator()
+    run.start_trainer()
+    assert run.wait_trainer() == [0, 0]
+    assert f"hello: version {newest}," in run.log("trainer-0")
+    assert [row["step"] for row in run.rows()] == list(range(6))
+
+
 def test_sigterm_ends_the_warm_start(new_run: Any) -> None:
     run = new_run(warmStart__steps=100_000, warmStart__batchSize=4)
     run.start_trainer()

@@ -29,6 +29,9 @@ DIVERGED_EXIT_CODE = 3
 """The trainer exits with this when steps in a row had to be skipped: not finite, or ratios that explode."""
 STEPS_LOST_EXIT_CODE = 4
 """The coordinator exits with this when the run has trained steps and none of them is on its volume."""
+COORDINATOR_TIMEOUT_SECONDS = 300.0
+"""How long the trainer waits for a coordinator that does not answer. The operator waits as long during a drain: a restart
+takes seconds, on another node (image, volume) minutes, and a trainer that reaches nobody ends by itself after that."""
 
 
 class EnvironmentProblem(Exception):

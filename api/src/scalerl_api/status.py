@@ -193,6 +193,8 @@ class RunStatus(StatusModel):
     """Why the run was told to stop, while and after it is."""
     drain_start_time: Time | None = None
     """Since when the run saves what it trained, to be suspended or deleted."""
+    coordinator_unreachable_time: Time | None = None
+    """Since when the coordinator has not answered while the run drains; after five minutes the trainer's Job is deleted."""
     rest: Literal["", "Asked", "Resting"] = ""
     """``Asked``: stopped by its forecast, and spec.suspend is yet to say so. ``Resting``: suspended and drained."""
     resumed: bool = False

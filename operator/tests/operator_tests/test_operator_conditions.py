@@ -68,6 +68,7 @@ memories = st.builds(
     restarts=st.integers(0, 9),
     ready_since=times,
     drain_since=times,
+    unreachable_since=times,
     held_since=times,
     rest=st.sampled_from(Rest),
     resumed=st.booleans(),

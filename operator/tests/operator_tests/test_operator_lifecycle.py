@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from scalerl_api.process import COORDINATOR_TIMEOUT_SECONDS
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import BROKEN, FORECAST, INTERRUPTED
 from scalerl_api.wire import Phase as Word
@@ -258,6 +260,45 @@ def test_a_drain_that_takes_too_long_is_cut_short() -> None:
     assert decide(SPEC, late, memory).phase == "Suspended"
     back = replace(RUNNING, suspend=True, unix_seconds=50.0)
     assert decide(SPEC, back, memory).memory.drain_since == 50.0, "a clock that goes back begins it anew"
+
+
+def test_drain_deletes_the_trainer_job_when_the_coordinator_stays_unreachable() -> None:
+    silent = replace(RUNNING, suspend=True, heard=None)
+    course = decide(SPEC, silent, FIRST)
+    assert (course.trainer, course.memory.unreachable_since) == (1, 100.0)
+    late = replace(silent, unix_seconds=100.0 + COORDINATOR_TIMEOUT_SECONDS)
+    waits = decide(SPEC, replace(late, unix_seconds=late.unix_seconds - 1.0), course.memory)
+    assert (waits.trainer, waits.memory) == (1, course.memory), "the status is not written again"
+    course = decide(SPEC, late, course.memory)
+    assert (course.phase, exists(course)) == ("Suspending", (True, True, 1, None)), (
+        "the ranks may still reach the coordinator, and save"
+    )
+    assert "no answer from the coordinator in 300 s" in course.note
+    leaving = replace(late, trainer=Job(JobState.LEAVING, 1))
+    course = decide(SPEC, leaving, course.memory)
+    assert (course.phase, course.coordinator, course.trainer) == ("Suspending", True, None)
+    course = decide(SPEC, replace(leaving, trainer=Job()), course.memory)
+    assert (course.phase, exists(course)) == ("Suspended", (False, False, 0, None))
+    assert (course.memory.drain_since, course.memory.unreachable_since) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "drains",
+    [
+        {"suspend": True},
+        {"deleting": True},
+        {"prepare": Job(JobState.COMPLETE, stale=True), "trainer": Job(JobState.ACTIVE, 1, stale=True)},
+    ],
+)
+def test_drain_waits_for_a_coordinator_that_restarts(drains: dict[str, Any]) -> None:
+    """Only time without an answer counts, not the time of the drain."""
+    memory, now = FIRST, 100.0
+    for passed, answer in [(0.0, None), (COORDINATOR_TIMEOUT_SECONDS - 1.0, None), (1.0, RUNNING.heard)] * 4:
+        now += passed
+        course = decide(SPEC, replace(RUNNING, unix_seconds=now, heard=answer, **drains), memory)
+        assert course.trainer == 1
+        memory = course.memory
+    assert now - 100.0 > 2 * COORDINATOR_TIMEOUT_SECONDS
 
 
 def test_what_the_forecast_stops_is_suspended_until_a_person_resumes_it() -> None:

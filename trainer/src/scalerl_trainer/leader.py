@@ -21,6 +21,7 @@ import torch
 from scalerl_api import wire
 from scalerl_api.load import SpecError
 from scalerl_api.mismatch import RATIO, SAMPLED
+from scalerl_api.process import COORDINATOR_TIMEOUT_SECONDS
 from scalerl_api.spec import ScaleRLRun
 from scalerl_trainer.algo.mismatch import BEYOND_RATIO, by_position
 from scalerl_trainer.batch import Staleness
@@ -39,8 +40,6 @@ from scalerl_trainer.worker import Order, Trained, Worker
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 5.0
-COORDINATOR_SECONDS = 300.0
-"""How long a coordinator that does not answer is waited for."""
 SKIPPED_STEPS_BROKEN = 3
 """So many skipped steps in a row are no bad item: the weights or the generators are bad."""
 
@@ -156,7 +155,7 @@ class Leader:
 
     def _unanswered(self, error: CoordinatorUnreachable) -> None:
         silent = time.monotonic() - self._answered
-        if silent > COORDINATOR_SECONDS:
+        if silent > COORDINATOR_TIMEOUT_SECONDS:
             raise error
         log.warning("the coordinator has not answered for %.0f s: %s", silent, error)
         self._worker.stop.wait(min(2.0, 0.2 + silent / 10))

@@ -28,6 +28,7 @@ import torch
 from scalerl_api.load import SpecError
 from scalerl_api.process import (
     BAD_INPUT_EXIT_CODE,
+    COORDINATOR_TIMEOUT_SECONDS,
     DIVERGED_EXIT_CODE,
     EnvironmentProblem,
     ProcessEnvironment,
@@ -38,7 +39,7 @@ from scalerl_trainer.engine import Engine, Rank, join
 from scalerl_trainer.errors import DivergedError, EngineError, ModelError, Stopped, WarmStartError
 from scalerl_trainer.export import keep_run_file
 from scalerl_trainer.exporting import Exporter
-from scalerl_trainer.leader import COORDINATOR_SECONDS, Leader
+from scalerl_trainer.leader import Leader
 from scalerl_trainer.metrics import Metrics, StatusServer
 from scalerl_trainer.models import load_model
 from scalerl_trainer.publish.control import ActorControl
@@ -75,7 +76,7 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
         timeout_seconds=collective_seconds(spec),
         stopped=stop.is_set,
     )
-    timeout_seconds = 2 * COORDINATOR_SECONDS + PATIENCE * spec.weight_sync.timeout_seconds
+    timeout_seconds = 2 * COORDINATOR_TIMEOUT_SECONDS + PATIENCE * spec.weight_sync.timeout_seconds
     ranks = Ranks(rank.rank, rank.world, timeout_seconds)
     incarnation = ranks.from_leader(uuid.uuid4().hex if ranks.leads else None)
 
@@ -90,7 +91,7 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
         warm_up(engine, spec, environment.paths.base_model, ranks, stop)
 
     coordinator = Coordinator(
-        environment.coordinator_url, environment.token, incarnation, COORDINATOR_SECONDS, stop.is_set
+        environment.coordinator_url, environment.token, incarnation, COORDINATOR_TIMEOUT_SECONDS, stop.is_set
     )
     worker = Worker(
         spec=spec,

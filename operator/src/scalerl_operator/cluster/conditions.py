@@ -104,6 +104,7 @@ def report(run: ScaleRLRun | None, before: RunStatus, seen: Looked) -> RunStatus
             "start_time": before.start_time or (now if course.prepare else None),
             "completion_time": before.completion_time or (now if course.memory.outcome is not None else None),
             "drain_start_time": _time(course.memory.drain_since),
+            "coordinator_unreachable_time": _time(course.memory.unreachable_since),
             "rest": course.memory.rest.value,
             "resumed": course.memory.resumed,
             "trainer": _trainer(course.memory),
@@ -143,6 +144,9 @@ def remembered(status: RunStatus) -> Memory:
         next_at=seconds(trainer.next_attempt_time),
         held_since=seconds(trainer.held_time) if trainer.held_time else None,
         drain_since=seconds(status.drain_start_time) if status.drain_start_time else None,
+        unreachable_since=seconds(status.coordinator_unreachable_time)
+        if status.coordinator_unreachable_time
+        else None,
         rest=Rest(status.rest),
         resumed=status.resumed,
         outcome=_outcome(status),

@@ -116,6 +116,7 @@ class Memory:
     ready_since: since when all ranks of this attempt have been up; None before. next_at: not before this time is the
     next attempt made. held_since: since when a queue has been seen to hold this attempt.
     drain_since: when the drain began that is under way.
+    unreachable_since: since when the coordinator has not answered in that drain; None while it answers.
     rest: drained, and nothing is to exist until ``suspend`` is taken back. resumed: taken back, and the coordinator may
     still hold the reason it had stopped for.
     """
@@ -128,6 +129,7 @@ class Memory:
     next_at: float = 0.0
     held_since: float | None = None
     drain_since: float | None = None
+    unreachable_since: float | None = None
     rest: Rest = Rest.NO
     resumed: bool = False
     outcome: Outcome | None = None

@@ -26,7 +26,7 @@ from dataclasses import replace
 from typing import Final
 
 from scalerl_api.conditions import Phase, Reason
-from scalerl_api.process import BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE
+from scalerl_api.process import BAD_INPUT_EXIT_CODE, COORDINATOR_TIMEOUT_SECONDS, DIVERGED_EXIT_CODE
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import BROKEN, FORECAST, INTERRUPTED
 from scalerl_api.wire import Phase as Word
@@ -70,7 +70,7 @@ def decide(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
         return _at_rest(seen, memory)
     if seen.prepare.stale:
         return _update(seen, memory)
-    memory = replace(memory, drain_since=None)
+    memory = _without_drain(memory)
     if seen.prepare.state is not JobState.COMPLETE:
         return _prepare(spec, seen, memory)
     if memory.attempt == 0:  # how often the preparation lost its place is nothing to the trainer
@@ -107,12 +107,16 @@ def _at_rest(seen: Facts, memory: Memory) -> Course:
     if seen.deleting:
         return Course(Phase.SUSPENDING, memory, release=True)
     if seen.suspend:
-        return Course(Phase.SUSPENDED, replace(memory, rest=Rest.YES, drain_since=None))
+        return Course(Phase.SUSPENDED, replace(_without_drain(memory), rest=Rest.YES))
     if memory.rest is Rest.ASKED:
         return Course(Phase.SUSPENDED, memory, ask_suspend=True)
     # Whoever resumes it has seen to what was wrong.
-    memory = replace(_anew(memory), rest=Rest.NO, resumed=True, drain_since=None)
+    memory = replace(_anew(_without_drain(memory)), rest=Rest.NO, resumed=True)
     return Course(Phase.PENDING, memory, prepare=True, again_seconds=0.0)
+
+
+def _without_drain(memory: Memory) -> Memory:
+    return replace(memory, drain_since=None, unreachable_since=None)
 
 
 def _anew(memory: Memory) -> Memory:
@@ -131,19 +135,25 @@ def _drain(seen: Facts, memory: Memory, phase: Phase) -> Course | None:
     )
     if not works or memory.rest is not Rest.NO or now - since >= DRAIN_SECONDS:
         return None
+    unreachable = None if seen.heard is not None else _since(memory.unreachable_since, now)
+    # The trainer never learns that it is to end. Deleted, its ranks get SIGTERM and save, if they reach the coordinator.
+    abandoned = unreachable is not None and now - unreachable >= COORDINATOR_TIMEOUT_SECONDS
     # A trainer that a queue never let in leaves with nothing to save: nothing is made for it.
     serving = seen.serving or not seen.queued or trainer.state is JobState.ACTIVE
+    note = "the trainer to finish its step and to write a checkpoint"
+    if abandoned:
+        note = f"the trainer to end: its Job is deleted, no answer from the coordinator in {COORDINATOR_TIMEOUT_SECONDS:g} s"
     return Course(
         phase,
-        replace(memory, drain_since=since),
+        replace(memory, drain_since=since, unreachable_since=unreachable),
         prepare=True,
         coordinator=serving,
         generators=seen.generators_wanted if serving else 0,
-        trainer=trainer.attempt if trainer.state is JobState.ACTIVE else None,
+        trainer=trainer.attempt if trainer.state is JobState.ACTIVE and not abandoned else None,
         frozen=True,
         tell=_told(INTERRUPTED, seen.heard, resumed=False),
         again_seconds=ASK_AGAIN_SECONDS,
-        note="the trainer to finish its step and to write a checkpoint",
+        note=note,
     )
 
 
