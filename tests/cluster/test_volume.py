@@ -10,6 +10,7 @@ from stage import Object, Stage, condition, tiny
 from scalerl_api.process import STEPS_LOST_EXIT_CODE
 from scalerl_operator.cluster import errors
 from scalerl_operator.cluster.names import ABANDON, RUN, RUN_UID
+from scalerl_operator.cluster.reconcile import BLOCKED_SECONDS
 
 pytestmark = pytest.mark.cluster
 
@@ -77,17 +78,26 @@ async def test_a_claim_that_is_deleted_under_a_run_is_told_at_once_and_the_run_i
     await rests(there)
     await there.edit(*CLAIM, {"metadata": {"finalizers": None}})
     run = await there.looks(lambda r: condition(r, "Degraded") == "ClaimLost", times=1)
+    labels = {RUN: "tiny-addition", RUN_UID: run["metadata"]["uid"]}
+    needed = f"{RUN}=tiny-addition {RUN_UID}={labels[RUN_UID]}"
+    assert f"needs the labels {needed}" in degraded(run)["message"], "also while the run is suspended"
     assert run["status"]["phase"] == "Suspended"
+    assert await there.look() == BLOCKED_SECONDS, "a claim without labels is not watched"
     await there.edit(*THE_RUN, {"spec": {"suspend": False}})
     run = await is_held(there, "tiny-addition-data does not exist")
     assert await there.get(*CLAIM) is None
 
     # What somebody makes of that name is not taken for the run's data before they say so.
-    labels = {RUN: "tiny-addition", RUN_UID: run["metadata"]["uid"]}
     spec = {key: claim["spec"][key] for key in ("accessModes", "resources")}
     made = {"apiVersion": "v1", "kind": CLAIM[0], "spec": spec}
     await there.create(made | {"metadata": {"name": CLAIM[1]}})
-    said = f"kubectl label pvc tiny-addition-data --overwrite {RUN}=tiny-addition {RUN_UID}={labels[RUN_UID]}"
+    said = f"kubectl label pvc tiny-addition-data --overwrite {needed}"
+    await is_held(there, said)
+    await there.edit(*THE_RUN, {"spec": {"suspend": True}})
+    run = await there.looks(lambda r: r["status"]["phase"] == "Suspended")
+    assert said in degraded(run)["message"]
+    assert await there.look() == BLOCKED_SECONDS
+    await there.edit(*THE_RUN, {"spec": {"suspend": False}})
     await is_held(there, said)
     await there.edit(*CLAIM, {"metadata": {"labels": labels}})
     run = await there.looks(lambda r: r["status"]["phase"] == "Preparing")

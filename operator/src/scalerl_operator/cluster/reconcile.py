@@ -286,7 +286,8 @@ class Reconciler:
             placed,
             repair,
             self._applier.resize_seconds(seen),
-            BLOCKED_SECONDS if blocked is not None else None,
+            # A claim that takes the lost one's place has no label of the run yet, and so is not watched.
+            BLOCKED_SECONDS if blocked is not None or volume.gone else None,
             self._next_start_look(seen, observed, plan.desired),
         )
 

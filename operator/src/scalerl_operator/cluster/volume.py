@@ -50,24 +50,24 @@ class Claims:
         named = run.spec.storage.claim_name
         name = named or Names(place.name).claim
         live = place.objects.get((CLAIM, name)) if named is None else None
+        labels = f"{RUN}={label_value(place.name)} {RUN_UID}={place.uid}" if named is None else ""
         if live is None and steps:
             live = await self._ask(place, name, cached=at_work and named is not None)
         if live is None:
-            return Volume(_lost(name, steps, "does not exist"), gone=True) if steps else Volume()
+            return Volume(_lost(name, steps, "does not exist", labels), gone=True) if steps else Volume()
         if named is None and not place.mine(live):
             if not steps:
                 return Volume()  # the name is taken, as of any object
-            labels = f"{RUN}={label_value(place.name)} {RUN_UID}={place.uid}"
             how = f"is not known as this run's (if it is: kubectl label pvc {name} --overwrite {labels})"
             return Volume(_lost(name, steps, how), gone=True)
         if (live.get("status") or {}).get("phase") == "Lost" and steps:
-            return Volume(_lost(name, steps, "has lost its volume"), gone=True)
+            return Volume(_lost(name, steps, "has lost its volume", labels), gone=True)
         if steps and empty:
             return Volume(_lost(name, steps, "holds neither journal nor checkpoint of the run"), gone=True)
         if not leaving(live):
             return Volume()
         if steps and not at_work:
-            return Volume(_lost(name, steps, "is being deleted"), gone=True)
+            return Volume(_lost(name, steps, "is being deleted", labels), gone=True)
         said = f"PersistentVolumeClaim {name} is being deleted; it and its data go with the last pod that has it mounted"
         return Volume(Problem(Reason.CLAIM_DELETED, said))
 
@@ -79,8 +79,11 @@ class Claims:
         return live
 
 
-def _lost(name: str, steps: int, how: str) -> Problem:
+def _lost(name: str, steps: int, how: str, labels: str = "") -> Problem:
+    """``labels``: of the claim that is to take its place; empty where it needs none."""
     said = f"PersistentVolumeClaim {name} {how}; the run has trained {steps} steps and does not start on an empty volume"
+    if labels:
+        said += f"; the claim restored in its place needs the labels {labels}"
     return Problem(Reason.CLAIM_LOST, said)
 
 
