@@ -96,6 +96,9 @@ A_DECIMAL = Matches(
     _DECIMAL, 'must be a decimal number in quotes, like "0.1" or "3e-4", its exponent of two digits at most'
 )
 """So short that a float holds every one."""
+DECIMAL_FORM = 'A fraction or an exponent is written in quotes: "0.5", "3e-4".'
+"""For descriptions. A schema with ``x-kubernetes-int-or-string`` cannot take a JSON number with a fraction, and the API
+server's refusal ("must be of type integer,string") does not say what to write instead."""
 DecimalString = Annotated[
     str, BeforeValidator(decimal_input), Field(max_length=32), AfterValidator(A_DECIMAL)
 ]

@@ -29,7 +29,15 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from scalerl_api.fields import AtLeast, AtMost, InRange, Matches, decimal_input, quantity_input
+from scalerl_api.fields import (
+    DECIMAL_FORM,
+    AtLeast,
+    AtMost,
+    InRange,
+    Matches,
+    decimal_input,
+    quantity_input,
+)
 from scalerl_api.load import to_yaml
 from scalerl_api.pods import Named, Unique, own_path, text_value, unreserved
 from scalerl_api.spec import GROUP, KIND, PLURAL, VERSION, RunSpec
@@ -140,6 +148,8 @@ def _model(model: type[BaseModel], *, defaults: bool) -> Schema:
         where = f"{model.__name__}.{name}"
         schema = _type(field.annotation, field.metadata, where, defaults=defaults)
         description = documented.get(name) or schema.get("description")
+        if description and "x-kubernetes-int-or-string" in schema and "description" in schema:
+            description = f"{description} {schema['description']}"
         if not description:
             raise NotExpressible(f"{where}: no docstring below the field, and it becomes the description")
         properties[alias] = {"description": _plain(description)} | {
@@ -275,7 +285,7 @@ def _validator(schema: Schema, func: Callable[..., Any], where: str) -> None:
     """What a validator function of the models is in the definition."""
     if func in (decimal_input, quantity_input):
         del schema["type"]
-        schema |= _INT_OR_STRING
+        schema |= _INT_OR_STRING | ({"description": DECIMAL_FORM} if func is decimal_input else {})
     elif isinstance(func, Matches):
         value = crd_rules.TEXT if schema.get("type") == "string" else crd_rules.TEXT_OR_INTEGER
         _add_rules(schema, crd_rules.matches(func, text=value))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, Field
 
-from scalerl_api.fields import Model
+from scalerl_api.fields import A_DECIMAL, DECIMAL_FORM, Model
 from scalerl_api.load import load_run
 from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_operator import crd, crd_rules
@@ -221,3 +221,16 @@ def test_a_run_read_from_a_cluster_has_the_kind_of_the_definition() -> None:
     names = crd.definition()["spec"]["names"]
     assert names["kind"] == ScaleRLRun.model_fields["kind"].default
     assert crd.definition()["metadata"]["name"] == f"{names['plural']}.{crd.definition()['spec']['group']}"
+
+
+def test_description_of_each_decimal_says_how_to_write_it() -> None:
+    """The API server's refusal of a float does not."""
+    decimals, others = list[str](), list[str]()
+    for path, schema in schemas(SCHEMA["properties"]["spec"]):
+        rules = [rule["message"] for rule in schema.get("x-kubernetes-validations", ())]
+        (decimals if A_DECIMAL.words in rules else others).append(path)
+        assert (A_DECIMAL.words in rules) == schema.get("description", "").endswith(DECIMAL_FORM), path
+    assert {".recipe.temperature", ".recipe.optimizer.learningRate", ".budget.maxDeviceHours"} <= set(
+        decimals
+    )
+    assert ".storage.size" in others
