@@ -139,10 +139,20 @@ def leave_one_source_out(
     learn: Callable[[list[LLMCurve]], Forecaster], curves: Sequence[LLMCurve], factor: float = 2.0
 ) -> list[Row]:
     """Rows of every source, forecast by what `learn` made of the other sources' curves."""
+    return leave_one_out(learn, curves, factor, lambda c: c.source)
+
+
+def leave_one_out(
+    learn: Callable[[list[LLMCurve]], Forecaster],
+    curves: Sequence[LLMCurve],
+    factor: float,
+    group: Callable[[LLMCurve], str],
+) -> list[Row]:
+    """Rows of every curve, forecast by what `learn` made of the curves of other groups."""
     rows = []
-    for source in sorted({c.source for c in curves}):
-        forecaster = learn([c for c in curves if c.source != source])
-        rows += score(forecaster, [c for c in curves if c.source == source], factor)
+    for left_out in sorted({group(c) for c in curves}):
+        forecaster = learn([c for c in curves if group(c) != left_out])
+        rows += score(forecaster, [c for c in curves if group(c) == left_out], factor)
     return rows
 
 
