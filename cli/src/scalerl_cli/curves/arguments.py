@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-_CURVE_HELP = "columns compute,reward and optionally samples; or a run's directory"
+_CURVE_HELP = "columns compute,reward and optionally samples; a run's directory; or what W&B, TensorBoard, MLflow, TRL or verl wrote"
 
 
 def add_curve_commands(commands: Commands) -> None:
@@ -94,6 +94,18 @@ def _add_plan(commands: Commands) -> None:
 
 
 def _add_common(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--x", metavar="COLUMN", help="column with the compute (default: compute)")
+    command.add_argument(
+        "--y",
+        metavar="COLUMN",
+        help="column or metric with the reward of evaluations (default: reward, or the only series of an export)",
+    )
+    command.add_argument(
+        "--samples",
+        metavar="COLUMN",
+        help="column with the samples behind each evaluation, or their number where it is always the same "
+        "(default: samples, if the file has it)",
+    )
     command.add_argument("--plot", type=Path, metavar="OUT.png", help="draw a picture (.png, .pdf or .svg)")
     command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     command.add_argument(

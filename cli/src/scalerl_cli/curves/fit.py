@@ -6,6 +6,7 @@ import argparse
 import json
 
 from scalerl_cli.curves.canvas import check_target
+from scalerl_cli.curves.columns import Columns
 from scalerl_cli.curves.comparison import comparison_report, pair
 from scalerl_cli.curves.pace import pace_of
 from scalerl_cli.curves.problem import CurveProblem
@@ -49,6 +50,7 @@ def _read(arguments: argparse.Namespace, *, other: bool = False) -> CurveFile:
         arguments.scale,
         arguments.unit,
         arguments.device_hours_column,
+        Columns(arguments.x, arguments.y, arguments.samples),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from scalerl_cli.curves import words
 from scalerl_cli.curves.canvas import check_target
+from scalerl_cli.curves.columns import Columns
 from scalerl_cli.curves.money import Growth, Money, Option, growths, options, paying_block
 from scalerl_cli.curves.pace import Pace, pace_of
 from scalerl_cli.curves.problem import CurveProblem
@@ -55,7 +56,13 @@ def run_plan(arguments: argparse.Namespace, when: datetime | None = None) -> int
 
 
 def _outlook(arguments: argparse.Namespace, when: datetime) -> Outlook:
-    file = read_curve(arguments.curve, arguments.scale, arguments.unit, arguments.device_hours_column)
+    file = read_curve(
+        arguments.curve,
+        arguments.scale,
+        arguments.unit,
+        arguments.device_hours_column,
+        Columns(arguments.x, arguments.y, arguments.samples),
+    )
     made = study(file)
     pace = pace_of(file, arguments.rate, arguments.devices)
     money = Money(arguments.price, arguments.value_per_point)
@@ -75,8 +82,7 @@ def plan_report(outlook: Outlook) -> Iterator[str]:
     """Lines of text."""
     made, pace = outlook.made, outlook.pace
     yield f"{made.file.path}: now at {words.compute(made.now, made.file.unit)}"
-    if made.file.mixed:
-        yield f"  {left_out(made)}"
+    yield from left_out(made)
     if made.file.segments > 1:
         yield f"  only the last recipe or evaluation version is fitted, from line {made.file.first_line} on"
     yield (

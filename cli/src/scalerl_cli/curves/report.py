@@ -47,8 +47,7 @@ def report(
 def _points(made: Study) -> Iterator[str]:
     file, fitted = made.file, made.fitted
     yield f"{file.path}: {words.count(fitted.points_used + made.fallen, 'point')} up to {words.compute(made.now, file.unit)}"
-    if file.mixed:
-        yield f"  {left_out(made)}"
+    yield from left_out(made)
     if made.fallen:
         yield (
             f"  fitted are the {fitted.points_used} before the fall, up to {words.amount(fitted.now + made.start)}: "
@@ -68,10 +67,15 @@ def _points(made: Study) -> Iterator[str]:
         yield f"  rewards of [{low:g}, {high:g}] are mapped onto [0, 1]; all below, --target too, are on that scale"
 
 
-def left_out(made: Study) -> str:
-    """Of rows that are not on the curve."""
-    count = words.count(made.file.mixed, "evaluation")
-    return f"{count} left out, for the weights changed meanwhile (mixed_versions)"
+def left_out(made: Study) -> Iterator[str]:
+    """The columns, where they are not those of a run's own file, and rows that are not on the curve."""
+    file = made.file
+    if file.named:
+        yield f"  compute is column {file.x}, reward is column {file.y}"
+    if file.skipped:
+        yield f"  {words.count(file.skipped, 'row')} skipped, empty in {file.x} or {file.y}"
+    if file.mixed:
+        yield f"  {words.count(file.mixed, 'evaluation')} left out, for the weights changed meanwhile (mixed_versions)"
 
 
 def _headline(made: Study) -> Iterator[str]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
+from scalerl_cli.curves.columns import Columns, choose
 from scalerl_cli.curves.problem import CurveProblem
+from scalerl_cli.curves.tables import Table, is_number, number, read_table
 from scalerl_curvefit import Curve, InputError, RewardRangeError, Segment
 from scalerl_curvefit.curve import FloatArray
 
@@ -19,8 +21,8 @@ RUN_UNIT: Final = "completion tokens"
 RUN_COLUMNS: Final = frozenset({"version", "wall_seconds", "device_seconds", "mean_tokens"})
 """Columns by which a run's own file is known."""
 SECONDS_PER_HOUR: Final = 3600.0
-SEPARATORS: Final = {";": "semicolons", "\t": "tabs"}
-"""Of files that call themselves CSV and are not."""
+THOUSANDS: Final = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?$")
+STEPS: Final = re.compile(r"(^|[/_ ])step$", flags=re.IGNORECASE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +33,8 @@ class CurveFile:
     what gets fitted. first_line: where it begins in the file. segments: how many there are.
     mixed: rows left out, of evaluations during which the weights changed: they lie on no one point of
     the curve, and the autoscaler leaves them out too.
+    x, y: the columns that were read; named: whether they are others than compute and reward.
+    skipped: rows left out, with an empty cell in one of them.
     unit: of compute; empty if nothing says so. named_unit: whether anything does.
     device_hours, wall_hours: used up to each point, (n,). truncation: share of completions cut off at the
     length limit, (n + mixed,): of every row, as the autoscaler looks at the newest whatever it is of.
@@ -43,6 +47,10 @@ class CurveFile:
     segments: int
     first_line: int
     mixed: int
+    x: str
+    y: str
+    named: bool
+    skipped: int
     unit: str
     named_unit: bool
     truncation: FloatArray | None
@@ -50,47 +58,12 @@ class CurveFile:
     wall_hours: FloatArray | None
 
 
-@dataclass(frozen=True)
-class _Table:
-    """Cells by column, with the line of each row."""
-
-    path: Path
-    columns: dict[str, list[str]]
-    lines: list[int]
-
-    def numbers(self, name: str) -> FloatArray:
-        """A column as (n,) numbers; NaN and infinity pass here, so that the curve refuses them."""
-        cells = self.columns[name]
-        try:
-            return np.array([_read(cell) for cell in cells])
-        except ValueError:
-            bad = next(i for i, cell in enumerate(cells) if not _is_number(cell))
-            what = f"{cells[bad]!r} is not a number" if cells[bad] else "empty"
-            raise CurveProblem(
-                f"{self.path}, line {self.lines[bad]}, column {name}: {what}; mend the cell or drop the row"
-            ) from None
-
-    def so_far(self, name: str, per_hour: float = 1.0) -> FloatArray | None:
-        """A column of hours used so far: finite, not negative, never going back."""
-        if name not in self.columns:
-            return None
-        hours = self.numbers(name)
-        bad = ~np.isfinite(hours) | (hours < 0)
-        bad[1:] |= ~bad[1:] & ~bad[:-1] & (np.diff(hours) < 0)
-        if bad.any():
-            i = int(np.argmax(bad))
-            raise CurveProblem(
-                f"{self.path}, line {self.lines[i]}, column {name}: {hours[i]:g} cannot be what was used so far; "
-                "it must be finite and never go back: mend the column or rename it"
-            )
-        return hours / per_hour
-
-
 def read_curve(
     path: Path,
     scale: tuple[float, float] = (0.0, 1.0),
     unit: str | None = None,
     device_hours_column: str | None = None,
+    columns: Columns | None = None,
 ) -> CurveFile:
     """Read ``path``, or ``curve.csv`` in it where it is a directory.
 
@@ -99,26 +72,26 @@ def read_curve(
     """
     if path.is_dir():
         path = path / "curve.csv"
-    every = _table(path)
+    chosen = choose(read_table(path), columns or Columns())
+    every = chosen.table
     table, mixed = _whole(every)
-    compute, reward = table.numbers("compute"), table.numbers("reward")
-    samples = _counts(table, "samples")
-    labels = {name: table.columns.get(name) for name in ("eval_version", "recipe")}
+    compute, reward = numbers(table, chosen.x), numbers(table, chosen.y)
+    samples = _samples(table, columns.samples if columns else None)
+    labels = {name: table.cells(name) for name in ("eval_version", "recipe")}
 
     def head(n: int) -> Curve:
         kept = {name: None if label is None else label[:n] for name, label in labels.items()}
         return Curve(compute[:n], reward[:n], None if samples is None else samples[:n], scale=scale, **kept)
 
-    curve = _checked(table, head, len(table.lines), reward, scale)
+    curve = _checked(table, head, chosen.y, reward, scale)
     segments = curve.segments()
     last = segments[-1]
-    truncation = _rates(every, "truncated_fraction")
-    if device_hours_column is not None:
-        table_has(table, device_hours_column)
-        device_hours = table.so_far(device_hours_column)
-    else:
-        device_hours = table.so_far("device_seconds", SECONDS_PER_HOUR)
-    own = table.columns.keys() >= RUN_COLUMNS
+    device_hours = (
+        _so_far(table, device_hours_column)
+        if device_hours_column is not None
+        else _seconds(table, "device_seconds")
+    )
+    own = not chosen.named and all(table.names(name) for name in RUN_COLUMNS)
     return CurveFile(
         path=path,
         curve=curve,
@@ -126,31 +99,79 @@ def read_curve(
         segments=len(segments),
         first_line=table.lines[len(curve) - len(last.curve)],
         mixed=mixed,
-        unit=unit or (RUN_UNIT if own else ""),
-        named_unit=bool(unit) or own,
-        truncation=truncation,
+        x=chosen.x,
+        y=chosen.y,
+        named=chosen.named,
+        skipped=chosen.skipped,
+        unit=unit or (RUN_UNIT if own else _unit(chosen.x)),
+        named_unit=bool(unit or own or _unit(chosen.x)),
+        truncation=_rates(every, "truncated_fraction"),
         device_hours=device_hours,
-        wall_hours=table.so_far("wall_seconds", SECONDS_PER_HOUR),
+        wall_hours=_seconds(table, "wall_seconds"),
     )
 
 
-def table_has(table: _Table, name: str) -> None:
-    """Raise CurveProblem unless there is a column ``name``."""
-    if name not in table.columns:
+def _unit(x: str) -> str:
+    """What a column of compute is counted in, by its name."""
+    return "" if x.lower() == "compute" else "steps" if STEPS.search(x) else x
+
+
+def numbers(table: Table, name: str) -> FloatArray:
+    """A column as (n,) numbers; NaN and infinity pass here, so that the curve refuses them.
+
+    Raises:
+        CurveProblem: no such column, or a cell that is no number.
+    """
+    cells = table.cells(name)
+    if cells is None:
+        raise CurveProblem(f"{table.path}: no column {name!r}; there are {', '.join(table.header)}")
+    try:
+        return np.array([number(cell) for cell in cells])
+    except ValueError:
+        bad = next(i for i, cell in enumerate(cells) if not is_number(cell))
+        what = f"{cells[bad]!r} is not a number" if cells[bad] else "empty"
+        raise CurveProblem(f"{table.where(bad)}, column {name}: {what}; {_mended(cells[bad])}") from None
+
+
+def _mended(cell: str) -> str:
+    """What to do about a cell that is no number."""
+    if cell.endswith("%") and is_number(cell[:-1]):
+        return "write it without the percent sign, and give --scale=0,100"
+    if THOUSANDS.match(cell):
+        return "write numbers without thousands separators"
+    if is_number(cell.replace(",", ".")):
+        return "write decimals with a point"
+    return "mend the cell or drop the row"
+
+
+def _so_far(table: Table, name: str, per_hour: float = 1.0) -> FloatArray:
+    """A column of hours used so far: finite, not negative, never going back."""
+    hours = numbers(table, name)
+    bad = ~np.isfinite(hours) | (hours < 0)
+    bad[1:] |= ~bad[1:] & ~bad[:-1] & (np.diff(hours) < 0)
+    if bad.any():
+        i = int(np.argmax(bad))
         raise CurveProblem(
-            f"{table.path}: no column {name!r}; the first line names {', '.join(table.columns)}"
+            f"{table.where(i)}, column {name}: {hours[i]:g} cannot be what was used so far; "
+            "it must be finite and never go back: mend the column or rename it"
         )
+    return hours / per_hour
 
 
-def _whole(table: _Table) -> tuple[_Table, int]:
+def _seconds(table: Table, name: str) -> FloatArray | None:
+    """A column of seconds used so far, as hours; None if there is none."""
+    return _so_far(table, name, SECONDS_PER_HOUR) if table.names(name) else None
+
+
+def _whole(table: Table) -> tuple[Table, int]:
     """The rows of evaluations of one weight version each, and how many others there were."""
-    cells = table.columns.get("mixed_versions")
+    cells = table.cells("mixed_versions")
     if cells is None:
         return table, 0
-    for cell, line in zip(cells, table.lines, strict=True):
+    for i, cell in enumerate(cells):
         if cell.lower() not in ("true", "false"):
             raise CurveProblem(
-                f"{table.path}, line {line}, column mixed_versions: {cell!r} is neither true nor false; mend the cell"
+                f"{table.where(i)}, column mixed_versions: {cell!r} is neither true nor false; mend the cell"
             )
     kept = [i for i, cell in enumerate(cells) if cell.lower() == "false"]
     if not kept:
@@ -158,94 +179,46 @@ def _whole(table: _Table) -> tuple[_Table, int]:
             f"{table.path}: during each of the {len(cells)} evaluations the weights changed (mixed_versions); "
             "wait for one of a single version"
         )
-    columns = {name: [column[i] for i in kept] for name, column in table.columns.items()}
-    return _Table(table.path, columns, [table.lines[i] for i in kept]), len(cells) - len(kept)
+    return table.take(kept), len(cells) - len(kept)
 
 
-def _counts(table: _Table, name: str) -> FloatArray | None:
-    if name not in table.columns:
-        return None
-    counts = table.numbers(name)
+def _samples(table: Table, wanted: str | None) -> FloatArray | None:
+    """Samples behind each point, (n,): of the column, or one count for all; None if nothing says so."""
+    name = wanted or "samples"
+    if not table.names(name):
+        if wanted is None:
+            return None
+        if wanted.isdecimal():
+            return np.full(len(table.lines), float(wanted))
+    counts = numbers(table, name)
     bad = np.isfinite(counts) & (counts != np.floor(counts))
     if bad.any():
         i = int(np.argmax(bad))
         raise CurveProblem(
-            f"{table.path}, line {table.lines[i]}, column {name}: {counts[i]:g} is no count; "
+            f"{table.where(i)}, column {name}: {counts[i]:g} is no count; "
             "give whole numbers, or leave the column out"
         )
     return counts
 
 
-def _rates(table: _Table, name: str) -> FloatArray | None:
-    if name not in table.columns:
+def _rates(table: Table, name: str) -> FloatArray | None:
+    if not table.names(name):
         return None
-    rates = table.numbers(name)
+    rates = numbers(table, name)
     bad = ~((rates >= 0) & (rates <= 1))
     if bad.any():
         i = int(np.argmax(bad))
         raise CurveProblem(
-            f"{table.path}, line {table.lines[i]}, column {name}: {rates[i]:g}; rates lie between 0 and 1: "
+            f"{table.where(i)}, column {name}: {rates[i]:g}; rates lie between 0 and 1: "
             "mend the column or rename it"
         )
     return rates
 
 
-def _table(path: Path) -> _Table:
-    lines: list[int] = []
-    rows: list[list[str]] = []
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file)
-            for row in reader:
-                cells = [cell.strip() for cell in row]
-                if any(cells):
-                    rows.append(cells)
-                    lines.append(reader.line_num)
-    except OSError as error:
-        raise CurveProblem(f"{path}: {error.strerror}; give a CSV file or a run's directory") from error
-    except UnicodeDecodeError as error:
-        raise CurveProblem(f"{path}: not a text file in UTF-8 ({error.reason}); save it as CSV") from error
-    except csv.Error as error:
-        raise CurveProblem(f"{path}, line {reader.line_num}: not CSV: {error}") from error
-    if not rows:
-        raise CurveProblem(f"{path}: empty; its first line names the columns: compute,reward[,samples]")
-    header = [name.lower() for name in rows[0]]
-    _check_header(path, lines[0], header, rows[0])
-    for row, line in zip(rows, lines, strict=True):
-        if len(row) != len(header):
-            raise CurveProblem(
-                f"{path}, line {line}: {len(row)} cells where the first line names {len(header)} columns; "
-                "separate cells by commas, and write numbers without thousands separators"
-            )
-    columns = {name: [row[i] for row in rows[1:]] for i, name in enumerate(header)}
-    table = _Table(path, columns, lines[1:])
-    if not table.lines:
-        raise CurveProblem(f"{path}: no point below the first line; wait for the first evaluations")
-    return table
-
-
-def _check_header(path: Path, line: int, header: Sequence[str], shown: Sequence[str]) -> None:
-    missing = [name for name in ("compute", "reward") if name not in header]
-    other = next((name for mark, name in SEPARATORS.items() if mark in "".join(shown)), None)
-    if missing and other is not None:
-        raise CurveProblem(
-            f"{path}, line {line}: cells are separated by {other} in {','.join(shown)[:80]!r}; separate them by commas "
-            "(compute,reward[,samples]), and write decimals with a point"
-        )
-    if missing:
-        raise CurveProblem(
-            f"{path}, line {line}: no column {' and no column '.join(missing)} in {','.join(shown)[:80]!r}; "
-            "the first line names the columns, separated by commas: compute,reward[,samples]"
-        )
-    twice = sorted({name for name in header if header.count(name) > 1})
-    if twice:
-        raise CurveProblem(f"{path}, line {line}: column {twice[0]} stands twice; keep one")
-
-
 def _checked(
-    table: _Table,
+    table: Table,
     head: Callable[[int], Curve],
-    n: int,
+    y: str,
     reward: FloatArray,
     scale: tuple[float, float],
 ) -> Curve:
@@ -255,9 +228,9 @@ def _checked(
     first bad point is in it.
     """
     try:
-        return head(n)
+        return head(len(reward))
     except InputError:
-        good, bad = 0, n
+        good, bad = 0, len(reward)
     while bad - good > 1:
         middle = (good + bad) // 2
         try:
@@ -265,7 +238,7 @@ def _checked(
             good = middle
         except InputError:
             bad = middle
-    where = f"{table.path}, line {table.lines[bad - 1]}"
+    where = table.where(bad - 1)
     try:
         return head(bad)
     except RewardRangeError:
@@ -273,23 +246,8 @@ def _checked(
         percent = scale == (0.0, 1.0) and reward.min() >= 0.0 and 2.0 < reward.max() <= 100.0
         hint = "for percent: --scale=0,100" if percent else "for ±1: --scale=-1,1"
         raise CurveProblem(
-            f"{where}, column reward: {reward[bad - 1]:g} is outside [{low:g}, {high:g}]; if rewards are counted "
+            f"{where}, column {y}: {reward[bad - 1]:g} is outside [{low:g}, {high:g}]; if rewards are counted "
             f"otherwise, give their range with --scale=LOW,HIGH ({hint})"
         ) from None
     except InputError as error:
         raise CurveProblem(f"{where}: {error}") from error
-
-
-def _read(cell: str) -> float:
-    """As ``float``, which would take 1_000 too."""
-    if "_" in cell:
-        raise ValueError(cell)
-    return float(cell)
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        _read(cell)
-    except ValueError:
-        return False
-    return True

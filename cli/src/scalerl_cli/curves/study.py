@@ -191,6 +191,8 @@ class Study:
             "state": str(self.state),
             "forecasts": [{"compute": point.compute, **interval_json(point)} for point in points],
         }
+        if self.file.skipped:
+            shown["skipped"] = self.file.skipped
         if target is not None and going:
             reached = self.reach(target)
             ends = {name: end if math.isfinite(end) else None for name, end in interval_json(reached).items()}
@@ -218,7 +220,8 @@ def study(file: CurveFile, at: Sequence[float] = ()) -> Study:
         guarded = guard(segment)
     except CurveError as error:
         part = f", from line {file.first_line} on (the last recipe)" if file.segments > 1 else ""
-        raise CurveProblem(f"{file.path}{part}: {error}") from error
+        few = f" ({file.skipped:,} rows are empty in {file.x} or {file.y})" if file.skipped else ""
+        raise CurveProblem(f"{file.path}{part}: {error}{few}") from error
     reasons = [*_fallen(file, fall), *_truncated(file)]
     made = Study(file, fitted, replace(guarded, broken=bool(reasons), reasons=tuple(reasons)), fall, ())
     points = made.ahead([made.twice], "forecast") + (made.ahead(at, "--at") if at else [])

@@ -1,0 +1,227 @@
+"""Which columns of a table are the curve: as named, as the project writes them, or as an export has only one."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from scalerl_cli.curves.problem import CurveProblem
+from scalerl_cli.curves.tables import Table, is_finite, is_number, number
+
+COMPANION: Final = re.compile(r"__(MIN|MAX)$")
+"""Of each series a W&B chart exports its band too."""
+OF_RUN: Final = " - "
+"""Between run and metric in the columns of a W&B chart."""
+TENSORBOARD: Final = ["wall time", "step", "value"]
+KEYS: Final = ("key", "tag")
+"""Column with the metric's name in a tall table: MLflow's, TensorBoard's."""
+RUNS: Final = ("run_id", "run_uuid", "run")
+MOST_SHOWN: Final = 30
+"""Columns that a message lists."""
+
+_X_WORDS: Final = (
+    r"^compute$",
+    r"flop",
+    r"tokens?($|_seen|_total)",
+    r"(gpu|device).?hours",
+    r"(samples|examples|prompts)(_seen|_total)?$",
+    r"(^|[/_])(global_?)?step$",
+    r"iter|update",
+    r"epoch",
+    r"time|hours|seconds|runtime",
+)
+"""What compute is called, likeliest first."""
+_Y_WORDS: Final = (
+    (r"reward|score|(^|[/_ ])acc(uracy)?($|[/_@ ])|pass|success|solve|mean@", 4),
+    (r"(^|[/_ ])(eval|val|valid|validation|test|held.?out)($|[-/_ ])", 3),
+    (r"val-core", 1),
+    (r"/mean$|mean@", 1),
+    (r"std|stderr|(^|[/_])(min|max)$|worst@|best@|maj@|loss|kl|grad|entropy|learning_rate|clip|len", -6),
+    (r"time|timing|runtime|per_second|_step$|epoch|seed", -8),
+)
+"""What the reward of an evaluation is called, and what only looks like it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """What ``--x``, ``--y`` and ``--samples`` name; samples may be one count for all points."""
+
+    x: str | None = None
+    y: str | None = None
+    samples: str | None = None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The rows that have a point of the curve.
+
+    table: without the rows that are empty in x or y. x, y: names of the columns.
+    named: whether they are others than compute and reward. skipped: rows left out.
+    """
+
+    table: Table
+    x: str
+    y: str
+    named: bool
+    skipped: int
+
+
+def choose(table: Table, wanted: Columns) -> Chosen:
+    """The columns of the curve, and the rows that have both.
+
+    Raises:
+        CurveProblem: a column that is not there, or that nothing tells from others: with all that are there
+            and the likeliest two for each.
+    """
+    if not table.lines:
+        _pair(table, wanted)
+        raise CurveProblem(f"{table.path}: no point below the first line; wait for the first evaluations")
+    table, wanted = _one_series(table, wanted)
+    x, y = _pair(table, wanted)
+    if x == y:
+        raise CurveProblem(f"{table.path}: --x and --y both name the column {x}; name two")
+    pairs = zip(table.cells(x) or [], table.cells(y) or [], strict=True)
+    kept = [i for i, pair in enumerate(pairs) if all(pair)]
+    if not kept:
+        raise CurveProblem(f"{table.path}: no row has both {x} and {y}{_proposed(table)}")
+    named = (x.lower(), y.lower()) != ("compute", "reward")
+    return Chosen(table.take(kept), x, y, named, len(table.lines) - len(kept))
+
+
+def _pair(table: Table, wanted: Columns) -> tuple[str, str]:
+    """Names of x and y."""
+    x = None if wanted.x is None else _named(table, wanted.x, "--x")
+    y = None if wanted.y is None else _named(table, wanted.y, "--y")
+    x = x or table.name("compute")
+    y = y or table.name("reward")
+    # Only an export says which column is its axis, and whether it has one series.
+    axis, series = _export(table)
+    if x is None and (y is None or wanted.y is not None):
+        x = axis
+    if y is None and x is not None and x == axis and len(series) == 1:
+        y = series[0]
+    if x is not None and y is not None:
+        return x, y
+    missing = " and ".join(f"no column {name}" for name, of in (("compute", x), ("reward", y)) if of is None)
+    first = f" in {','.join(table.header)[:80]!r}" if table.head_line else ""
+    said = f"{table.top}: {missing}{first}"
+    if all(is_number(name) for name in table.header):
+        raise CurveProblem(f"{said}; the first line names the columns: compute,reward[,samples]")
+    raise CurveProblem(f"{said}{_proposed(table)}")
+
+
+def _export(table: Table) -> tuple[str | None, list[str]]:
+    """Axis and series of a TensorBoard download or a W&B chart; (None, []) of any other table."""
+    if [name.lower() for name in table.header] == TENSORBOARD:
+        return table.header[1], [table.header[2]]
+    series = [name for name in table.header[1:] if OF_RUN in name and not COMPANION.search(name)]
+    if not series or not table.header[0] or OF_RUN in table.header[0]:
+        return None, []
+    # With another axis than the step, the chart has the step as a series.
+    return table.header[0], [name for name in series if not name.endswith(f"{OF_RUN}_step")]
+
+
+def _one_series(table: Table, wanted: Columns) -> tuple[Table, Columns]:
+    """Of a tall table, one value a row, the rows of one metric, in a column of its name; others as they are.
+
+    With several runs a metric is called ``run - metric``, as in a W&B chart.
+    """
+    key = next((name for name in KEYS if table.names(name)), None)
+    if key is None or not table.names("value") or not table.names("step"):
+        return table, wanted
+    runs = next((cells for name in RUNS if (cells := table.cells(name))), [""] * len(table.lines))
+    several = len(set(runs)) > 1
+    rows: dict[str, list[int]] = {}
+    for i, (run, metric) in enumerate(zip(runs, table.cells(key) or [], strict=True)):
+        rows.setdefault(f"{run}{OF_RUN}{metric}" if several else metric, []).append(i)
+    values = table.cells("value") or []
+    series = {name: [values[i] for i in at] for name, at in rows.items()}
+    if wanted.y is not None:
+        name = _called(list(series), wanted.y, f"{table.path}: --y {wanted.y}", _tail(["step"], series))
+    elif len(series) == 1:
+        name = next(iter(series))
+    else:
+        raise CurveProblem(f"{table.path}: {len(series)} metrics in one column{_tail(['step'], series)}")
+    taken = table.take(rows[name])
+    columns = [*taken.columns, series[name]]
+    one = Table(table.path, [*table.header, name], columns, taken.lines, table.head_line, table.counted)
+    return one, Columns(wanted.x or one.names("step")[0], name, wanted.samples)
+
+
+def _named(table: Table, wanted: str, option: str) -> str:
+    found = table.name(wanted)
+    if found is not None:
+        return found
+    series = [name for name in table.header if not COMPANION.search(name)]
+    return _called(series, wanted, f"{table.top}: {option} {wanted}", _proposed(table))
+
+
+def _called(names: Sequence[str], wanted: str, said: str, tail: str) -> str:
+    """The one of ``names`` that is ``wanted``; of a chart's also by the metric alone, if one run has it."""
+    found = [name for name in names if name == wanted] or [
+        name for name in names if name.endswith(OF_RUN + wanted)
+    ]
+    if len(found) > 1:
+        raise CurveProblem(f"{said}: {len(found)} runs have it; name one: {_listed(found)}")
+    if not found:
+        raise CurveProblem(f"{said}: no such column{tail}")
+    return found[0]
+
+
+def _proposed(table: Table) -> str:
+    """What is there, and the likeliest two for each."""
+    columns = {name: cells for name, cells in zip(table.header, table.columns, strict=True) if name}
+    xs = likeliest_x(columns)
+    return _tail(xs, {name: cells for name, cells in columns.items() if name not in xs}, list(columns))
+
+
+def _tail(xs: Sequence[str], series: dict[str, list[str]], listed: Sequence[str] = ()) -> str:
+    likely = [("--x", xs), ("--y", likeliest_y(series))]
+    said = [
+        " or ".join(f"{option} {shlex.quote(name)}" for name in names) for option, names in likely if names
+    ]
+    named = (
+        f"; name the columns, likeliest {', and '.join(said)}"
+        if said
+        else "; name the columns by --x and --y"
+    )
+    return f"{named}; there are {_listed(listed or list(series))}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else ""
+    return ", ".join(names[:MOST_SHOWN]) + more
+
+
+def likeliest_x(columns: dict[str, list[str]]) -> list[str]:
+    """The two columns that are most likely compute: numbers that never go back, by name."""
+    ranked = []
+    for name, cells in columns.items():
+        rank = next((i for i, word in enumerate(_X_WORDS) if re.search(word, name.lower())), None)
+        values = [number(cell) for cell in cells if is_finite(cell)]
+        grows = all(a <= b for a, b in itertools.pairwise(values)) and (
+            not values or values[0] < values[-1] or len(values) == 1
+        )
+        if rank is not None and grows and not COMPANION.search(name) and _numeric(cells):
+            ranked.append((rank, name))
+    return [name for _, name in sorted(ranked, key=lambda pair: pair[0])[:2]]
+
+
+def likeliest_y(columns: dict[str, list[str]]) -> list[str]:
+    """The two columns that are most likely the reward of an evaluation, by name."""
+    ranked = []
+    for name, cells in columns.items():
+        score = sum(points for word, points in _Y_WORDS if re.search(word, name.lower()))
+        if score > 0 and not COMPANION.search(name) and _numeric(cells):
+            ranked.append((-score, name))
+    return [name for _, name in sorted(ranked, key=lambda pair: pair[0])[:2]]
+
+
+def _numeric(cells: Sequence[str]) -> bool:
+    """Whether what is not empty is numbers, by the first that there are."""
+    given = [cell for cell in cells if cell][:MOST_SHOWN]
+    return all(is_number(cell) for cell in given) and (bool(given) or not cells)

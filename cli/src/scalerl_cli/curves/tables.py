@@ -1,0 +1,233 @@
+"""Files of numbers as tools write them, read into one table: CSV, JSON logs, and verl's console lines."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from scalerl_cli.curves.problem import CurveProblem
+
+MOST_BYTES: Final = 256 * 2**20
+"""A larger file is refused: its cells would fill a laptop's memory, and a curve has far fewer points."""
+_QUOTED: Final = re.compile(r'"(?:[^"]|"")*"')
+_ESCAPES: Final = re.compile(r"\x1b\[[0-9;]*m")
+"""Colours that Ray writes around the name of a worker."""
+_CONSOLE: Final = re.compile(r"(?:^|\s)step:(\d+) - (\S+:.*)$", flags=re.M)
+"""A line of verl's console logger, behind whatever Ray puts before it."""
+_NUMPY: Final = re.compile(r"^np\.\w+\((.*)\)$")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells by column, empty where a row has none.
+
+    header: column names as the file writes them; a name may occur twice.
+    columns: of each header entry the cells, each (n,). lines: where each row is in the file.
+    head_line: line of the header; 0 where the file has none. counted: what `lines` counts.
+    """
+
+    path: Path
+    header: list[str]
+    columns: list[list[str]]
+    lines: list[int]
+    head_line: int = 0
+    counted: str = "line"
+
+    def where(self, row: int) -> str:
+        """File and line of a row, for messages."""
+        return f"{self.path}, {self.counted} {self.lines[row]}"
+
+    @property
+    def top(self) -> str:
+        """File and line of the header, for messages."""
+        return f"{self.path}, line {self.head_line}" if self.head_line else str(self.path)
+
+    def names(self, wanted: str) -> list[str]:
+        """Header entries that are ``wanted``; without regard to case where none is exactly."""
+        exact = [name for name in self.header if name == wanted]
+        return exact or [name for name in self.header if name.lower() == wanted.lower()]
+
+    def name(self, wanted: str) -> str | None:
+        """The header entry that is ``wanted``; None if there is none.
+
+        Raises:
+            CurveProblem: if there are several.
+        """
+        found = self.names(wanted)
+        if len(found) > 1:
+            raise CurveProblem(f"{self.top}: column {wanted} stands twice; keep one")
+        return found[0] if found else None
+
+    def cells(self, wanted: str) -> list[str] | None:
+        """The cells of a column, (n,); None if there is none."""
+        found = self.name(wanted)
+        return None if found is None else self.columns[self.header.index(found)]
+
+    def take(self, rows: list[int]) -> Table:
+        """Only these rows."""
+        columns = [[column[i] for i in rows] for column in self.columns]
+        lines = [self.lines[i] for i in rows]
+        return Table(self.path, self.header, columns, lines, self.head_line, self.counted)
+
+
+def read_table(path: Path) -> Table:
+    """Read a file in any of the formats above.
+
+    Raises:
+        CurveProblem: missing, too large, not text, not of these formats, or without rows.
+    """
+    text = _text(path)
+    if text.lstrip()[:1] in ("{", "["):
+        table = _from_json(path, text)
+        if table is not None:
+            return table
+    if _CONSOLE.search(text):
+        return _from_rows(path, _console(text))
+    return _from_csv(path, text)
+
+
+def _text(path: Path) -> str:
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise CurveProblem(
+                f"{path}: larger than {MOST_BYTES // 2**20} MiB; export only the columns of the curve"
+            )
+        return path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise CurveProblem(f"{path}: {error.strerror}; give a CSV file or a run's directory") from error
+    except UnicodeDecodeError as error:
+        raise CurveProblem(f"{path}: not a text file in UTF-8 ({error.reason}); save it as CSV") from error
+
+
+def _from_json(path: Path, text: str) -> Table | None:
+    """``trainer_state.json``, a list of its entries, or one object a line; None if it is no JSON."""
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        return _from_json_lines(path, text)
+    entries = whole.get("log_history", [whole]) if isinstance(whole, dict) else whole
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise CurveProblem(f"{path}: JSON, but not a list of log entries such as log_history has")
+    return _from_rows(path, ((i, _flat(entry)) for i, entry in enumerate(entries, start=1)), "entry")
+
+
+def _from_json_lines(path: Path, text: str) -> Table | None:
+    rows: list[tuple[int, dict[str, str]]] = []
+    for line, row in enumerate(text.splitlines(), start=1):
+        if row.strip():
+            try:
+                entry = json.loads(row)
+            except ValueError as error:
+                if not rows:
+                    return None
+                raise CurveProblem(f"{path}, line {line}: not JSON: {error}; delete the line") from error
+            if not isinstance(entry, dict):
+                raise CurveProblem(f"{path}, line {line}: not a JSON object; delete the line")
+            rows.append((line, _flat(entry)))
+    return _from_rows(path, iter(rows))
+
+
+def _flat(entry: dict[str, Any]) -> dict[str, str]:
+    """Numbers and words of an entry; of verl's JSON lines the metrics are under ``data``."""
+    inner = entry.get("data")
+    if isinstance(inner, dict):
+        entry = {**entry, **inner}
+    return {
+        name: "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in entry.items()
+        if value is None or isinstance(value, (bool, int, float, str))
+    }
+
+
+def _console(text: str) -> Iterator[tuple[int, dict[str, str]]]:
+    """``step:4 - critic/score/mean:0.2 - …`` by line number."""
+    for number, line in enumerate(text.splitlines(), start=1):
+        found = _CONSOLE.search(_ESCAPES.sub("", line))
+        if found:
+            row = {"step": found[1]}
+            for part in found[2].split(" - "):
+                name, _, value = part.rpartition(":")
+                if name:
+                    # Behind the last number Ray may say that it has repeated the line.
+                    value = (value.split() or [""])[0]
+                    row[name.strip()] = _NUMPY.sub(r"\1", value)
+            yield number, row
+
+
+def _from_rows(path: Path, rows: Iterator[tuple[int, dict[str, str]]], counted: str = "line") -> Table:
+    """One column for each name that occurs."""
+    columns: dict[str, list[str]] = {}
+    lines: list[int] = []
+    for line, row in rows:
+        for name in row:
+            columns.setdefault(name, [""] * len(lines))
+        for name, cells in columns.items():
+            cells.append(row.get(name, ""))
+        lines.append(line)
+    if not lines:
+        raise CurveProblem(f"{path}: no log entry in it; wait for the first evaluations")
+    return Table(path, list(columns), list(columns.values()), lines, counted=counted)
+
+
+def _from_csv(path: Path, text: str) -> Table:
+    lines: list[int] = []
+    rows: list[list[str]] = []
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(text))
+    try:
+        for row in reader:
+            cells = [cell.strip() for cell in row]
+            if any(cells):
+                rows.append(cells)
+                lines.append(reader.line_num)
+    except csv.Error as error:
+        raise CurveProblem(f"{path}, line {reader.line_num}: not CSV: {error}") from error
+    if not rows:
+        raise CurveProblem(f"{path}: empty; its first line names the columns: compute,reward[,samples]")
+    header = rows[0]
+    for row, line in zip(rows, lines, strict=True):
+        if len(row) != len(header):
+            raise CurveProblem(
+                f"{path}, line {line}: {len(row)} cells where the first line names {len(header)} columns; "
+                "separate cells by commas, and write numbers without thousands separators"
+            )
+    columns = [list(column) for column in zip(*rows[1:], strict=True)] or [[] for _ in header]
+    return Table(path, header, columns, lines[1:], head_line=lines[0])
+
+
+def _delimiter(text: str) -> str:
+    """The one that the header has most of, outside quotes."""
+    first = next((line for line in text.splitlines() if line.strip()), "")
+    bare = _QUOTED.sub("", first)
+    return max((",", ";", "\t"), key=bare.count)
+
+
+def number(cell: str) -> float:
+    """As ``float``, which would take 1_000 too.
+
+    Raises:
+        ValueError: not a number.
+    """
+    if "_" in cell:
+        raise ValueError(cell)
+    return float(cell)
+
+
+def is_number(cell: str) -> bool:
+    """Whether ``number`` reads it; NaN and infinity are numbers here, so that the curve refuses them."""
+    try:
+        number(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def is_finite(cell: str) -> bool:
+    """Whether it is a number that can lie on a curve."""
+    return is_number(cell) and math.isfinite(number(cell))
