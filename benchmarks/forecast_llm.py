@@ -102,9 +102,9 @@ def main() -> None:
         best = {name: scores(rows).crps for name, rows in tables.items() if name != OURS}
         for name, rival in rivals.items():
             rows = rows_of(rival, curves, factor, damped=name == DRIFT, group=lambda c: c.name)
-            figures[f"crps: {name}"] = round(scores(rows).crps, 4)
             best[name] = min(best[name], scores(rows).crps)
             print(f"  {name:<30} {scores(rows).crps:.4f}")
+        figures |= {f"crps: {name}": round(value, 4) for name, value in best.items()}
         held_against(mine, best, figures)
         details(mine, figures)
     if not arguments.lcpfn:
