@@ -2,8 +2,9 @@
 
 On 23 real curves from four sources (`curvefit/data/README.md`), from every cut with at least six points at compute > 0
 to the points that were measured at 1.5, 2 and 4 times that compute. The rivals' spreads are learned leaving one source
-out, and once more leaving out only the curve itself; the better of both counts. No forecast is
-left out of a score; that the guard alarmed, or that the fit was not identifiable, is a group of its own.
+out, and once more leaving out only the curve itself; the better of both counts. At 4× all forecasts are of one source,
+so only the latter is left. No forecast is left out of a score; that the guard alarmed, or that the fit was not
+identifiable, is a group of its own.
 
     python benchmarks/forecast_llm.py [--quick] [--jobs 2] [--lcpfn PYTHON [--lcpfn-network FILE]]
 
@@ -23,7 +24,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
-from support.llm_curves import llm_curves
+from support.llm_curves import LLMCurve, llm_curves
 from support.rivals import (
     GridSearch,
     LevelAndGain,
@@ -89,7 +90,8 @@ def main() -> None:
         mine = [ours[t] for t in targets(curves, factor)]
         tables = {OURS: [o.row for o in mine]}
         for name, rival in rivals.items():
-            tables[name] = rows_of(rival, curves, factor, damped=name == DRIFT)
+            group = by_source if len({o.row.source for o in mine}) > 1 else by_curve
+            tables[name] = rows_of(rival, curves, factor, damped=name == DRIFT, group=group)
         if arguments.lcpfn:
             tables["LC-PFN"] = lcpfn_rows(arguments.lcpfn, arguments.lcpfn_network, curves, factor)
         print(f"\nForecasts at {factor:g}× compute")
@@ -101,7 +103,7 @@ def main() -> None:
         print("\nCRPS of rivals, their spread learned on the source's other curves too")
         best = {name: scores(rows).crps for name, rows in tables.items() if name != OURS}
         for name, rival in rivals.items():
-            rows = rows_of(rival, curves, factor, damped=name == DRIFT, group=lambda c: c.name)
+            rows = rows_of(rival, curves, factor, damped=name == DRIFT, group=by_curve)
             best[name] = min(best[name], scores(rows).crps)
             print(f"  {name:<30} {scores(rows).crps:.4f}")
         figures |= {f"crps: {name}": round(value, 4) for name, value in best.items()}
@@ -110,6 +112,14 @@ def main() -> None:
     if not arguments.lcpfn:
         print("\nLC-PFN is not scored: --lcpfn names an interpreter that has it, see --help")
     print(json.dumps({"benchmark": "forecast_llm", "figures": figures}))
+
+
+def by_source(curve: LLMCurve) -> str:
+    return curve.source
+
+
+def by_curve(curve: LLMCurve) -> str:
+    return curve.name
 
 
 @dataclass(frozen=True)

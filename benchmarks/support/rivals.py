@@ -141,10 +141,10 @@ def rows_of(
     rival: LevelAndGain,
     curves: Sequence[LLMCurve],
     factor: float,
-    damped: bool = False,
-    group: Callable[[LLMCurve], str] = lambda c: c.source,
+    damped: bool,
+    group: Callable[[LLMCurve], str],
 ) -> list[Row]:
-    """Its forecasts of every curve, with a spread learned on other groups' curves: on other sources'."""
+    """Its forecasts of every curve, with a spread learned on other groups' curves."""
     return leave_one_out(lambda others: learn(rival, damped, others, factor), curves, factor, group)
 
 

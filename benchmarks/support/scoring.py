@@ -148,9 +148,18 @@ def leave_one_out(
     factor: float,
     group: Callable[[LLMCurve], str],
 ) -> list[Row]:
-    """Rows of every curve, forecast by what `learn` made of the curves of other groups."""
+    """Rows of every curve, forecast by what `learn` made of the curves of other groups.
+
+    Curves without a target take no part. Raises ValueError if those that have one are all of one group.
+    """
+    curves = [c for c in curves if targets([c], factor)]
+    names = sorted({group(c) for c in curves})
+    if len(names) < 2:
+        raise ValueError(
+            f"every target at {factor:g}× is of {', '.join(names) or 'no group'}; leave out less"
+        )
     rows = []
-    for left_out in sorted({group(c) for c in curves}):
+    for left_out in names:
         forecaster = learn([c for c in curves if group(c) != left_out])
         rows += score(forecaster, [c for c in curves if group(c) == left_out], factor)
     return rows

@@ -105,3 +105,17 @@ def test_leave_one_source_out_never_learns_from_the_scored_source() -> None:
     rows = leave_one_source_out(learn, curves)
     assert learnt_from == [{"two"}, {"one"}]
     assert sorted({r.target.origin.name for r in rows}) == ["a", "b", "c"]
+
+
+def test_leave_one_out_leaves_no_curve_without_targets_to_learn_from() -> None:
+    short = LLMCurve("short", "three", "MIT", "accuracy", Curve([1, 2, 3], [0.1, 0.2, 0.3]))
+    learnt_from: list[list[str]] = []
+
+    def learn(others: list[LLMCurve]) -> Forecaster:
+        learnt_from.append([c.name for c in others])
+        return stays
+
+    leave_one_source_out(learn, [straight("a", "one"), straight("b", "two"), short])
+    assert learnt_from == [["b"], ["a"]]
+    with pytest.raises(ValueError, match="every target at 2× is of one; leave out less"):
+        leave_one_source_out(learn, [straight("a", "one"), short])
