@@ -242,6 +242,26 @@ def test_the_tail_notices_a_step_back_after_the_file_grew_past_it(paths: RunPath
     assert tail.read() is None
 
 
+@pytest.mark.parametrize("again", [5, 9], ids=["as long", "longer"])
+def test_the_tail_notices_another_file_of_the_same_inode(paths: RunPaths, again: int) -> None:
+    tail = MetricsTail(paths.metrics)
+
+    def write(lines: Rows) -> None:
+        """In place: to have a file system use an inode number again takes luck."""
+        paths.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines.values()))
+
+    write(rows(5))
+    inode = paths.metrics.stat().st_ino
+    assert tail.read() == [(s, row(s)) for s in range(5)]
+    write(rows(3) | {s: row(s, 0.0) for s in range(3, again)})
+    assert paths.metrics.stat().st_ino == inode
+    assert tail.read() is None
+    tail.rewind()
+    assert [line["loss"] for _, line in tail.read() or ()][3:] == [0.0] * (again - 3)
+    write(rows(3) | {s: row(s, 0.0) for s in range(3, again + 1)})
+    assert tail.read() == [(again, row(again, 0.0))], "what was read is still there"
+
+
 def test_the_tail_reads_each_evaluation_once_and_says_what_was_taken_back(paths: RunPaths) -> None:
     tail = CurveTail(paths.curve)
     assert tail.read() == []
@@ -497,6 +517,33 @@ def test_wandb_online_killed_sends_each_step_and_evaluation_once(
     assert [r for r in sent if "step" in r] == list(rows(604).values())
     measured = sorted((r for r in sent if "step" not in r), key=lambda r: r["held_out/version"])
     assert measured == [figures(v) for v in sorted([*range(0, 601, 100), *late, LATE])]
+
+
+@pytest.mark.parametrize("rows_a_step", [1, 10])
+def test_wandb_goes_on_with_a_run_that_an_earlier_release_began(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, rows_a_step: int
+) -> None:
+    """Earlier releases numbered rows after their step, defined no step metric, and sent no evaluations."""
+    specify(paths, wandb={"project": "p"})
+    files = RunFiles(paths)
+    files.write_rows(rows(60), 60, whole=True)
+    write_curve(paths, range(0, 60, 10))
+    with wandb_stand_in() as server:
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        numbers = [rows_a_step * (step + (rows_a_step > 1)) for step in range(50)]
+        clients = [{"_step": n, "_runtime": 2.0 * n, "_timestamp": 1.7e9 + 2 * n} for n in numbers]
+        server.begun(tracker_id(paths), [row(s) | client for s, client in enumerate(clients)])
+        assert finish(start(paths, "wandb"))["step"] == 59
+        history, refused = server.history, server.refused
+    assert refused == []
+    numbers = [item["_step"] for item in history]
+    assert numbers == sorted(set(numbers)), (
+        "the server drops a row whose number is not higher than all before"
+    )
+    sent = [{name: value for name, value in item.items() if name[0] != "_"} for item in history]
+    assert [r for r in sent if "step" in r] == list(rows(60).values())
+    assert [r for r in sent if "step" not in r] == [figures(v) for v in range(0, 60, 10)]
 
 
 def test_wandb_without_a_server_fails_with_its_reason(

@@ -24,6 +24,8 @@ class MetricsTail:
         """Begin anew with the next read."""
         self._inode = -1
         self._offset = 0
+        self._last_line = b""
+        """The line that ends at the offset: of a replaced file the inode may be the same, for its number is used again."""
         self._digests: dict[int, int] = {}
         """Of the line of every step that was read."""
 
@@ -40,15 +42,17 @@ class MetricsTail:
             return []
         with file:
             found = os.fstat(file.fileno())
-            if found.st_ino != self._inode or found.st_size < self._offset:
+            file.seek(self._offset - len(self._last_line))
+            if found.st_ino != self._inode or file.read(len(self._last_line)) != self._last_line:
+                file.seek(0)
                 now = {step: hash(line) for line, step, _ in _rows(file)}
                 if any(now.get(step) != digest for step, digest in self._digests.items()):
                     return None
-                self._inode, self._offset = found.st_ino, 0
+                self._inode, self._offset, self._last_line = found.st_ino, 0, b""
             file.seek(self._offset)
             new = []
             for line, step, row in _rows(file):
-                self._offset += len(line)
+                self._offset, self._last_line = self._offset + len(line), line
                 if step >= 0 and step not in self._digests:
                     self._digests[step] = hash(line)
                     new.append((step, row))
