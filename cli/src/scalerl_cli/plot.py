@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scalerl_api.load import SpecError, load_run
+from scalerl_api.load import SpecError, load_accepted_run
 from scalerl_api.paths import RunPaths
 from scalerl_cli.exits import BAD_INPUT, DONE
 from scalerl_cli.output import say
@@ -15,7 +15,7 @@ def plot(directory: Path) -> int:
     """Draw ``curve.png`` from ``curve.csv``; also while the run is going on."""
     paths = RunPaths(directory)
     try:
-        run = load_run(paths.run_file)
+        run = load_accepted_run(paths.run_file)  # of a run that began, perhaps in an earlier release
         draw(paths, run)
     except (SpecError, PictureProblem) as problem:
         say(str(problem), error=True)

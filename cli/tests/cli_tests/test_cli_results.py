@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from scalerl_api.load import parse_run
+from scalerl_api.load import SpecError, load_run, parse_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.wire import Counts, EvaluationPoint, Mismatch, Phase, Status
 from scalerl_cli.main import main
@@ -178,6 +178,23 @@ def test_a_picture_is_drawn_from_few_and_many_points(tmp_path: Path, count: int)
     assert main(["plot", str(tmp_path)]) == 0
     assert paths.curve_picture.read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["curve.csv", "curve.png", "run.yaml"]
+
+
+def test_plot_draws_a_run_that_only_an_earlier_release_accepted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths, manifest = RunPaths(tmp_path), RUN.to_manifest()
+    write_curve(paths, [(1000.0 * version, 0.1 * version, version) for version in range(3)])
+    manifest["spec"]["recipe"]["temperature"] = "1e5"
+    manifest["spec"]["model"]["path"] = "beside/the/file"
+    paths.run_file.write_text(json.dumps(manifest))
+    with pytest.raises(SpecError, match=r"recipe\.temperature"):
+        load_run(paths.run_file)
+    assert main(["plot", str(tmp_path)]) == 0, capsys.readouterr().err
+    assert paths.curve_picture.read_bytes().startswith(b"\x89PNG")
+    paths.run_file.write_text("- no run\n")
+    assert main(["plot", str(tmp_path)]) == 2
+    assert "run.yaml" in capsys.readouterr().err
 
 
 def test_the_picture_shows_error_bars_units_fit_and_budget(
