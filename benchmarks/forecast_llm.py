@@ -36,10 +36,9 @@ from support.rivals import (
     persistence,
     rows_of,
 )
-from support.scoring import MIN_GAIN, Row, Target, pit_histogram, row_of, scores, targets
+from support.scoring import MIN_GAIN, FloatArray, Row, Target, pit_histogram, row_of, scores, targets
 
 import scalerl_curvefit as cf
-from scalerl_curvefit.forecasting import rewards
 
 MAIN = 2.0
 FACTORS = (MAIN, 1.5, 4.0)
@@ -127,11 +126,13 @@ class Ours:
     """Our forecast of one target.
 
     state: OK, INSUFFICIENT where the fit is not identifiable, BROKEN where the guard alarms.
+    p_gain: P(gain > .02) of the reward itself, which stops a run; `row` has that of an evaluation over the last one.
     a_low, a_high: 90 % interval of A. reached: mean of the last three rewards.
     """
 
     row: Row
     state: str
+    p_gain: float
     a_low: float
     a_high: float
     reached: float
@@ -140,19 +141,27 @@ class Ours:
 def forecast_of(target: Target) -> Ours:
     head = target.head
     fitted = cf.fit(head)
-    drawn = cf.draws(fitted)
-    seen = np.clip(rewards(fitted, drawn, np.array([target.at]))[:, 0] + drawn.sigma * drawn.noise, 0.0, 1.0)
+    seen = evaluations(fitted, target.at)
     (ahead,) = cf.forecast(fitted, [target.at])
     if not np.allclose(np.quantile(seen, [0.05, 0.95]), [ahead.low, ahead.high]):
         raise RuntimeError("the draws that are scored are not those of forecast(); see forecasting.py")
-    row = replace(
-        row_of(target, seen),
-        median=ahead.median,
-        p_gain=cf.p_gain_above(fitted, target.at, MIN_GAIN),
-    )
+    row = replace(row_of(target, seen), median=ahead.median)
     broken = cf.guard(head).broken
     state = "BROKEN" if broken else "OK" if fitted.identifiable else "INSUFFICIENT"
-    return Ours(row, state, fitted.A.low, fitted.A.high, float(head.reward[-3:].mean()))
+    p_gain = cf.p_gain_above(fitted, target.at, MIN_GAIN)
+    return Ours(row, state, p_gain, fitted.A.low, fitted.A.high, float(head.reward[-3:].mean()))
+
+
+def evaluations(fitted: cf.Fit, at: float) -> FloatArray:
+    """Draws of what an evaluation will show: those behind `forecast`."""
+    if hasattr(cf, "pool"):
+        ahead = cf.pool(fitted)
+        reward = ahead.reward(np.array([at]))[:, 0]
+        return np.clip(reward + ahead.curves.sigma * ahead.noise, 0.0, 1.0)
+    from scalerl_curvefit.forecasting import rewards
+
+    drawn = cf.draws(fitted)
+    return np.clip(rewards(fitted, drawn, np.array([at]))[:, 0] + drawn.sigma * drawn.noise, 0.0, 1.0)
 
 
 Key = tuple[str, int]
@@ -186,11 +195,11 @@ def table(label: str, tables: dict[str, list[Row]]) -> None:
 
 def held_against(mine: Sequence[Ours], rivals: dict[str, float], figures: dict[str, float]) -> None:
     """Our figures beside what they must reach. rivals: the lower CRPS of each."""
-    print("\nat 2×                                          ours   must be")
+    print(f"\n{'at 2×':<66} ours   must be")
 
     def check(name: str, value: float, target: str, what: str) -> None:
         figures[name] = round(value, 4)
-        print(f"  {what:<42} {value:8.4f}   {target}")
+        print(f"  {what:<62} {value:8.4f}   {target}")
 
     got = scores(o.row for o in mine)
     healthy = scores([o.row for o in mine if not o.row.target.origin.collapsed])
@@ -208,7 +217,9 @@ def held_against(mine: Sequence[Ours], rivals: dict[str, float], figures: dict[s
     )
     check("rmse_gain_healthy", healthy.rmse_gain, "≥ .40", "RMSE below persistence's, healthy")
     check("rmse_gain", got.rmse_gain, "≥ .30", "RMSE below persistence's, all")
-    check("brier", got.brier, "≤ .20", f"Brier of P(gain > {MIN_GAIN}); base rate {got.base_brier:.3f}")
+    check("brier", got.brier, "≤ .20", f"Brier, gain in the evaluation; base rate {got.base_brier:.3f}")
+    stops = float(np.mean([(o.p_gain - o.row.gained) ** 2 for o in mine]))
+    check("brier_stop", stops, "≤ .20", "Brier of the probability that stops")
 
 
 def details(mine: Sequence[Ours], figures: dict[str, float]) -> None:
@@ -217,7 +228,7 @@ def details(mine: Sequence[Ours], figures: dict[str, float]) -> None:
     print("\nPIT, tenths: " + " ".join(f"{b:.2f}" for b in bins) + "   (even: .10 each)")
     print(f"P(gain > {MIN_GAIN})      forecasts   gained that much")
     for low, high in ((0.0, 0.1), (0.1, 0.3), (0.3, 0.7), (0.7, 0.9), (0.9, 1.001)):
-        inside = [o.row.gained for o in mine if low <= o.row.p_gain < high]
+        inside = [o.row.gained for o in mine if low <= o.p_gain < high]
         print(f"  {low:.1f}–{min(high, 1):.1f} {len(inside):16d}   {sum(inside):5d}")
     for label, some in (("all", list(mine)), ("OK", [o for o in mine if o.state == "OK"])):
         if not some:
