@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 import scalerl_curvefit as cf
 from scalerl_curvefit.families import gain_share
 from scalerl_curvefit.fitting import past_posteriors
-from scalerl_curvefit.guard import fit_and_guard
 from scalerl_curvefit.moments import _onto_knots, _onto_points
 from scalerl_curvefit.sidecar.memory import keep_freed_memory
 from scalerl_curvefit.simulate import simulated
@@ -29,18 +28,6 @@ def test_posteriors_made_together_are_those_made_alone(n: int, seed: int, reach:
         (alone,) = past_posteriors(curve, choices, [count]).values()
         for name in ("ln_cmid_s", "ln_b_s", "rho_s", "a_js", "weight_js", "spread_js", "r0_at_zero_s"):
             np.testing.assert_allclose(getattr(nodes, name), getattr(alone, name), rtol=1e-9, atol=1e-12)
-
-
-@settings(max_examples=10, deadline=None)
-@given(n=st.integers(6, 60), seed=st.integers(0, 1000))
-def test_a_fit_with_its_guard_is_both(n: int, seed: int) -> None:
-    curve = simulated(n=n, seed=seed)
-    fitted, checked = fit_and_guard(curve, [0.02])
-    alone, guarded = cf.fit(curve), cf.guard(curve, [0.02])
-    assert (fitted.A, fitted.B, fitted.Cmid, fitted.seed) == (alone.A, alone.B, alone.Cmid, alone.seed)
-    np.testing.assert_allclose(fitted.discrepancy, alone.discrepancy, rtol=1e-9)
-    assert (checked.broken, checked.checked, checked.seen) == (guarded.broken, guarded.checked, guarded.seen)
-    np.testing.assert_allclose(checked.floor, guarded.floor, rtol=1e-9)
 
 
 @settings(max_examples=25, deadline=None)

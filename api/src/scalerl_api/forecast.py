@@ -24,6 +24,8 @@ MAX_POINTS = 200_000
 MAX_FORECASTS = 200
 """Computes that one request may ask forecasts at."""
 MAX_DRAWS = 20_000
+METHOD = 2
+"""Version of what is answered. 1: an alarm held the last evaluations against a forecast. 2: against the best before."""
 
 REQUESTS_METRIC = "scalerl_curvefit_requests"
 """Counter by ``path`` and ``status``."""
@@ -82,6 +84,8 @@ class ForecastRequest(Message, frozen=True, kw_only=True):
     """Of one unit of compute."""
     truncation: list[float] | None = None
     """Share of rollouts cut off at the length limit, one a point or only the latest; for the guard."""
+    alarms_after: float = 0.0
+    """Evaluations up to this compute set no best and raise no alarm of a fall: somebody knows of them."""
     draws: int = 2000
 
 
@@ -190,14 +194,29 @@ class Outlook(Message, frozen=True, kw_only=True):
     best_block: BestBlock | None = None
 
 
+class Fall(Message, frozen=True, kw_only=True):
+    """The mean of the last three evaluations lies below the best mean of three by more than noise."""
+
+    compute: float
+    """Of the first evaluation after the last one that was within noise of the best."""
+    best: float
+    best_compute: float
+    newest: float
+    noise: float
+    """By how much noise lets a mean of three lie lower."""
+
+
 class GuardAnswer(Message, frozen=True, kw_only=True):
-    """broken: the last evaluations fell under what the ones before promised, or too much is truncated."""
+    """broken: the reward fell and has not come back, or too much is truncated."""
 
     broken: bool
     checked: bool
     reasons: list[str]
     seen: list[float]
+    """The last three evaluations."""
     floor: list[float]
+    """The mean of three that ends a fall; empty without one. By method 1: what each of ``seen`` had to stay above."""
+    fall: Fall | msgspec.UnsetType = msgspec.UNSET
 
 
 class ForecastAnswer(Message, frozen=True, kw_only=True):
@@ -207,6 +226,8 @@ class ForecastAnswer(Message, frozen=True, kw_only=True):
     guard: GuardAnswer
     forecasts: list[ForecastPoint]
     outlook: Outlook | None
+    method: int | msgspec.UnsetType = msgspec.UNSET
+    """``METHOD`` of the program that answered; not given by method 1. Recorded decisions are replayed by it."""
 
 
 class ErrorAnswer(Message, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""A run that no longer follows its own curve: what ``scalerl fit`` says of it, which is what the autoscaler does."""
+"""A run that fell below its best: what ``scalerl fit`` says of it, which is what the autoscaler does."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from scalerl_cli.curves import canvas
 from scalerl_cli.curves.source import read_curve
 from scalerl_cli.curves.study import HEALTHY_TRUNCATED, State, study
 from scalerl_cli.main import main
-from scalerl_curvefit.fall import LEAST
+from scalerl_curvefit.guard import LEAST
 from scalerl_operator.policy import alarm
 
 from .curve_files import answer, has_colour, write_run
 
 
 def write_sagging(path: Path, back: float = 0.0) -> Path:
-    """A run whose reward falls by .05 ten evaluations before the end, where the guard of now sees nothing."""
+    """A run whose reward falls by .1 ten evaluations before the end and stays there."""
     lines = write_run(path).read_text().splitlines()
     rows = [line.split(",") for line in lines[1:]]
     for i, row in enumerate(rows):
         after = i - (len(rows) - 12)
-        row[1] = str(float(row[1]) - 0.025 * min(max(after, 0), 2) + back * (after > 8))
+        row[1] = str(float(row[1]) - 0.05 * min(max(after, 0), 2) + back * (after > 8))
     path.write_text("\n".join([lines[0], *(",".join(row) for row in rows)]) + "\n")
     return path
 
@@ -32,14 +32,14 @@ def write_sagging(path: Path, back: float = 0.0) -> Path:
 def test_an_alarm_stands_until_the_run_has_come_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fallen, back = write_sagging(tmp_path / "c.csv"), write_sagging(tmp_path / "back.csv", 0.07)
+    fallen, back = write_sagging(tmp_path / "c.csv"), write_sagging(tmp_path / "back.csv", 0.12)
     got = answer(capsys, str(fallen))
     assert (got["state"], got["identifiable"], got["forecasts"]) == ("BROKEN", False, [])
     assert main(["fit", str(fallen)]) == 0
-    assert "and have not come back to ." in capsys.readouterr().out
+    assert "below the best of 3 in a row, ." in capsys.readouterr().out
     assert study(read_curve(back)).fall is None
     assert main(["plan", "--from", str(fallen)]) == 0
-    assert "no plan: the run no longer follows its own curve" in capsys.readouterr().out
+    assert "no plan: the reward fell below its best" in capsys.readouterr().out
 
 
 def test_the_fit_of_a_broken_run_is_the_one_before_the_fall(
@@ -96,7 +96,7 @@ def test_truncation_counts_in_an_evaluation_of_mixed_weights_too(
 
 
 def test_the_bounds_are_those_of_the_autoscaler() -> None:
-    assert pytest.approx(alarm.LEAST_FALL * float(AutoscalingSpec().min_gain)) == LEAST
+    assert pytest.approx(0.5 * float(AutoscalingSpec().min_gain)) == LEAST
     assert alarm.HEALTHY_TRUNCATED == HEALTHY_TRUNCATED
 
 

@@ -74,7 +74,7 @@ def test_a_broken_run_gets_no_forecast(
     got = json.loads(said.out)
     assert list(got) == KEYS
     assert (got["identifiable"], got["state"], got["forecasts"]) == (False, "BROKEN", [])
-    why = "cut off at the length limit" if "truncated" in broken else "under the 5 % quantile"
+    why = "cut off at the length limit" if "truncated" in broken else "below the best of 3 in a row"
     assert why in said.err
     assert ink(picture) > 0.01
     shown = text(capsys, path, "--target", "0.6", "--budget", "2e7")

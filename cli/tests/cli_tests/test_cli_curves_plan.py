@@ -121,7 +121,7 @@ def test_a_broken_run_has_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[
     curve, picture = str(write_run(tmp_path / "c.csv", collapse=0.06)), tmp_path / "out.png"
     got = plan(capsys, curve, "--plot", str(picture), "--generators", "1,2", "--elasticity", "0.8")
     assert (got["state"], got["options"], got["best_block"]) == ("BROKEN", [], None)
-    assert "quantile" in got["doubts"][0]
+    assert "below the best of 3 in a row" in got["doubts"][0]
     assert ink(picture) > 0.01
     assert run_plan(arguments(curve), WHEN) == 0
     assert "no plan" in capsys.readouterr().out

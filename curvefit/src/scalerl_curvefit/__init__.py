@@ -34,11 +34,10 @@ from .errors import (
     TooFewPointsError,
     UnsortedComputeError,
 )
-from .fall import Fall, standing_fall
 from .families import Family
 from .fitting import Edge, Estimate, Fit, draws, fit
 from .forecasting import Forecast, forecast
-from .guard import GuardResult, guard
+from .guard import Fall, GuardResult, guard
 from .hindcast import Hindcast
 from .outlook import (
     Block,
@@ -106,5 +105,4 @@ __all__ = [
     "p_reward_above",
     "paper_grid_search",
     "power_law",
-    "standing_fall",
 ]

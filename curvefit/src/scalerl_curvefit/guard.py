@@ -1,110 +1,214 @@
-"""Has the run broken? A check of the last evaluations against what the ones before them promised."""
+"""Has the run fallen? A check of the last evaluations against the best ones before them, and of truncation.
+
+An alarm needs a fall of the reward itself, not of a forecast: a slow start, a stall and a run at its best raise none.
+The means m of 3 neighbouring evaluations are compared, the newest with the best of those that share no evaluation
+with it, and the fall f = best − newest counts if it exceeds what noise makes of the best of many,
+
+    f ≥ max(least, t·s),    t: Student's t with k/3 degrees of freedom at 1 − α/(k²/9),  k evaluations so far,
+
+for twice (k/3)²/2 pairs of means, the neighbours among them alike, have been compared by then. α is the chance that a
+run which never falls raises an alarm at any time; over 40 evaluations of a flat line, the hardest case, 2 % did with
+independent noise, 8 % with an autocorrelation of .3. s is the sd of the difference of two such means, from the
+evaluations before the last three alone: the larger of what differences of neighbours say, and what second differences of
+means of three say, which see slow noise too and no trend, both without outliers. Evaluations on the same prompts vary
+less than the binomial sd of their samples says, so that serves as a lower bound only, at .43 of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy.special import stdtrit
 
-from .curve import Curve
+from .curve import Curve, FloatArray
 from .errors import RequestError
-from .fitting import Fit, fit_after, past_counts, past_posteriors
-from .hindcast import predict
-from .posterior import Nodes
-from .settings import DEFAULTS, FitSettings
 
 CONSECUTIVE: Final = 3
-"""Evaluations in a row that must lie under the forecast."""
+"""Evaluations that are averaged."""
+ERROR_RATE: Final = 0.05
+"""α: chance of an alarm, at any time, of a run that never falls."""
+WITHIN_NOISE: Final = 1.645
+"""An alarm is over once the newest mean is within so many s of the best: 5 % of a normal distribution."""
+LEAST: Final = 0.01
+"""Smallest fall that matters. Autoscaling asks for half of its `minGain`, which this is at its default."""
 MOST_TRUNCATED: Final = 0.10
 """A truncation rate above 10 % precedes collapse; below 5 % is healthy (ScaleRL, §A [P])."""
-QUANTILE: Final = -1.645
-"""5 % of a normal distribution."""
 MIN_HISTORY: Final = 8
-"""Points before the checked ones without which no promise was made."""
+"""Evaluations, the last three included, without which nothing is compared: the noise is not known yet."""
+PAIRED: Final = 0.43
+"""Of the binomial sd: the least noise that evaluations on the same prompts were seen with, in six sources."""
+GROWTH: Final = 1.15
+"""The noise is estimated anew whenever there are so many times the evaluations."""
+WINDOW: Final = 400
+"""From at most so many of them, the newest."""
+MAD_TO_SD: Final = 1.4826
+CUT: Final = 2.5
+"""Sds beyond which a deviation counts as one of so many; CUT_TO_SD makes up for it where the noise is normal."""
+CUT_TO_SD: Final = 1.03
+
+
+@dataclass(frozen=True, slots=True)
+class Fall:
+    """A run lies below its own best by more than noise.
+
+    points: of the segment, those before the fall; the last of them was within noise of the best. compute: of the
+    first evaluation after them. best: highest mean of three evaluations, best_compute: of the last of those.
+    newest: mean of the last three. noise: by how much noise lets the newest lie lower. over: evaluations since the
+    fall began.
+    """
+
+    points: int
+    compute: float
+    best: float
+    best_compute: float
+    newest: float
+    noise: float
+    over: int
+
+    @property
+    def depth(self) -> float:
+        """How far the newest mean lies below the best."""
+        return self.best - self.newest
 
 
 @dataclass(frozen=True, slots=True)
 class GuardResult:
     """Whether the run is broken, and why.
 
-    broken: an alarm; no forecast should be made or acted on. reasons: in words, one each.
-    checked: whether there was enough history to compare with (if not, only truncation was looked at).
-    seen, floor: the last evaluations and the values they had to stay above, oldest first.
+    broken: an alarm that stands; no forecast should be made or acted on. reasons: in words, one each.
+    checked: whether there were enough evaluations to compare (if not, only truncation was checked).
+    seen: the last three evaluations, oldest first. floor: the reward that ends the alarm, as the mean of three.
+    fall: None where the reward has not fallen.
     """
 
     broken: bool
     reasons: tuple[str, ...]
     checked: bool
     seen: tuple[float, ...]
-    floor: tuple[float, ...]
+    floor: float | None = None
+    fall: Fall | None = None
 
 
 def guard(
-    curve: Curve, truncation: Sequence[float] | float | None = None, settings: FitSettings | None = None
+    curve: Curve,
+    truncation: Sequence[float] | float | None = None,
+    *,
+    least: float = LEAST,
+    after: float = 0.0,
+    start: float = 0.0,
 ) -> GuardResult:
-    """Alarm when the last 3 evaluations all lie under the 5 % quantile of a fit that has not seen them.
+    """Alarm when the run lies below its best so far by more than noise, or too many rollouts are cut off.
 
     truncation: share of rollouts cut off at the length limit, of each point or the latest; an alarm at
     10 % or more. Rewards that are not finite never get here: `Curve` refuses them (NonFiniteError),
-    which a caller has to take for broken as well.
+    which a caller has to take for broken as well. least: smallest fall that matters. after: evaluations up to
+    this compute set no best and raise no alarm, for somebody knows of them. start: compute of earlier recipes, for
+    the words only.
 
-    Looks at the last segment only, and needs 8 points before the checked ones; with fewer, or with
-    constant rewards before them, `checked` is False.
+    Looks at the last segment only. The answer follows from the points alone: an alarm that an earlier evaluation
+    raised stands until a mean of three is within noise of the best, or an evaluation is the best so far.
     """
-    last, settings = curve.segments()[-1].curve, settings or DEFAULTS
-    return _judged(last, truncation, past_posteriors(last, settings, _promised(last)))
-
-
-def fit_and_guard(
-    curve: Curve, truncation: Sequence[float] | float | None = None, settings: FitSettings | None = None
-) -> tuple[Fit, GuardResult]:
-    """`fit` and `guard` of one segment; the same answers, with the fits of all past moments made together."""
-    settings = settings or DEFAULTS
-    curve.require_one_segment()
-    counts = [*past_counts(curve, settings), *_promised(curve)]
-    pasts = past_posteriors(curve, settings, counts)
-    return fit_after(curve, settings, pasts), _judged(curve, truncation, pasts)
-
-
-def guards(curve: Curve, counts: Sequence[int], settings: FitSettings) -> list[GuardResult]:
-    """What `guard` said of one segment when it had each of so many points, made together; no truncation."""
-    curve.require_one_segment()
-    heads = [curve.head(count) for count in counts]
-    pasts = past_posteriors(curve, settings, [n for head in heads for n in _promised(head)])
-    return [_judged(head, None, pasts) for head in heads]
-
-
-def _promised(last: Curve) -> list[int]:
-    """Of how many points at compute > 0 the promise is, if of any."""
-    count = len(last) - last.first_trained - CONSECUTIVE
-    if count < MIN_HISTORY or np.ptp(last.reward[last.first_trained : -CONSECUTIVE]) == 0.0:
-        return []
-    return [count]
-
-
-def _judged(
-    last: Curve, truncation: Sequence[float] | float | None, pasts: Mapping[int, Nodes]
-) -> GuardResult:
+    last = curve.segments()[-1].curve
     reasons = []
     latest = _latest_truncation(truncation)
     if latest is not None and latest >= MOST_TRUNCATED:
         reasons.append(f"{latest:.1%} of rollouts are truncated, {MOST_TRUNCATED:.0%} or more")
     seen = tuple(float(r) for r in last.reward[-CONSECUTIVE:])
-    promised = _promised(last)
-    if not promised:
-        return GuardResult(bool(reasons), tuple(reasons), False, seen, ())
-    # 5 % quantiles of evaluations there, the next ones after the fit: no discrepancy so close.
-    ahead = predict(pasts[promised[0]], last.compute[-CONSECUTIVE:])
-    floor = tuple(mean + QUANTILE * sd for mean, sd in ahead)
-    if all(s < f for s, f in zip(seen, floor, strict=True)):
-        worst = max(f - s for s, f in zip(seen, floor, strict=True))
-        reasons.append(
-            f"the last {CONSECUTIVE} evaluations lie under the 5 % quantile of the forecast made before them, "
-            f"by up to {worst:.3f}"
-        )
-    return GuardResult(bool(reasons), tuple(reasons), True, seen, floor)
+    first = int(np.searchsorted(last.compute, after, side="right"))
+    checked = len(last) - first >= MIN_HISTORY
+    fall = _standing(last, first, least) if checked else None
+    if fall is None:
+        return GuardResult(bool(reasons), tuple(reasons), checked, seen)
+    reasons.insert(
+        0,
+        f"the mean of the last {CONSECUTIVE} evaluations, {_short(fall.newest)}, is {_short(fall.depth)} below the best "
+        f"of {CONSECUTIVE} in a row, {_short(fall.best)} at compute {fall.best_compute + start:.4g}; noise explains "
+        f"{_short(fall.noise)}",
+    )
+    return GuardResult(True, tuple(reasons), True, seen, fall.best - fall.noise, fall)
+
+
+def _standing(last: Curve, first: int, least: float) -> Fall | None:
+    """The fall that stands after the last evaluation, raised by it or before it, of evaluations from `first` on."""
+    reward = last.reward[first:]
+    count = np.arange(MIN_HISTORY, reward.size + 1)
+    means = np.convolve(reward, np.full(CONSECUTIVE, 1.0 / CONSECUTIVE), "valid")
+    newest = means[count - CONSECUTIVE]
+    best = np.maximum.accumulate(means)[count - 2 * CONSECUTIVE]
+    deep = np.flatnonzero(best - newest >= least)
+    if not deep.size:
+        return None
+    latest, highest = reward[count - 1], np.maximum.accumulate(reward)[count - 1]
+    last_three = np.max([reward[count - 1 - i] for i in range(CONSECUTIVE)], axis=0)
+    sd = _noise(last, first, count)
+    noise = WITHIN_NOISE * sd
+    stands = (best - newest > noise) & (latest < highest)
+    pairs = count[deep] ** 2 / 9.0
+    strict = stdtrit(count[deep] / 3.0, 1.0 - ERROR_RATE / pairs) * sd[deep]
+    raised = np.zeros_like(stands)
+    raised[deep] = (best - newest)[deep] >= strict
+    raised &= stands & (last_three < best) & (latest < best - noise)
+    quiet = np.flatnonzero(~stands)
+    begin = int(quiet[-1]) + 1 if quiet.size else 0
+    if not raised[begin:].any():
+        return None
+    at = int(np.argmax(means[: count[-1] - 2 * CONSECUTIVE + 1]))
+    alarm = begin + int(np.argmax(raised[begin:]))
+    before = reward[: count[alarm]]
+    points = first + int(np.flatnonzero(before >= best[alarm] - noise[alarm])[-1]) + 1
+    return Fall(
+        points=points,
+        compute=float(last.compute[points]),
+        best=float(best[-1]),
+        best_compute=float(last.compute[first + at + CONSECUTIVE - 1]),
+        newest=float(newest[-1]),
+        noise=float(noise[-1]),
+        over=len(last) - points,
+    )
+
+
+def _noise(last: Curve, first: int, count: NDArray[np.intp]) -> FloatArray:
+    """s after each `count` of evaluations from `first` on."""
+    reward = last.reward[first:]
+    known = np.maximum(count - CONSECUTIVE, MIN_HISTORY)
+    steps = np.unique(
+        (MIN_HISTORY * GROWTH ** np.arange(np.log(reward.size) / np.log(GROWTH))).astype(np.intp)
+    )
+    estimates = np.array([difference_sd(reward[max(n - WINDOW, 0) : n]) for n in steps if n <= reward.size])
+    sd = estimates[np.searchsorted(steps[: estimates.size], known, side="right") - 1]
+    if last.samples is None:
+        return np.asarray(sd)
+    rate = np.clip(np.cumsum(reward)[count - 1] / count, 0.02, 0.98)
+    binomial = np.sqrt(rate * (1.0 - rate) / last.samples[first:][count - 1] * 2.0 / CONSECUTIVE)
+    return np.asarray(np.maximum(sd, PAIRED * binomial))
+
+
+def difference_sd(reward: FloatArray) -> float:
+    """s: sd of the difference of two means of three evaluations, from evaluations (n,) that may follow a trend."""
+    steps = np.diff(reward)
+    fast = _robust_sd(steps - np.median(steps)) / math.sqrt(CONSECUTIVE)
+    means = np.convolve(reward, np.full(CONSECUTIVE, 1.0 / CONSECUTIVE), "valid")
+    bends = means[2 * CONSECUTIVE :] - 2.0 * means[CONSECUTIVE:-CONSECUTIVE] + means[: -2 * CONSECUTIVE]
+    if bends.size < CONSECUTIVE + 1:
+        return fast
+    return max(fast, _robust_sd(bends) / math.sqrt(3.0))
+
+
+def _robust_sd(deviations: FloatArray) -> float:
+    size = np.abs(deviations)
+    cut = CUT * MAD_TO_SD * float(np.median(size))
+    return CUT_TO_SD * float(np.sqrt(np.mean(np.minimum(size, cut) ** 2)))
+
+
+def _short(value: float) -> str:
+    """``.412``."""
+    text = f"{abs(value):.3f}"
+    return ("−" if value < 0 else "") + (text.removeprefix("0") if value < 1 else text)
 
 
 def _latest_truncation(truncation: Sequence[float] | float | None) -> float | None:

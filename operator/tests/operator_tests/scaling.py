@@ -57,7 +57,7 @@ def answer(
     broken: float | None = None,
     **outlook: Any,
 ) -> wire.ForecastAnswer:
-    """broken: how far the newest evaluation lies under what was promised."""
+    """broken: how far the newest mean of three lies below the best."""
     fit = wire.FitAnswer(
         A=at(0.6, width),
         B=at(1.9),
@@ -77,18 +77,20 @@ def answer(
         segment_start=0.0,
         seed=1,
     )
-    floor = [0.55, 0.55, 0.55]
-    guard = wire.GuardAnswer(
-        broken=broken is not None,
-        checked=True,
-        reasons=[] if broken is None else ["the last 3 evaluations lie under"],
-        seen=[0.56] * 3 if broken is None else [0.55 - broken] * 3,
-        floor=floor,
-    )
     if broken is not None:
-        return wire.ForecastAnswer(fit=fit, guard=guard, forecasts=[], outlook=None)
+        newest = 0.56 - broken
+        guard = wire.GuardAnswer(
+            broken=True,
+            checked=True,
+            reasons=["the mean of the last 3 evaluations lies below the best"],
+            seen=[newest] * 3,
+            floor=[0.55],
+            fall=wire.Fall(compute=0.9 * now, best=0.56, best_compute=0.8 * now, newest=newest, noise=0.01),
+        )
+        return wire.ForecastAnswer(fit=fit, guard=guard, forecasts=[], outlook=None, method=wire.METHOD)
+    guard = wire.GuardAnswer(broken=False, checked=True, reasons=[], seen=[0.56] * 3, floor=[])
     ahead = wire.Outlook(marginal_gain=at(1e-9), gain=at(0.02), p_gain_above_min=p_gain, **outlook)
-    return wire.ForecastAnswer(fit=fit, guard=guard, forecasts=[], outlook=ahead)
+    return wire.ForecastAnswer(fit=fit, guard=guard, forecasts=[], outlook=ahead, method=wire.METHOD)
 
 
 def progress(

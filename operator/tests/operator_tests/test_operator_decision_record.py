@@ -99,6 +99,40 @@ def test_a_line_taken_out_or_put_in_is_found(recorded: tuple[bytes, list[Line]])
     assert any(d.line == 7 for d in verify(b"".join(lines[:6] + lines[5:]))[1])
 
 
+def test_a_record_of_the_first_method_is_made_again_to_the_last_byte() -> None:
+    """Written before an alarm needed a fall below the best: each answer is decided on by the rules of its method."""
+    content = (Path(__file__).parent / "records" / "method-1.jsonl").read_bytes()
+    lines, found = verify(content)
+    assert found == []
+    assert b"".join(msgspec.json.encode(line) + b"\n" for line in lines) == content
+    assert {(line.decision.state.value, line.decision.action.kind) for line in lines} >= {
+        ("INSUFFICIENT", "none"),
+        ("INSUFFICIENT", "scale"),
+        ("GROW", "scale"),
+        ("CONTINUE", "none"),
+        ("STOP", "stop"),
+        ("BROKEN", "none"),
+        ("BROKEN", "hold"),
+    }
+    reasons = [line.decision.reasons[0] for line in lines]
+    assert any("too little for an alarm" in reason for reason in reasons)
+    assert {line.observation.forecast.method for line in lines if line.observation.forecast} == {
+        msgspec.UNSET
+    }
+
+
+def test_the_sidecar_is_told_which_evaluations_a_person_knows_to_be_low() -> None:
+    evaluated = flat_curve(20)
+    points = [point(e) for e in evaluated]
+    seen = observe(run(), status(evaluated), points, Generators(wanted=1, ready=1), unix_seconds=1.7e9)
+    request = question(RULES, points, seen, History(forgiven=120))
+    assert isinstance(request, ForecastRequest)
+    assert request.alarms_after == next(p.tokens for p in points if p.version == 120)
+    request = question(RULES, points, seen, History())
+    assert isinstance(request, ForecastRequest)
+    assert request.alarms_after == 0.0
+
+
 def test_a_changed_line_that_was_sealed_again_is_found_by_the_next(
     recorded: tuple[bytes, list[Line]],
 ) -> None:

@@ -29,11 +29,10 @@ from scalerl_curvefit import (
     forecast,
     guard,
     power_law,
-    standing_fall,
 )
 from scalerl_curvefit.curve import FloatArray
 from scalerl_curvefit.forecasting import rewards
-from scalerl_curvefit.guard import CONSECUTIVE, MOST_TRUNCATED
+from scalerl_curvefit.guard import MOST_TRUNCATED
 from scalerl_curvefit.sampling import interval
 
 HEALTHY_TRUNCATED: Final = 0.05
@@ -45,8 +44,8 @@ UNEXPLAINED: Final = 3.0
 class State(StrEnum):
     """What may be done with the fit.
 
-    INSUFFICIENT: the asymptote is not identifiable yet. OK: it is. BROKEN: an alarm of the guard, of now
-    or one that is not over, says that the run no longer follows its own curve, so nothing is forecast.
+    INSUFFICIENT: the asymptote is not identifiable yet. OK: it is. BROKEN: an alarm of the guard stands: the reward
+    fell below its best, or completions are cut off, so nothing is forecast.
     """
 
     INSUFFICIENT = "INSUFFICIENT"
@@ -58,16 +57,15 @@ class State(StrEnum):
 class Study:
     """A file, its fit, and the forecasts; all compute on the axis of the file.
 
-    fitted: of all points of the segment; of those before the fall where the run fell under its own
-    forecast, for what came after is not of that curve.
-    guarded: with the alarms that still stand. fall: None where the curve has not fallen.
+    fitted: of all points of the segment; of those before the fall where the reward fell below its best, for what came
+    after is not of that curve.
+    guarded: with the alarms that still stand.
     forecasts: at 2× now first, then as asked; none if the run is broken.
     """
 
     file: CurveFile
     fitted: Fit
     guarded: GuardResult
-    fall: Fall | None
     forecasts: tuple[Forecast, ...]
 
     @property
@@ -92,11 +90,16 @@ class Study:
         )
 
     @property
+    def fall(self) -> Fall | None:
+        """None where the reward has not fallen."""
+        return self.guarded.fall
+
+    @property
     def why_broken(self) -> str:
         """In a few words; ``guarded.reasons`` has the numbers."""
         if self.fall is None:
             return "completions are cut off at the length limit"
-        return "the run no longer follows its own curve"
+        return "the reward fell below its best"
 
     @property
     def fallen(self) -> int:
@@ -215,32 +218,17 @@ def study(file: CurveFile, at: Sequence[float] = ()) -> Study:
     """
     segment = file.segment.curve
     try:
-        fall = standing_fall(segment)
+        guarded = guard(segment, start=file.segment.start)
+        fall = guarded.fall
         fitted = fit(segment if fall is None else segment.head(fall.points))
-        guarded = guard(segment)
     except CurveError as error:
         part = f", from line {file.first_line} on (the last recipe)" if file.segments > 1 else ""
         few = f" ({file.skipped:,} rows are empty in {file.x} or {file.y})" if file.skipped else ""
         raise CurveProblem(f"{file.path}{part}: {error}{few}") from error
-    reasons = [*_fallen(file, fall), *_truncated(file)]
-    made = Study(file, fitted, replace(guarded, broken=bool(reasons), reasons=tuple(reasons)), fall, ())
+    reasons = [*guarded.reasons, *_truncated(file)]
+    made = Study(file, fitted, replace(guarded, broken=bool(reasons), reasons=tuple(reasons)), ())
     points = made.ahead([made.twice], "forecast") + (made.ahead(at, "--at") if at else [])
     return made if reasons else replace(made, forecasts=tuple(points))
-
-
-def _fallen(file: CurveFile, fall: Fall | None) -> tuple[str, ...]:
-    """The guard's alarm of now, or the one that it raised before and that is not over."""
-    if fall is None:
-        return ()
-    depth = words.reward(fall.depth, 3)
-    if fall.over == CONSECUTIVE:
-        return (
-            f"the last {CONSECUTIVE} evaluations lie under the 5 % quantile of the forecast made before them, by up to {depth}",
-        )
-    return (
-        f"from {words.amount(fall.compute + file.segment.start)} on, rewards fell under the 5 % quantile of the forecast "
-        f"made before them, by up to {depth} when it was seen, and have not come back to {words.reward(fall.floor, 3)}",
-    )
 
 
 def _truncated(file: CurveFile) -> tuple[str, ...]:

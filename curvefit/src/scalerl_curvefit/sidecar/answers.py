@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import re
 
+import msgspec
+
 from scalerl_api import forecast as wire
 
 from ..curve import Curve, Segment
 from ..errors import CurveError, RequestError
 from ..fitting import Estimate, Fit, fit
 from ..forecasting import forecast
-from ..guard import fit_and_guard
+from ..guard import GuardResult, guard
 from ..outlook import (
     best_block,
     compute_to,
@@ -40,7 +42,14 @@ def answer_forecast(request: wire.ForecastRequest) -> wire.ForecastAnswer:
     if not (math.isfinite(request.horizon) and request.horizon > 1.0):
         raise RequestError(f"horizon is {request.horizon:g}; it must be a multiple of now above 1")
     segment = _last_segment(request.points)
-    fitted, checked = fit_and_guard(segment.curve, request.truncation)
+    fitted = fit(segment.curve)
+    checked = guard(
+        segment.curve,
+        request.truncation,
+        least=0.5 * request.min_gain,
+        after=max(request.alarms_after - segment.start, 0.0),
+        start=segment.start,
+    )
     ahead: list[wire.ForecastPoint] = []
     outlook = None
     if not checked.broken:
@@ -59,15 +68,10 @@ def answer_forecast(request: wire.ForecastRequest) -> wire.ForecastAnswer:
         outlook = _outlook(fitted, segment.start, request)
     return wire.ForecastAnswer(
         fit=_fit_answer(fitted, segment.start),
-        guard=wire.GuardAnswer(
-            broken=checked.broken,
-            checked=checked.checked,
-            reasons=list(checked.reasons),
-            seen=list(checked.seen),
-            floor=list(checked.floor),
-        ),
+        guard=_guard_answer(checked, segment.start),
         forecasts=ahead,
         outlook=outlook,
+        method=wire.METHOD,
     )
 
 
@@ -149,6 +153,26 @@ def _fit_answer(fitted: Fit, start: float) -> wire.FitAnswer:
         now=fitted.now,
         segment_start=start,
         seed=fitted.seed,
+    )
+
+
+def _guard_answer(checked: GuardResult, start: float) -> wire.GuardAnswer:
+    fall = checked.fall
+    return wire.GuardAnswer(
+        broken=checked.broken,
+        checked=checked.checked,
+        reasons=list(checked.reasons),
+        seen=list(checked.seen),
+        floor=[] if checked.floor is None else [checked.floor],
+        fall=msgspec.UNSET
+        if fall is None
+        else wire.Fall(
+            compute=fall.compute + start,
+            best=fall.best,
+            best_compute=fall.best_compute + start,
+            newest=fall.newest,
+            noise=fall.noise,
+        ),
     )
 
 

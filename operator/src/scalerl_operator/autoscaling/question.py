@@ -53,6 +53,7 @@ def question(
         max_compute=most if most else None,
         value=value,
         price=price,
+        alarms_after=max((float(p.tokens) for p in used if p.version <= history.forgiven), default=0.0),
     )
 
 

@@ -184,7 +184,7 @@ class Change(Fact, frozen=True, kw_only=True):
 class Alarm(Fact, frozen=True, kw_only=True):
     """Why the run is BROKEN, and what has to be seen before it is not.
 
-    floor: the reward that the newest evaluation had to stay above. eval_version: what that was measured on.
+    floor: by method 1, the reward that the newest evaluation had to stay above. eval_version: what was measured on.
     """
 
     kind: Literal["curve", "truncated", "not finite"]

@@ -8,6 +8,7 @@ from typing import Final
 
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.forecast import ForecastAnswer, Outlook
+from scalerl_operator.policy import method_1
 from scalerl_operator.policy.facts import Observation
 
 ENOUGH_POINTS: Final = 10
@@ -70,8 +71,7 @@ def doubts(spec: AutoscalingSpec, seen: Observation) -> list[str]:
     if not found and not fit.identifiable:
         found.extend(fit.doubts or ["the asymptote is not identifiable"])
     if answer.outlook is None:
-        fell = "; ".join(answer.guard.reasons) if answer.guard.broken else ""
-        found.append(f"{fell}, too little for an alarm" if fell else "the answer has no outlook")
+        found.append(method_1.too_little(answer.guard) or "the answer has no outlook")
     elif spec.price_per_device_hour is not None and answer.outlook.best_block is None:
         found.append("what a device-hour buys is not known yet, so nothing can be said in money")
     return found
