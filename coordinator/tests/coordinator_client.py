@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 import yaml
+from edited_fields import BASE
 
 from scalerl_api import endpoints, wire
 
@@ -159,29 +160,9 @@ def make_group(
 
 def run_text(**overrides: object) -> str:
     """A small run file; ``overrides`` replace sections of the spec."""
-    spec: dict[str, object] = {
+    spec: dict[str, object] = BASE["spec"] | {
         "model": {"scratch": {}, "contextTokens": 64},
-        "task": {
-            "reasoningGym": {"name": "chain_sum", "size": 400},
-            "verifier": {"name": "exact"},
-            "heldOut": {"size": 3},
-        },
-        "recipe": {
-            "promptsPerStep": 4,
-            "completionsPerPrompt": 2,
-            "maxCompletionTokens": 16,
-            "maxStalenessSteps": 2,
-        },
         "generator": {"leaseSeconds": 30},
-        "evaluation": {"everySteps": 2, "samplesPerPrompt": 2},
         "budget": {"maxSteps": 4},
     }
-    spec.update(overrides)
-    return yaml.safe_dump(
-        {
-            "apiVersion": "scalerl.dev/v1alpha1",
-            "kind": "ScaleRLRun",
-            "metadata": {"name": "test"},
-            "spec": spec,
-        }
-    )
+    return yaml.safe_dump(BASE | {"metadata": {"name": "test"}, "spec": spec | overrides})

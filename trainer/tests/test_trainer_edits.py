@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from edited_fields import BASE, Edited, edits
+from edited_fields import BASE, Edited, base, edits
 from spec_reads import reads
 
 import scalerl_trainer
 from scalerl_api.edits import Effect, edit_of
-from scalerl_api.spec import ScratchModel
 from scalerl_trainer.models import write_scratch
 from scalerl_trainer.recipe import engine_settings
 
@@ -38,10 +37,10 @@ def results(module_processes: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     root = tmp_path_factory.mktemp("edits")
     model = root / "model"
     model.mkdir()
-    sizes = ScratchModel(
-        layers=1, hidden_size=32, attention_heads=2, intermediate_size=48, vocabulary_size=64
-    )
-    write_scratch(model, sizes, ["1 + 1 = 2"] * 9, seed=3, dtype="float32", context_tokens=64)
+    spec = base().spec.model
+    assert spec.scratch is not None
+    texts = ["1 + 1 = 2"] * 9
+    write_scratch(model, spec.scratch, texts, seed=3, dtype=spec.dtype, context_tokens=spec.context_tokens)
 
     def run(world: int, runs: dict[str, Any]) -> dict[str, Any]:
         with socket.socket() as probe:
