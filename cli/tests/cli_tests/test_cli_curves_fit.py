@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -198,7 +199,7 @@ def test_edges_scales_and_alternatives_are_said(tmp_path: Path, capsys: pytest.C
     path.write_text("compute,reward\n" + "".join(f"{c},{2 * c - 80}\n" for c in range(1, 41)))
     shown = text(capsys, str(path), "--scale=-100,100", "--alternatives")
     assert "prior bound met: A high" in shown
-    assert "[-100, 100] are mapped onto [0, 1]" in shown
+    assert "rewards are on the scale of the file, -100 to 100" in shown
     assert "power law" in shown
     assert "state: INSUFFICIENT" in shown
     assert "half of the gain still lies ahead" in shown
@@ -266,8 +267,9 @@ def test_error_bars_are_wilson_intervals() -> None:
         (1e6, "1M"),
         (12_345_678, "12.35M"),
         (3.1e-7, "3.1e−7"),
-        (-0.5, "−0.5"),
-        (float("inf"), "never"),
+        (-0.5, "−.5"),
+        (0.04, ".04"),
+        (10.5, "10.5"),
     ],
 )
 def test_amounts(value: float, shown: str) -> None:
@@ -291,9 +293,136 @@ def test_rewards(interval: tuple[float, float, float], shown: str) -> None:
     [
         ((2542.0, 2301.0, 2900.0), "2,540 (2,300–2,900)"),
         ((1.52e6, 131_264.0, 1.032e7), "1.52M (130,000–10.32M)"),
-        ((20.0, 10.0, float("inf")), "20 (10 to never)"),
-        ((0.5, 0.02, 42_000.0), "0.5 (0.02–42,000)"),
+        ((0.5, 0.02, 42_000.0), ".5 (.02–42,000)"),
     ],
 )
 def test_intervals_of_amounts(interval: tuple[float, float, float], shown: str) -> None:
     assert words.amounts(Estimate(*interval)) == shown
+
+
+INF = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("interval", "shown"),
+    [
+        ((2542.0, 2301.0, 2900.0), "2,540 (2,300–2,900)"),
+        ((20.0, 12.0, INF), "20 (12 to beyond 100× the compute so far)"),
+        ((20.0, 12.0, 1e4), "20 (12 to beyond 100× the compute so far)"),
+        ((INF, 42.0, INF), "not within 100× the compute so far (from 42 on with probability .05)"),
+        ((INF, INF, INF), "not within 100× the compute so far"),
+        ((1e9, 6e3, INF), "not within 100× the compute so far"),
+    ],
+)
+def test_compute_that_is_further_than_the_code_looks(
+    interval: tuple[float, float, float], shown: str
+) -> None:
+    assert words.reached(Estimate(*interval), 50.0) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("0.23 wide, more than 0.15", ".23 wide, more than .15"),
+        ("10.5, 1,000.25 and 0", "10.5, 1,000.25 and 0"),
+        ("−0.4 to 0.2", "−.4 to .2"),
+    ],
+)
+def test_numbers_below_one_have_no_zero(text: str, shown: str) -> None:
+    assert words.plain(text) == shown
+
+
+# --- scales --------------------------------------------------------------------------------------
+
+
+def on_scale(path: Path, low: float, high: float) -> Path:
+    rows = [line.split(",") for line in write_plain(path).read_text().splitlines()]
+    mapped = (f"{c},{low + (high - low) * float(r)!r}" for c, r in rows[1:])
+    path.write_text("\n".join([",".join(rows[0]), *mapped]))
+    return path
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 100.0), (-1.0, 1.0), (5.0, 5.5)])
+def test_answers_are_on_the_scale_of_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], low: float, high: float
+) -> None:
+    size, scale = high - low, f"--scale={low},{high}"
+    plain, mapped = str(write_plain(tmp_path / "one.csv")), str(on_scale(tmp_path / "two.csv", low, high))
+    more = ["--at", "3e4", "--alternatives", "--target"]
+    one = answer(capsys, plain, *more, "0.6")
+    two = answer(capsys, mapped, scale, *more, str(low + size * 0.6))
+    for name in ("A", "R0"):
+        wanted = [low + size * value for value in one[name].values()]
+        np.testing.assert_allclose(list(two[name].values()), wanted, atol=0.01 * size)
+    for name in ("B", "Cmid"):
+        np.testing.assert_allclose(list(two[name].values()), list(one[name].values()), rtol=0.05)
+    for first, second in zip(one["forecasts"], two["forecasts"], strict=True):
+        wanted = [low + size * first[end] for end in ("median", "low", "high")]
+        np.testing.assert_allclose([second[e] for e in ("median", "low", "high")], wanted, atol=0.01 * size)
+    assert two["target"]["reward"] == low + size * 0.6
+    assert two["target"]["probability"] == pytest.approx(one["target"]["probability"], abs=0.1)
+    assert two["alternatives"]["last_value"] == pytest.approx(low + size * one["alternatives"]["last_value"])
+    assert two["alternatives"]["power_law"]["A"] == pytest.approx(
+        low + size * one["alternatives"]["power_law"]["A"], rel=1e-3
+    )
+    assert main(["plan", "--from", plain, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["options"]
+    assert main(["plan", "--from", mapped, scale, "--json"]) == 0
+    for first, second in zip(rows, json.loads(capsys.readouterr().out)["options"], strict=True):
+        assert second["reward"]["median"] == pytest.approx(low + size * first["reward"]["median"], rel=0.01)
+        if first["gain"]:
+            assert second["gain"]["high"] == pytest.approx(size * first["gain"]["high"], abs=0.01 * size)
+
+
+def test_the_text_is_on_the_scale_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(on_scale(tmp_path / "c.csv", 0.0, 100.0))
+    shown = text(capsys, path, "--scale=0,100", "--target", "60", "--alternatives")
+    got = answer(capsys, path, "--scale=0,100")
+    a = got["A"]
+    assert f"  A     {a['median']:.0f} ({a['low']:.0f}–{a['high']:.0f})" in shown
+    assert "compute to a reward of 60.0" in shown
+    assert "at 2× 5" in shown or "at 2× 6" in shown
+    assert "power law A − D/C^B   A 100," in shown
+    noise = next(line for line in shown.splitlines() if "noise of one evaluation" in line)
+    assert 0.2 < float(noise.split("sd ")[1].split(" ")[0]) < 2.0
+    said = text(capsys, path, "--scale=0,100", "--compare", path)
+    assert "differ by .0, within the margin of 2" in said
+    assert main(["fit", path, "--scale=0,100", "--target", "0"]) == 2
+    assert "0 is not between 0 and 100, the lowest and the highest reward" in capsys.readouterr().err
+    assert main(["fit", path, "--scale=0,100", "--target", "120"]) == 2
+    capsys.readouterr()
+
+
+def test_doubts_are_on_the_scale_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    young = write_plain(tmp_path / "c.csv", reach=0.6)
+    rows = [line.split(",") for line in young.read_text().splitlines()]
+    young.write_text("\n".join([",".join(rows[0]), *(f"{c},{100 * float(r)}" for c, r in rows[1:])]))
+    shown = text(capsys, str(young), "--scale=0,100")
+    doubt = next(line for line in shown.splitlines() if "90 % interval of A is" in line)
+    assert doubt.endswith("wide, more than 15")
+    assert float(doubt.split(" is ")[1].split(" ")[0]) > 15
+
+
+def test_a_broken_run_is_told_on_the_scale_of_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path / "c.csv", collapse=0.06)
+    rows = [line.split(",") for line in path.read_text().splitlines()]
+    for row in rows[1:]:
+        row[1] = str(100 * float(row[1]))
+    path.write_text("\n".join(",".join(row) for row in rows) + "\n")
+    shown = text(capsys, str(path), "--scale=0,100")
+    assert "state: BROKEN" in shown
+    said = next(line for line in shown.splitlines() if "below the best of 3 in a row" in line)
+    newest, depth, best, noise = (
+        float(re.search(pattern, said)[1])  # type: ignore[index]
+        for pattern in (
+            r"evaluations, ([\d.]+),",
+            r"is ([\d.]+) below",
+            r"row, ([\d.]+) at",
+            r"explains ([\d.]+)$",
+        )
+    )
+    assert 40 < newest < best < 62
+    assert best - newest == pytest.approx(depth, abs=0.11)
+    assert 0.1 < noise < depth

@@ -6,11 +6,16 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from scalerl_cli.curves import canvas, plan_picture
+from scalerl_cli.curves import axis, canvas
+from scalerl_cli.curves.source import read_curve
+from scalerl_cli.curves.study import study
 from scalerl_cli.main import main
+
+from .curve_files import write_plain, write_run
 
 
 @pytest.fixture
@@ -25,7 +30,7 @@ def texts(labels: list[Any]) -> list[str]:
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.58, 0.61), (0.6, 0.601), (0.2, 0.64)])
 def test_no_number_of_the_reward_axis_stands_there_twice(axes: Any, low: float, high: float) -> None:
-    canvas.reward_axis(axes, [low, high])
+    axis.reward_axis(axes, [low, high])
     axes.figure.canvas.draw()
     said = texts(axes.get_yticklabels())
     assert len(said) > 3
@@ -35,7 +40,7 @@ def test_no_number_of_the_reward_axis_stands_there_twice(axes: Any, low: float, 
 @pytest.mark.parametrize("log", [False, True])
 @pytest.mark.parametrize("high", [1e4, 3e6, 1e14, 2e15, 1e23, 2.4e25, 1e300])
 def test_computes_of_any_size_are_short_and_apart(axes: Any, high: float, log: bool) -> None:
-    canvas.compute_axis(axes, "FLOPs", high / 100 if log else 0.0, high, log=log)
+    axis.compute_axis(axes, "FLOPs", high / 100 if log else 0.0, high, log=log)
     axes.figure.canvas.draw()
     left, right = axes.get_xlim()
     inside = [
@@ -51,21 +56,89 @@ def test_computes_of_any_size_are_short_and_apart(axes: Any, high: float, log: b
 
 
 def test_the_unit_may_be_unknown(axes: Any) -> None:
-    canvas.compute_axis(axes, "", 0.0, 100.0)
+    axis.compute_axis(axes, "", 0.0, 100.0)
     assert axes.get_xlabel() == "compute"
 
 
 def test_names_of_many_near_computes_stand_one_above_the_other(axes: Any) -> None:
-    canvas.compute_axis(axes, "tokens", 0.0, 100.0)
-    rows = canvas.mark_computes(axes, [(50.0 + i, f"choice number {i}", canvas.INK) for i in range(7)])
+    axis.compute_axis(axes, "tokens", 0.0, 100.0)
+    rows = axis.mark_computes(axes, [(50.0 + i, f"choice number {i}", canvas.INK) for i in range(7)])
     axes.figure.canvas.draw()
     boxes = [text.get_window_extent() for text in axes.texts]
     assert rows == len(boxes) == 7
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
 
 
-def test_sixteen_pens_differ() -> None:
-    assert len({plan_picture.pen(i) for i in range(16)}) == 16
+def drawn(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Figure:
+    """The figure of a command."""
+    figures: list[Figure] = []
+    monkeypatch.setattr(canvas, "save", lambda figure, path: figures.append(figure))
+    assert main([*arguments, "--plot", "out.png"]) == 0
+    (figure,) = figures
+    return figure
+
+
+def legend(figure: Figure) -> str:
+    return " | ".join(texts(figure.legends[0].get_texts()))
+
+
+def hollow(figure: Figure, n: int) -> list[bool]:
+    """For each panel whether it has ``n`` hollow points."""
+    return [
+        any(line.get_markerfacecolor() == "white" and len(line.get_xdata()) == n for line in panel.lines)
+        for panel in figure.axes
+    ]
+
+
+def test_points_of_the_burn_in_are_hollow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted from the first at compute above 0, on every picture."""
+    path = write_run(tmp_path / "c.csv")
+    burnt = study(read_curve(path)).fitted.burn_in_points
+    assert burnt > 0
+    for command in (["fit", str(path)], ["plan", "--from", str(path)]):
+        figure = drawn(monkeypatch, *command)
+        assert f"the first {burnt}: burn-in" in legend(figure)
+        assert hollow(figure, burnt) == [True]
+        (points,) = [
+            line.get_xdata() for line in figure.axes[0].lines if line.get_markerfacecolor() == "white"
+        ][:1]
+        assert float(np.asarray(points)[0]) > 0.0
+    both = drawn(monkeypatch, "fit", str(path), "--compare", str(path))
+    assert "hollow: burn-in" in legend(both)
+    assert hollow(both, burnt) == [True, True]
+
+
+def test_a_curve_without_a_burn_in_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_plain(tmp_path / "c.csv", n=9)
+    assert study(read_curve(path)).fitted.burn_in_points == 0
+    assert "burn-in" not in legend(drawn(monkeypatch, "fit", str(path)))
+
+
+@pytest.mark.parametrize(
+    ("ill", "named"), [({}, False), ({"truncated": 0.25}, False), ({"collapse": 0.06}, True)]
+)
+def test_a_fall_is_named_only_where_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ill: dict[str, float], named: bool
+) -> None:
+    path = write_run(tmp_path / "c.csv", **ill)
+    assert ("after the fall" in legend(drawn(monkeypatch, "fit", str(path)))) is named
+
+
+def test_pictures_are_on_the_scale_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A percent file looks as its pass rates do, with numbers a hundred times as large."""
+    rate, percent = write_plain(tmp_path / "rate.csv"), tmp_path / "percent.csv"
+    rows = [line.split(",") for line in rate.read_text().splitlines()]
+    percent.write_text("\n".join([",".join(rows[0]), *(f"{c},{100 * float(r)}" for c, r in rows[1:])]))
+    for more in (["fit"], ["plan", "--from"]):
+        one = drawn(monkeypatch, *more, str(rate))
+        two = drawn(monkeypatch, *more, str(percent), "--scale=0,100")
+        assert np.allclose(np.multiply(one.axes[0].get_ylim(), 100), two.axes[0].get_ylim(), atol=1.0)
+        assert two.axes[0].get_ylabel() == "mean evaluation reward (0 to 100)"
+        two.canvas.draw()
+        assert "60" in texts(two.axes[0].get_yticklabels())
+    both = drawn(monkeypatch, "fit", str(percent), "--compare", str(percent), "--scale=0,100")
+    assert both.axes[0].get_ylim()[1] > 60
+    assert any("A 6" in text.get_text() for text in both.axes[1].texts)
 
 
 def test_a_pdf_has_no_type_3_fonts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

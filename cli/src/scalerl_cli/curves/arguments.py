@@ -68,7 +68,7 @@ def _add_plan(commands: Commands) -> None:
         "--value-per-point",
         type=_not_negative,
         metavar="V",
-        help="what one more point of reward (.01) is worth, in the currency of --price",
+        help="what one more point of reward (.01, or a hundredth of --scale) is worth, in the currency of --price",
     )
     plan.add_argument(
         "--devices",
@@ -113,7 +113,7 @@ def _add_common(command: argparse.ArgumentParser) -> None:
         type=_scale,
         default=(0.0, 1.0),
         metavar="LOW,HIGH",
-        help="lowest and highest possible reward, mapped onto [0, 1]; write --scale=-1,1 for rewards of -1 and 1",
+        help="lowest and highest possible reward of the file; write --scale=-1,1 for rewards of -1 and 1",
     )
     command.add_argument("--unit", metavar="NAME", help="what compute is counted in, for tables and pictures")
     rate = command.add_mutually_exclusive_group()

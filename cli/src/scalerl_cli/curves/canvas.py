@@ -1,9 +1,8 @@
-"""What all pictures share: paper, pens, labels that keep out of each other's way, and saving as a whole."""
+"""What all pictures share: paper, pens, points, bands, and saving as a whole; ``axis`` has the axes."""
 
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -14,8 +13,9 @@ import numpy as np
 
 from scalerl_cli.curves import words
 from scalerl_cli.curves.problem import CurveProblem
+from scalerl_cli.curves.scale import RewardScale
 from scalerl_cli.picture import NO_MATPLOTLIB
-from scalerl_curvefit import Curve
+from scalerl_curvefit import Curve, Estimate
 from scalerl_curvefit.curve import FloatArray
 
 BLUE: Final = "#0072B2"
@@ -26,6 +26,8 @@ INK: Final = "#222222"
 FAINT: Final = "#777777"
 """Okabe–Ito colours, told apart by colour-blind readers too; the purple a shade darker, to be read as text."""
 
+COLUMN: Final = (7.6, 5.2)
+"""Width and height in inches of a picture that fills a page's column."""
 FORMATS: Final = (".png", ".pdf", ".svg")
 DPI: Final = 300
 GRID: Final = 300
@@ -33,9 +35,6 @@ GRID: Final = 300
 MOST_BARS: Final = 400
 """More points than this are drawn as a cloud without error bars."""
 Z90: Final = 1.645
-_RAISED: Final = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
-UNWIELDY: Final = 1e15
-"""Compute from which on an axis is in powers of ten: FLOPs, most often."""
 
 _STYLE: Final = {
     "font.size": 10.0,
@@ -112,34 +111,72 @@ def wilson(reward: FloatArray, samples: FloatArray) -> tuple[FloatArray, FloatAr
     return np.minimum(centre - half, reward), np.maximum(centre + half, reward)
 
 
-def draw_points(axes: Any, curve: Curve, start: float, colour: str, label: str, marker: str = "o") -> None:
-    """The evaluations, with binomial error bars where the samples behind them are known."""
-    compute = curve.compute + start
+def draw_points(
+    axes: Any,
+    curve: Curve,
+    scale: RewardScale,
+    start: float,
+    colour: str,
+    label: str,
+    marker: str = "o",
+    burn_in: int = 0,
+    burn_in_label: str | None = None,
+) -> None:
+    """The evaluations, with binomial error bars where the samples behind them are known.
+
+    burn_in: how many of the first at compute above 0 are the fit's burn-in; they are hollow.
+    """
+    compute, reward = curve.compute + start, scale.level(curve.reward)
     if len(curve) > MOST_BARS:
         # Behind the curve, which it would hide.
-        axes.plot(
-            compute, curve.reward, ".", color=colour, ms=2, alpha=0.15, mew=0, zorder=1.4, rasterized=True
-        )
+        axes.plot(compute, reward, ".", color=colour, ms=2, alpha=0.15, mew=0, zorder=1.4, rasterized=True)
         axes.plot([], [], ".", color=colour, ms=5, mew=0, label=label)
         return
     bars = None
     if curve.samples is not None:
         low, high = wilson(curve.reward, curve.samples)
-        bars = np.stack([curve.reward - low, high - curve.reward])
+        bars = scale.change(np.stack([curve.reward - low, high - curve.reward]))
+    hollow = slice(curve.first_trained, curve.first_trained + burn_in)
+    filled = np.ones(len(curve), dtype=bool)
+    filled[hollow] = False
+    looks: list[tuple[Any, dict[str, Any]]] = [(filled, {"mew": 0, "label": label})]
+    if burn_in:
+        looks.append((~filled, {"mew": 0.9, "mfc": "white", "mec": colour, "label": burn_in_label}))
+    for shown, look in looks:
+        axes.errorbar(
+            compute[shown],
+            reward[shown],
+            yerr=None if bars is None else bars[:, shown],
+            fmt=marker,
+            ms=3.6,
+            color=colour,
+            ecolor=colour,
+            elinewidth=0.8,
+            capsize=0,
+            alpha=0.85,
+            zorder=3,
+            **look,
+        )
+
+
+def draw_forecasts(axes: Any, compute: Sequence[float], drawn: Sequence[Estimate], label: str) -> None:
+    """Forecasts as they are printed: of an evaluation made there, its noise included."""
+    median = np.array([point.median for point in drawn])
+    below = median - np.array([point.low for point in drawn])
+    above = np.array([point.high for point in drawn]) - median
     axes.errorbar(
         compute,
-        curve.reward,
-        yerr=bars,
-        fmt=marker,
-        ms=3.6,
-        mew=0,
-        color=colour,
-        ecolor=colour,
-        elinewidth=0.8,
-        capsize=0,
-        alpha=0.85,
+        median,
+        yerr=np.stack([below, above]),
+        fmt="D",
+        ms=5,
+        color=VERMILLION,
+        mfc="white",
+        mew=1.3,
+        capsize=3,
+        elinewidth=1.3,
+        zorder=4,
         label=label,
-        zorder=3,
     )
 
 
@@ -152,138 +189,9 @@ def samples_words(curve: Curve) -> str:
     return f", 90 % binomial bars ({count} samples each)"
 
 
-def compute_axis(axes: Any, unit: str, low: float, high: float, *, log: bool = False) -> None:
-    """Scale, limits, numbers and unit of the compute axis."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    if log:
-        axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1.0,) if high > 300 * low else (1.0, 2.0, 5.0)))
-        axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlim(low, high)
-    power = int(np.floor(np.log10(high))) if high >= UNWIELDY and not log else 0
-    number = (
-        words.amount
-        if high >= UNWIELDY and log
-        else lambda value: tick(value / 10.0**power, high / 10.0**power)
-    )
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: number(float(value))))
-    said = [
-        f"10{str(power).translate(_RAISED)} {unit}".rstrip() if power else unit,
-        "logarithmic" if log else "",
-    ]
-    of = ", ".join(word for word in said if word)
-    axes.set_xlabel(f"compute ({of})" if of else "compute")
-
-
-def tick(value: float, high: float) -> str:
-    """``20k``, ``1.5M``: a number short enough for an axis that ends at ``high``, all of one unit."""
-    letter, size = next(
-        (
-            (c, p)
-            for c, p in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
-            if high >= 10 * p or value >= p > 1e3
-        ),
-        ("", 1.0),
-    )
-    if letter and 0 < value < size:
-        return tick(value, value * 10.0)
-    return f"{value / size:.4g}{letter if value else ''}"
-
-
-def reward_axis(axes: Any, values: Sequence[float]) -> None:
-    """Limits around ``values`` within [0, 1], numbers with the digits that tell one from the next, and what is measured."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    low, high = min(values), max(values)
-    pad = 0.06 * max(high - low, 0.05)
-    axes.set_ylim(max(low - pad, -0.005), min(high + pad, 1.005))
-    locator = MaxNLocator(nbins=7, steps=[1, 2, 5, 10])
-    step = float(np.diff(locator.tick_values(*axes.get_ylim()))[0])
-    digits = max(2, int(np.ceil(-np.log10(step) - 1e-9)))
-    axes.yaxis.set_major_locator(locator)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: words.reward(float(value), digits)))
-    axes.set_ylabel("mean evaluation reward (0 to 1)")
-
-
-def mark_computes(axes: Any, marks: Sequence[tuple[float, str, str]]) -> int:
-    """Upright lines with their names above the axes: (compute, name, colour), raised where they would collide.
-
-    Returns how many rows of names stand there.
-    """
-    low, high = axes.get_xlim()
-    log = axes.get_xscale() == "log"
-    placed: list[tuple[int, float]] = []
-    for compute, name, colour in sorted(marks):
-        if not low <= compute <= high:
-            continue
-        place = float(np.log(compute / low) / np.log(high / low)) if log else (compute - low) / (high - low)
-        half = 0.009 * len(name)
-        level = next(k for k in itertools.count() if all(k != at or place - half > end for at, end in placed))
-        placed.append((level, place + half))
-        axes.axvline(compute, color=colour, lw=0.9, ls=(0, (4, 3)), zorder=1)
-        axes.annotate(
-            name,
-            (compute, 1.0),
-            xycoords=("data", "axes fraction"),
-            xytext=(0, 3 + 12 * level),
-            textcoords="offset points",
-            ha="center",
-            va="bottom",
-            fontsize=9,
-            color=colour,
-            annotation_clip=False,
-        )
-    return 1 + max((level for level, _ in placed), default=-1)
-
-
-def mark_asymptote(axes: Any, median: float, low: float, high: float, text: str, colour: str) -> None:
-    """The level A across the axes, its 90 % interval as a bar on the right edge, its value beside."""
-    axes.axhline(median, color=colour, lw=0.9, ls=(0, (1, 2)), zorder=1)
-    edge = axes.get_yaxis_transform()
-    axes.plot(
-        [1.008, 1.008],
-        [low, high],
-        transform=edge,
-        color=colour,
-        lw=3.5,
-        clip_on=False,
-        solid_capstyle="butt",
-    )
-    axes.text(1.022, median, text, transform=edge, color=colour, fontsize=9, va="center", ha="left")
-
-
-def mark_midpoint(axes: Any, low: float, high: float, colour: str) -> None:
-    """The 90 % interval of Cmid as a bar on the upper edge, as far as the axis reaches."""
-    left, right = axes.get_xlim()
-    ends = [max(low, left), min(high, right)]
-    axes.plot(
-        ends,
-        [1.0, 1.0],
-        transform=axes.get_xaxis_transform(),
-        color=colour,
-        lw=3.5,
-        clip_on=False,
-        solid_capstyle="butt",
-        zorder=2.5,
-    )
-
-
-def name_level(axes: Any, level: float, text: str, colour: str) -> None:
-    """A name on the left above a level line, to be read also where other lines cross it."""
-    from matplotlib.patheffects import withStroke
-
-    axes.annotate(
-        text,
-        (0.005, level),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, 2),
-        textcoords="offset points",
-        fontsize=9,
-        color=colour,
-        path_effects=[withStroke(linewidth=3.0, foreground="white")],
-        zorder=5,
-    )
+def burn_in_words(points: int) -> str:
+    """What hollow points are, for the legend."""
+    return f"the first {points:,}: burn-in"
 
 
 def legend(figure: Any, axes: Any) -> None:
@@ -292,12 +200,13 @@ def legend(figure: Any, axes: Any) -> None:
     figure.legend(handles, labels, loc="outside lower left", ncols=2, columnspacing=1.6)
 
 
-def extent(curve: Curve) -> list[float]:
+def extent(curve: Curve, scale: RewardScale) -> list[float]:
     """Rewards between which everything that is drawn of the points lies."""
     if curve.samples is None or len(curve) > MOST_BARS:
-        return [float(curve.reward.min()), float(curve.reward.max())]
-    low, high = wilson(curve.reward, curve.samples)
-    return [float(low.min()), float(high.max())]
+        low, high = curve.reward, curve.reward
+    else:
+        low, high = wilson(curve.reward, curve.samples)
+    return [scale.level(float(low.min())), scale.level(float(high.max()))]
 
 
 def draw_bands(

@@ -7,10 +7,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from scalerl_cli.curves import canvas, words
+from scalerl_cli.curves import axis, canvas, words
 from scalerl_cli.curves.comparison import Pair, verdict
 from scalerl_cli.curves.study import State, Study
 from scalerl_curvefit import draws
+from scalerl_curvefit.compare import SAME_A
 from scalerl_curvefit.curve import FloatArray
 from scalerl_curvefit.forecasting import rewards
 
@@ -39,16 +40,16 @@ def draw_comparison(both: Pair, path: Path) -> None:
 def _title(both: Pair) -> str:
     ruled = both.ruled
     how = (
-        f"A within the margin: both drawn at the common A = {words.reward(ruled.shared_a, 3)}"
+        f"A within the margin: both drawn at the common A = {both.first.scale.reward(ruled.shared_a, 3)}"
         if ruled.shared_a is not None
-        else "A apart by more than the margin of .02"
+        else f"A apart by more than the margin of {both.first.scale.difference(SAME_A, 2)}"
     )
     doubt = "; do not rely on it yet (see the doubts printed)" if both.doubts else ""
     return f"{verdict(both)}\n{how}{doubt}"
 
 
 def _panel(axes: Any, both: Pair, *, log: bool) -> None:
-    studies = (both.first, both.second)
+    studies, scale = (both.first, both.second), both.first.scale
     fits = (both.ruled.first, both.ruled.second)
     firsts = [
         float(made.file.segment.curve.compute[made.file.segment.curve.compute > 0][0]) for made in studies
@@ -60,25 +61,37 @@ def _panel(axes: Any, both: Pair, *, log: bool) -> None:
     levels = []
     for made, fitted, name, (colour, marker) in zip(studies, fits, both.names, PENS, strict=True):
         grid = _grid(made, low, high, log=log)
-        drawn = rewards(fitted, draws(fitted), grid)
+        drawn = scale.level(rewards(fitted, draws(fitted), grid))
         bands = np.quantile(drawn, (0.05, 0.25, 0.5, 0.75, 0.95), axis=0)
         canvas.draw_bands(axes, grid, bands, colour)
         curve = made.file.segment.curve
-        canvas.draw_points(axes, curve, 0.0, colour, f"{name}{canvas.samples_words(curve)}", marker)
+        canvas.draw_points(
+            axes,
+            curve,
+            scale,
+            0.0,
+            colour,
+            f"{name}{canvas.samples_words(curve)}",
+            marker,
+            fitted.burn_in_points,
+        )
         marks.append((fitted.Cmid.median, f"Cmid {words.amounts(fitted.Cmid)}", colour))
         marks.append((fitted.now, "now", colour))
-        shown += [*canvas.extent(curve), *bands.ravel(), fitted.A.low, fitted.A.high]
+        asymptote = scale.levels(fitted.A)
+        shown += [*canvas.extent(curve, scale), *bands.ravel(), asymptote.low, asymptote.high]
         name_a = "A" if both.ruled.shared_a is None else "common A"
-        asymptote = (
-            words.rewards(fitted.A) if both.ruled.shared_a is None else words.reward(both.ruled.shared_a, 3)
+        value = (
+            scale.rewards(fitted.A) if both.ruled.shared_a is None else scale.reward(both.ruled.shared_a, 3)
         )
-        levels.append((fitted.A, f"{name_a} {asymptote}\nB {words.amounts(fitted.B)}", colour))
+        levels.append((asymptote, f"{name_a} {value}\nB {words.amounts(fitted.B)}", colour))
     if not log:
+        if any(fitted.burn_in_points for fitted in fits):
+            axes.plot([], [], "o", ms=3.6, mfc="white", color=canvas.FAINT, label="hollow: burn-in")
         axes.plot([], [], color=canvas.FAINT, lw=1.6, label="median, up to 2× the compute so far")
         axes.fill_between([], [], [], color=canvas.FAINT, alpha=0.4, lw=0, label="50 % and 90 % intervals")
-    canvas.compute_axis(axes, both.first.file.unit, low, high, log=log)
-    canvas.reward_axis(axes, shown)
-    canvas.mark_computes(axes, marks)
+    axis.compute_axis(axes, both.first.file.unit, low, high, log=log)
+    axis.reward_axis(axes, shown, scale)
+    axis.mark_computes(axes, marks)
     if log:
         _asymptotes(axes, levels)
     else:

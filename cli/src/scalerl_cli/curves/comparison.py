@@ -69,7 +69,7 @@ class Pair:
                 "by": ruled.by,
                 "probability": self.probability,
                 "same_asymptote": ruled.same_asymptote,
-                "shared_A": ruled.shared_a,
+                "shared_A": None if ruled.shared_a is None else self.first.scale.level(ruled.shared_a),
                 "refit_B": None
                 if ruled.shared_a is None
                 else {"first": interval_json(ruled.first.B), "second": interval_json(ruled.second.B)},
@@ -94,18 +94,18 @@ def pair(first: Study, second: Study) -> Pair:
 def comparison_report(both: Pair) -> Iterator[str]:
     """Lines of text."""
     ruled, (one, two) = both.ruled, both.names
-    fits = both.first.fitted, both.second.fitted
+    fits, scale = (both.first.fitted, both.second.fitted), both.first.scale
     rows = [["", one, two]]
     rows += [
-        ["A", *(words.rewards(fitted.A) for fitted in fits)],
-        ["A, least squares", *(words.reward(fitted.point.A, 3) for fitted in fits)],
+        ["A", *(scale.rewards(fitted.A) for fitted in fits)],
+        ["A, least squares", *(scale.reward(fitted.point.A, 3) for fitted in fits)],
         ["B", *(words.amounts(fitted.B) for fitted in fits)],
         ["Cmid", *(words.amounts(fitted.Cmid) for fitted in fits)],
-        ["R0", *(words.rewards(fitted.R0) for fitted in fits)],
+        ["R0", *(scale.rewards(fitted.R0) for fitted in fits)],
         [
             "at 2×",
             *(
-                words.rewards(made.forecasts[0]) if made.forecasts else "–"
+                scale.rewards(made.forecasts[0]) if made.forecasts else "–"
                 for made in (both.first, both.second)
             ),
         ],
@@ -114,21 +114,21 @@ def comparison_report(both: Pair) -> Iterator[str]:
     ]
     refits = ruled.first, ruled.second
     if ruled.same_asymptote and ruled.shared_a is not None:
-        shared = words.reward(ruled.shared_a, 3)
+        shared = scale.reward(ruled.shared_a, 3)
         rows.append([f"B at A = {shared}", *(words.amounts(fitted.B) for fitted in refits)])
-        rows.append(["  least squares", *(f"{fitted.point.B:.3g}" for fitted in refits)])
+        rows.append(["  least squares", *(words.significant(fitted.point.B) for fitted in refits)])
     yield f"{one} against {two}, median (90 % interval)"
     yield from words.table(rows)
     yield ""
     points = [fitted.point.A for fitted in fits]
-    apart = words.reward(abs(points[0] - points[1]), 3)
+    apart = scale.difference(abs(points[0] - points[1]))
     if ruled.same_asymptote:
         yield (
-            f"the least-squares A differ by {apart}, within the margin of {words.reward(SAME_A)}: both are fitted again "
+            f"the least-squares A differ by {apart}, within the margin of {scale.difference(SAME_A, 2)}: both are fitted again "
             "at the mean A, and the larger B is better"
         )
     else:
-        yield f"the least-squares A differ by {apart}, more than the margin of {words.reward(SAME_A)}: the larger A is better"
+        yield f"the least-squares A differ by {apart}, more than the margin of {scale.difference(SAME_A, 2)}: the larger A is better"
     yield verdict(both)
     if both.doubts:
         yield "do not rely on it yet"
@@ -139,7 +139,7 @@ def _asked(both: Pair) -> Iterator[list[str]]:
     """A row for each ``--at``."""
     forecasts = both.first.forecasts[1:], both.second.forecasts[1:]
     for i, point in enumerate(forecasts[0] or forecasts[1]):
-        cells = [words.rewards(made[i]) if made else "–" for made in forecasts]
+        cells = [both.first.scale.rewards(made[i]) if made else "–" for made in forecasts]
         yield [f"at {words.amount(point.compute)}", *cells]
 
 
@@ -147,7 +147,7 @@ def verdict(both: Pair) -> str:
     """Which is better, by what, with what probability."""
     ruled = both.ruled
     values = [getattr(fitted.point, ruled.by) for fitted in (ruled.first, ruled.second)]
-    shown = [words.reward(v, 3) if ruled.by == "A" else f"{v:.3g}" for v in values]
+    shown = [both.first.scale.reward(v, 3) if ruled.by == "A" else words.significant(v) for v in values]
     if both.probability is None:
         why = "a run is BROKEN" if both.better is not ruled.better else "a run is below its own midpoint"
         return f"undecided: {why}, so that the rule does not apply; {ruled.by} {shown[0]} against {shown[1]} (least squares) says nothing yet"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from scalerl_cli.curves import canvas, words
+from scalerl_cli.curves import axis, canvas, words
 from scalerl_cli.curves.study import State, Study
 from scalerl_curvefit import power_law
 
@@ -30,7 +30,7 @@ def draw_fit(
     with canvas.style():
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(7.6, 5.2), layout="constrained")
+        figure = Figure(figsize=canvas.COLUMN, layout="constrained")
         axes = figure.add_subplot()
         _draw(axes, made, budget, target, alternatives, log)
         canvas.legend(figure, axes)
@@ -50,13 +50,14 @@ def _draw(
     end = made.now if broken else high
     begin = max(made.start + (first - made.start) / 4.0, low)
     grid = np.geomspace(begin, end, canvas.GRID) if log else np.linspace(begin, end, canvas.GRID)
-    bands = made.bands(grid)
+    scale = made.scale
+    bands = scale.level(made.bands(grid))
     canvas.draw_bands(axes, grid, bands, canvas.BLUE, "median of the fitted curve")
     if file.segments > 1:
         before = file.curve.head(len(file.curve) - len(file.segment.curve))
         axes.plot(
             before.compute,
-            before.reward,
+            scale.level(before.reward),
             "o",
             ms=3,
             mew=0,
@@ -68,40 +69,50 @@ def _draw(
     canvas.draw_points(
         axes,
         file.segment.curve,
+        scale,
         made.start,
         canvas.INK,
         f"{n:,} evaluations{canvas.samples_words(file.segment.curve)}",
+        burn_in=fitted.burn_in_points,
+        burn_in_label=canvas.burn_in_words(fitted.burn_in_points),
     )
     if made.fallen:
         axes.plot(
             file.segment.curve.compute[-made.fallen :] + made.start,
-            file.segment.curve.reward[-made.fallen :],
+            scale.level(file.segment.curve.reward[-made.fallen :]),
             "x",
             ms=6,
             color=canvas.VERMILLION,
             label=f"the last {made.fallen:,}, after the fall: not fitted",
             zorder=3.5,
         )
-    _draw_forecasts(axes, made)
+    if made.forecasts:
+        canvas.draw_forecasts(
+            axes,
+            [point.compute for point in made.forecasts],
+            [scale.levels(point) for point in made.forecasts],
+            f"forecast of an evaluation, 90 %; at 2×: {scale.rewards(made.forecasts[0])}",
+        )
     shown = [
-        *file.curve.reward,
-        *canvas.extent(file.segment.curve),
+        *scale.level(file.curve.reward),
+        *canvas.extent(file.segment.curve, scale),
         *bands.ravel(),
-        *(x for p in made.forecasts for x in (p.low, p.high)),
+        *(scale.level(x) for p in made.forecasts for x in (p.low, p.high)),
     ]
     if alternatives and not broken:
-        law = power_law(file.segment.curve).reward(grid - made.start)
+        law = scale.level(power_law(file.segment.curve).reward(grid - made.start))
         axes.plot(grid, law, color=canvas.FAINT, lw=1.2, ls="-.", label="power law A − D/C^B", zorder=1.9)
     if not broken:
-        shown += [fitted.A.low, fitted.A.high]
-        text = f"A {words.rewards(fitted.A)}".replace(" (", "\n(")
-        canvas.mark_asymptote(axes, fitted.A.median, fitted.A.low, fitted.A.high, text, canvas.BLUE)
+        asymptote = scale.levels(fitted.A)
+        shown += [asymptote.low, asymptote.high]
+        text = f"A {scale.rewards(fitted.A)}".replace(" (", "\n(")
+        axis.mark_asymptote(axes, asymptote.median, asymptote.low, asymptote.high, text, canvas.BLUE)
     if target is not None:
         shown.append(target)
         axes.axhline(target, color=canvas.GREEN, lw=0.9, ls=(0, (4, 3)))
-        canvas.name_level(axes, target, f"target {words.reward(target, 2)}", canvas.GREEN)
-    canvas.compute_axis(axes, file.unit, low, high, log=log)
-    canvas.reward_axis(axes, shown)
+        axis.name_level(axes, target, f"target {scale.reward(scale.rate(target))}", canvas.GREEN)
+    axis.compute_axis(axes, file.unit, low, high, log=log)
+    axis.reward_axis(axes, shown, scale)
     origin = f"{words.amount(made.start)} + " if made.start else ""
     marks = [
         (made.now, "now", canvas.INK),
@@ -110,37 +121,14 @@ def _draw(
     if budget is not None:
         marks.append((budget, f"budget {words.amount(budget)}", canvas.VERMILLION))
     if cmid <= high:
-        canvas.mark_midpoint(axes, fitted.Cmid.low + made.start, fitted.Cmid.high + made.start, canvas.PURPLE)
-    rows = canvas.mark_computes(axes, marks)
+        axis.mark_midpoint(axes, fitted.Cmid.low + made.start, fitted.Cmid.high + made.start, canvas.PURPLE)
+    rows = axis.mark_computes(axes, marks)
     axes.set_title(_title(made, cmid > high), loc="left", pad=6.0 + 12.0 * rows)
-
-
-def _draw_forecasts(axes: Any, made: Study) -> None:
-    """The forecasts as they are printed: of an evaluation made there, its noise included."""
-    if not made.forecasts:
-        return
-    median = np.array([point.median for point in made.forecasts])
-    below = median - np.array([point.low for point in made.forecasts])
-    above = np.array([point.high for point in made.forecasts]) - median
-    axes.errorbar(
-        [point.compute for point in made.forecasts],
-        median,
-        yerr=np.stack([below, above]),
-        fmt="D",
-        ms=5,
-        color=canvas.VERMILLION,
-        mfc="white",
-        mew=1.3,
-        capsize=3,
-        elinewidth=1.3,
-        zorder=4,
-        label=f"forecast of an evaluation, 90 %; at 2×: {words.rewards(made.forecasts[0])}",
-    )
 
 
 def _title(made: Study, cmid_outside: bool) -> str:
     fitted = made.fitted
-    second = f"R0 {words.rewards(fitted.R0)}   B {words.amounts(fitted.B)}"
+    second = f"R0 {made.scale.rewards(fitted.R0)}   B {words.amounts(fitted.B)}"
     if cmid_outside:
         second += f"   Cmid {words.amounts(fitted.Cmid)}, beyond this axis"
     name = made.file.path.stem

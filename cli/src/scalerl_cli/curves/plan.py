@@ -17,7 +17,7 @@ from scalerl_cli.curves.pace import Pace, pace_of
 from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.report import left_out
 from scalerl_cli.curves.source import read_curve
-from scalerl_cli.curves.study import State, Study, study
+from scalerl_cli.curves.study import State, Study, interval_json, study
 from scalerl_cli.exits import BAD_INPUT, DONE
 from scalerl_cli.output import say
 from scalerl_curvefit import Block
@@ -91,7 +91,7 @@ def plan_report(outlook: Outlook) -> Iterator[str]:
         else f"  compute per device-hour: {pace.how}"
     )
     if pace.devices is not None:
-        yield f"  {pace.devices:.3g} devices work"
+        yield f"  {words.significant(pace.devices)} devices work"
     yield ""
     if made.state is State.BROKEN:
         yield f"no plan: {made.why_broken} (BROKEN)"
@@ -116,14 +116,14 @@ def plan_report(outlook: Outlook) -> Iterator[str]:
 
 def _rows(outlook: Outlook) -> list[list[str]]:
     """Columns that nothing is known for are left out."""
-    choices = outlook.options
+    choices, made = outlook.options, outlook.made
     rows = [["", "total compute", "reward (90 %)", "gain (90 %)"]]
     rows += [
         [
             o.name,
             words.amount(o.compute),
-            words.rewards(o.forecast),
-            "–" if o.gain is None else words.gains(o.gain),
+            made.scale.rewards(o.forecast),
+            "–" if o.gain is None else made.scale.gains(o.gain),
         ]
         for o in choices
     ]
@@ -152,7 +152,7 @@ def _block(outlook: Outlook) -> str:
         return "best further block: none; its price is above the value of any expected gain: stop"
     young = "; INSUFFICIENT: do not spend by it" if outlook.made.state is State.INSUFFICIENT else ""
     return (
-        f"best further block: {words.amount(block.compute / rate)} device-hours for {words.reward(block.gain, 3)} of reward, "
+        f"best further block: {words.amount(block.compute / rate)} device-hours for {outlook.made.scale.difference(block.gain)} of reward, "
         f"value − cost {words.amount(block.net)}{young}"
     )
 
@@ -160,12 +160,12 @@ def _block(outlook: Outlook) -> str:
 def _grown(outlook: Outlook) -> Iterator[str]:
     how = "as measured in this run" if outlook.elasticity == outlook.pace.elasticity else "as given"
     yield (
-        f"with other numbers of generators (elasticity {outlook.elasticity:.2g}, {how}); "
+        f"with other numbers of generators (elasticity {words.significant(outlook.elasticity or 0.0, 2)}, {how}); "
         "the rewards stay the same, for growing changes how fast compute is spent, not the curve"
     )
     head = [""]
     for grown in outlook.growths:
-        head += [f"{grown.generators} gen., {grown.speed:.2f}× speed", "done by"]
+        head += [f"{grown.generators} gen., {words.significant(grown.speed)}× speed", "done by"]
         head += [
             name
             for name, known in zip(("cost", "value − cost"), grown.worth[0], strict=True)
@@ -197,10 +197,8 @@ def as_json(outlook: Outlook) -> dict[str, Any]:
             {
                 "option": o.name,
                 "compute": o.compute,
-                "reward": {"median": o.forecast.median, "low": o.forecast.low, "high": o.forecast.high},
-                "gain": None
-                if o.gain is None
-                else {"median": o.gain.median, "low": o.gain.low, "high": o.gain.high},
+                "reward": interval_json(made.scale.levels(o.forecast)),
+                "gain": None if o.gain is None else interval_json(made.scale.changes(o.gain)),
                 "device_hours": o.device_hours,
                 "cost": o.cost,
                 "net": o.net,
@@ -223,5 +221,5 @@ def as_json(outlook: Outlook) -> dict[str, Any]:
         ],
         "best_block": None
         if block is None
-        else {"compute": block.compute, "gain": block.gain, "net": block.net},
+        else {"compute": block.compute, "gain": made.scale.change(block.gain), "net": block.net},
     }

@@ -62,9 +62,8 @@ def _points(made: Study) -> Iterator[str]:
         )
         if made.start:
             yield f"  Cmid counts from the start of this recipe at {words.amount(made.start)}"
-    low, high = file.curve.scale
-    if (low, high) != (0.0, 1.0):
-        yield f"  rewards of [{low:g}, {high:g}] are mapped onto [0, 1]; all below, --target too, are on that scale"
+    if not made.scale.is_unit:
+        yield f"  rewards are on the scale of the file, {made.scale.low:g} to {made.scale.high:g}"
 
 
 def left_out(made: Study) -> Iterator[str]:
@@ -83,19 +82,19 @@ def _headline(made: Study) -> Iterator[str]:
         yield f"no forecast: {made.why_broken}"
         return
     first, *others = made.forecasts
-    yield f"reward at 2× compute: {words.rewards(first)}"
+    yield f"reward at 2× compute: {made.scale.rewards(first)}"
     for point in others:
-        yield f"reward at {words.amount(point.compute)}: {words.rewards(point)}"
+        yield f"reward at {words.amount(point.compute)}: {made.scale.rewards(point)}"
 
 
 def parameters(made: Study) -> list[str]:
     """The curve as the paper writes it, with 90 % intervals."""
     fitted = made.fitted
     rows = [
-        ["A", words.rewards(fitted.A), MEANINGS["A"]],
+        ["A", made.scale.rewards(fitted.A), MEANINGS["A"]],
         ["B", words.amounts(fitted.B), MEANINGS["B"]],
         ["Cmid", words.amounts(fitted.Cmid), MEANINGS["Cmid"]],
-        ["R0", words.rewards(fitted.R0), MEANINGS["R0"]],
+        ["R0", made.scale.rewards(fitted.R0), MEANINGS["R0"]],
     ]
     return ["R(C) = R0 + (A − R0) / (1 + (Cmid/C)^B), median (90 % interval)", *words.table(rows)]
 
@@ -113,7 +112,7 @@ def _verdict(made: Study) -> Iterator[str]:
         yield from (f"  {doubt}" for doubt in made.doubts)
     else:
         yield (
-            f"state: OK: the asymptote is identifiable (its interval is {words.width(made.fitted.A)} wide; "
+            f"state: OK: the asymptote is identifiable (its interval is {made.scale.width(made.fitted.A)} wide; "
             f"now is {words.amount(float(f'{made.fitted.now / made.fitted.Cmid.median:.2g}'))} × Cmid), if the equation holds"
         )
     if not made.guarded.checked:
@@ -128,14 +127,14 @@ def _ahead(made: Study, pace: Pace, target: float | None, budget: float | None) 
     fitted = made.fitted
     margin = marginal_gain(fitted)
     rows = [
-        ["by the next doubling of compute", words.gains(gain(fitted, 2.0 * fitted.now))],
-        ["up to the asymptote", words.gains(made.left_to_asymptote())],
+        ["by the next doubling of compute", made.scale.gains(gain(fitted, 2.0 * fitted.now))],
+        ["up to the asymptote", made.scale.gains(made.left_to_asymptote())],
     ]
     if pace.rate is not None:
         per = Scaled(margin.median, margin.low, margin.high, pace.rate)
-        rows.append(["at the margin, per device-hour", f"+{words.amounts(per)}"])
+        rows.append(["at the margin, per device-hour", f"+{words.amounts(made.scale.changes(per))}"])
     else:
-        rows.append(["at the margin, per unit of compute", f"+{words.amounts(margin)}"])
+        rows.append(["at the margin, per unit of compute", f"+{words.amounts(made.scale.changes(margin))}"])
     yield "still to be gained"
     yield from words.table(rows)
     if pace.rate is not None:
@@ -143,16 +142,12 @@ def _ahead(made: Study, pace: Pace, target: float | None, budget: float | None) 
     if reach is not None:
         yield ""
         yield (
-            f"compute to a reward of {words.reward(reach.target, 3)}: {words.amounts(reach)}; "
+            f"compute to a reward of {made.scale.reward(reach.target, 3)}: {words.reached(reach, fitted.now, made.start)}; "
             f"reached at all with probability {words.probability(reach.probability)}"
         )
     if spent is not None:
         yield ""
-        yield f"reward at the budget of {words.amount(spent.compute)}: {words.rewards(spent)}"
-
-
-def _signed(value: float) -> str:
-    return ("+" if value >= 0 else "") + words.reward(value, 3)
+        yield f"reward at the budget of {words.amount(spent.compute)}: {made.scale.rewards(spent)}"
 
 
 class Scaled:
@@ -171,8 +166,11 @@ def _beside(made: Study) -> Iterator[str]:
     last = float(made.file.segment.curve.reward[-1])
     yield from words.table(
         [
-            ["power law A − D/C^B", f"A {words.reward(law.A)}, B {law.B:.2f}, at 2× {words.reward(twice)}"],
-            ["the last value stays", f"at 2× {words.reward(last)}"],
+            [
+                "power law A − D/C^B",
+                f"A {made.scale.reward(law.A)}, B {words.significant(law.B)}, at 2× {made.scale.reward(twice)}",
+            ],
+            ["the last value stays", f"at 2× {made.scale.reward(last)}"],
         ]
     )
 
@@ -184,14 +182,14 @@ def _trust(made: Study) -> Iterator[str]:
         yield f"  the first {words.count(fitted.burn_in_points, 'point')} count less (burn-in)"
     noise = fitted.sigma
     yield (
-        f"  noise of one evaluation: sd {words.rewards(noise)}, correlation of neighbours {words.reward(fitted.rho)}"
+        f"  noise of one evaluation: sd {made.scale.differences(noise)}, correlation of neighbours {words.reward(fitted.rho)}"
     )
-    yield f"  beyond now a forecast widens by an sd of {words.reward(fitted.discrepancy, 3)} with each doubling"
+    yield f"  beyond now a forecast widens by an sd of {made.scale.difference(fitted.discrepancy)} with each doubling"
     for past in fitted.hindcasts:
         yield (
             f"  hindcast: fitted up to {words.amount(past.made_at + made.start)}, rewards until "
-            f"{words.amount(past.until + made.start)} ran {_signed(past.departure)} "
-            f"a doubling off the forecast (sd explained {words.reward(past.sd, 3)})"
+            f"{words.amount(past.until + made.start)} ran {'+' if past.departure >= 0 else ''}{made.scale.difference(past.departure)} "
+            f"a doubling off the forecast (sd explained {made.scale.difference(past.sd)})"
         )
     if not fitted.hindcasts:
         yield "  hindcasts: none, too few points at half of the compute"

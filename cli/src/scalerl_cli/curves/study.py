@@ -12,6 +12,7 @@ import numpy as np
 
 from scalerl_cli.curves import words
 from scalerl_cli.curves.problem import CurveProblem
+from scalerl_cli.curves.scale import RewardScale
 from scalerl_cli.curves.source import CurveFile
 from scalerl_curvefit import (
     CurveError,
@@ -31,8 +32,9 @@ from scalerl_curvefit import (
     power_law,
 )
 from scalerl_curvefit.curve import FloatArray
+from scalerl_curvefit.fitting import WIDEST_A
 from scalerl_curvefit.forecasting import rewards
-from scalerl_curvefit.guard import MOST_TRUNCATED
+from scalerl_curvefit.guard import CONSECUTIVE, MOST_TRUNCATED
 from scalerl_curvefit.sampling import interval
 
 HEALTHY_TRUNCATED: Final = 0.05
@@ -80,14 +82,26 @@ class Study:
         """Why the asymptote should not be believed: those of the fit, and those of a fit that sags."""
         fitted = self.fitted
         return (
-            *fitted.doubts,
+            *(self._worded(doubt) for doubt in fitted.doubts),
             *(
-                f"rewards until {words.amount(past.until + self.start)} ran {words.reward(-past.departure, 3)} a doubling "
+                f"rewards until {words.amount(past.until + self.start)} ran {self.scale.difference(-past.departure)} a doubling "
                 f"under the forecast made at {words.amount(past.made_at + self.start)}, more than {UNEXPLAINED:g} of its sd"
                 for past in fitted.hindcasts
                 if past.departure < -UNEXPLAINED * past.sd
             ),
         )
+
+    def _worded(self, doubt: str) -> str:
+        """A doubt of the fit, with rewards on the scale of the file."""
+        if doubt.startswith("90 % interval of A is "):
+            widest = self.scale.difference(WIDEST_A, 2)
+            return f"90 % interval of A is {self.scale.width(self.fitted.A)} wide, more than {widest}"
+        return words.plain(doubt)
+
+    @property
+    def scale(self) -> RewardScale:
+        """Of the rewards of the file; those of the fit and the forecasts are pass rates."""
+        return RewardScale(*self.file.curve.scale)
 
     @property
     def fall(self) -> Fall | None:
@@ -139,11 +153,6 @@ class Study:
         drawn = rewards(self.fitted, draws(self.fitted), compute - self.start)
         return np.asarray(np.quantile(drawn, (0.05, 0.25, 0.5, 0.75, 0.95), axis=0))
 
-    def gain_bands(self, more: FloatArray) -> FloatArray:
-        """(5, c) quantiles .05, .25, .5, .75, .95 of R(now + more) − R(now), by further compute (c,)."""
-        drawn = rewards(self.fitted, draws(self.fitted), np.concatenate([[0.0], more]) + self.fitted.now)
-        return np.asarray(np.quantile(drawn[:, 1:] - drawn[:, :1], (0.05, 0.25, 0.5, 0.75, 0.95), axis=0))
-
     def left_to_asymptote(self) -> Estimate:
         """A − R(now)."""
         drawn = draws(self.fitted)
@@ -159,12 +168,15 @@ class Study:
         """Compute to a target, on the file's axis.
 
         Raises:
-            CurveProblem: for a target outside (0, 1).
+            CurveProblem: for a target outside the scale of the file.
         """
         try:
-            found = compute_to(self.fitted, target)
+            found = compute_to(self.fitted, self.scale.rate(target))
         except RequestError as error:
-            raise CurveProblem(f"--target: {error}") from error
+            low, high = self.scale.low, self.scale.high
+            raise CurveProblem(
+                f"--target: {target:g} is not between {low:g} and {high:g}, the lowest and the highest reward"
+            ) from error
         return replace(
             found,
             median=found.median + self.start,
@@ -186,25 +198,27 @@ class Study:
             *(self.ahead([budget], "--budget") if budget is not None and going else ()),
         ]
         shown: dict[str, Any] = {
-            "A": interval_json(fitted.A),
+            "A": interval_json(self.scale.levels(fitted.A)),
             "B": interval_json(fitted.B),
             "Cmid": interval_json(fitted.Cmid),
-            "R0": interval_json(fitted.R0),
+            "R0": interval_json(self.scale.levels(fitted.R0)),
             "identifiable": self.state is State.OK,
             "state": str(self.state),
-            "forecasts": [{"compute": point.compute, **interval_json(point)} for point in points],
+            "forecasts": [
+                {"compute": point.compute, **interval_json(self.scale.levels(point))} for point in points
+            ],
         }
         if self.file.skipped:
             shown["skipped"] = self.file.skipped
         if target is not None and going:
             reached = self.reach(target)
             ends = {name: end if math.isfinite(end) else None for name, end in interval_json(reached).items()}
-            shown["target"] = {"reward": reached.target, **ends, "probability": reached.probability}
+            shown["target"] = {"reward": target, **ends, "probability": reached.probability}
         if alternatives and going:
-            law, last = self.power_law, float(fitted.curve.reward[-1])
-            at_2x = float(law.reward(np.array(2.0 * fitted.now)))
+            law, last = self.power_law, self.scale.level(float(fitted.curve.reward[-1]))
+            at_2x = self.scale.level(float(law.reward(np.array(2.0 * fitted.now))))
             shown["alternatives"] = {
-                "power_law": {"A": law.A, "B": law.B, "at_2x": at_2x},
+                "power_law": {"A": self.scale.level(law.A), "B": law.B, "at_2x": at_2x},
                 "last_value": last,
             }
         return shown
@@ -218,17 +232,29 @@ def study(file: CurveFile, at: Sequence[float] = ()) -> Study:
     """
     segment = file.segment.curve
     try:
-        guarded = guard(segment, start=file.segment.start)
+        guarded = guard(segment)
         fall = guarded.fall
         fitted = fit(segment if fall is None else segment.head(fall.points))
     except CurveError as error:
         part = f", from line {file.first_line} on (the last recipe)" if file.segments > 1 else ""
         few = f" ({file.skipped:,} rows are empty in {file.x} or {file.y})" if file.skipped else ""
         raise CurveProblem(f"{file.path}{part}: {error}{few}") from error
-    reasons = [*guarded.reasons, *_truncated(file)]
+    reasons = [*_fallen(file, fall), *_truncated(file)]
     made = Study(file, fitted, replace(guarded, broken=bool(reasons), reasons=tuple(reasons)), ())
     points = made.ahead([made.twice], "forecast") + (made.ahead(at, "--at") if at else [])
     return made if reasons else replace(made, forecasts=tuple(points))
+
+
+def _fallen(file: CurveFile, fall: Fall | None) -> tuple[str, ...]:
+    """What the guard saw, as it says it, with rewards on the scale of the file."""
+    if fall is None:
+        return ()
+    scale = RewardScale(*file.curve.scale)
+    return (
+        f"the mean of the last {CONSECUTIVE} evaluations, {scale.reward(fall.newest, 3)}, is "
+        f"{scale.difference(fall.depth)} below the best of {CONSECUTIVE} in a row, {scale.reward(fall.best, 3)} at compute "
+        f"{words.amount(fall.best_compute + file.segment.start)}; noise explains {scale.difference(fall.noise)}",
+    )
 
 
 def _truncated(file: CurveFile) -> tuple[str, ...]:

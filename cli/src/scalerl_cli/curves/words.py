@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from datetime import datetime, timedelta
-from typing import Protocol
+from typing import Final, Protocol
 
 
 class Interval(Protocol):
@@ -18,11 +19,24 @@ class Interval(Protocol):
     def high(self) -> float: ...
 
 
+LEADING_ZERO: Final = re.compile(r"(?<![\d.,])0(?=\.\d)")
+LOOK: Final = 100.0
+"""Times the compute so far: what needs more than this is not told apart from what never comes."""
+
+
+def plain(text: str) -> str:
+    """The one style of numbers below 1: ``.62`` and not ``0.62``, as papers write them."""
+    return LEADING_ZERO.sub("", text)
+
+
+def significant(value: float, n: int = 3) -> str:
+    """``1.92``, ``.7``, ``3,000``: at most ``n`` significant digits."""
+    return plain(f"{value:,.{n}g}").replace("-", "−")
+
+
 def reward(value: float, digits: int = 2) -> str:
-    """A reward as papers write it: ``.62``, ``−.05``, ``1.00``."""
-    text = f"{abs(value):.{digits}f}"
-    if text.startswith("0."):
-        text = text[1:]
+    """A reward: ``.62``, ``−.05``, ``1.00``."""
+    text = plain(f"{abs(value):.{digits}f}")
     return f"−{text}" if value < 0 and float(text) else text
 
 
@@ -32,31 +46,23 @@ def digits(low: float, high: float) -> int:
     return 2 if width >= 0.02 else 3 if width >= 0.002 else 4
 
 
-def rewards(interval: Interval) -> str:
-    """``.62 (.60–.64)``."""
-    n = digits(interval.low, interval.high)
+def rewards(interval: Interval, n: int | None = None) -> str:
+    """``.62 (.60–.64)``, with ``n`` decimals, or as many as the interval deserves."""
+    n = digits(interval.low, interval.high) if n is None else n
     return f"{reward(interval.median, n)} ({span(reward(interval.low, n), reward(interval.high, n))})"
 
 
-def gains(interval: Interval) -> str:
-    """``+.02 (.00–.05)``."""
-    sign = "+" if interval.median >= 0 else ""
-    return sign + rewards(interval)
-
-
 def amount(value: float) -> str:
-    """Four significant digits: ``2,542``, ``1.25M``, ``3.1e−7``; ``never`` for infinity."""
-    if math.isinf(value):
-        return "never"
+    """Four significant digits: ``2,542``, ``.5``, ``1.25M``, ``3.1e−7``."""
     text = _written(value, 3 - _size(value) if value else 0)
     return text.rstrip("0").rstrip(".") if "." in text and text[-1].isdigit() and "e" not in text else text
 
 
 def amounts(interval: Interval) -> str:
     """``2,540 (2,300–2,900)``: as many digits as show the interval's width, and its low end, by two of them."""
-    ends = [abs(v) for v in (interval.low, interval.median, interval.high) if math.isfinite(v)]
+    ends = [abs(v) for v in (interval.low, interval.median, interval.high)]
     width = interval.high - interval.low
-    if not 0 < width < math.inf:
+    if width <= 0:
         low, median, high = (amount(v) for v in (interval.low, interval.median, interval.high))
     else:
         least = min([width, *(v for v in ends if v > width / 100.0)])
@@ -68,6 +74,22 @@ def amounts(interval: Interval) -> str:
     return f"{median} ({span(low, high)})"
 
 
+def reached(interval: Interval, now: float, start: float = 0.0) -> str:
+    """Compute at which something is reached, or that it is not within ``LOOK`` times the compute so far.
+
+    now: compute so far, counted from ``start``, as the interval is.
+    """
+    limit = start + LOOK * now
+    beyond = f"{LOOK:.0f}×"
+    if interval.low > limit:
+        return f"not within {beyond} the compute so far"
+    if interval.median > limit:
+        return f"not within {beyond} the compute so far (from {amount(interval.low)} on with probability .05)"
+    if interval.high > limit:
+        return f"{amount(interval.median)} ({amount(interval.low)} to beyond {beyond} the compute so far)"
+    return amounts(interval)
+
+
 def compute(value: float, unit: str) -> str:
     """``20,000 GPU-hours``; ``compute 20,000`` where nothing names the unit."""
     return f"{amount(value)} {unit}" if unit else f"compute {amount(value)}"
@@ -76,11 +98,6 @@ def compute(value: float, unit: str) -> str:
 def count(n: int, what: str) -> str:
     """``1 point``, ``20 points``."""
     return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
-
-
-def width(interval: Interval) -> str:
-    """Of an interval of rewards, with the digits it is printed with."""
-    return reward(interval.high - interval.low, digits(interval.low, interval.high))
 
 
 def _size(value: float) -> int:
@@ -99,12 +116,12 @@ def _written(value: float, places: int) -> str:
         return f"{sign}{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}".replace("e-", "e−")
     letter, power = next(((c, p) for c, p in (("T", 12), ("G", 9), ("M", 6)) if size >= p), ("", 0))
     text = f"{abs(rounded) / 10**power:,.{max(places + power, 0)}f}"
-    return sign + (text.rstrip("0").rstrip(".") if "." in text and power else text) + letter
+    return sign + plain(text.rstrip("0").rstrip(".") if "." in text and power else text) + letter
 
 
 def span(low: str, high: str) -> str:
     """``low–high``, with a word between where a dash would be misread."""
-    return f"{low} to {high}" if "−" in low + high or high == "never" else f"{low}–{high}"
+    return f"{low} to {high}" if "−" in low + high else f"{low}–{high}"
 
 
 def probability(p: float) -> str:

@@ -1,0 +1,81 @@
+"""Rewards on the scale of their file: fits are of pass rates from 0 to 1, what is printed and drawn is not."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeVar
+
+from scalerl_cli.curves import words
+from scalerl_curvefit import Estimate
+from scalerl_curvefit.curve import FloatArray
+
+Values = TypeVar("Values", float, FloatArray)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardScale:
+    """The lowest and the highest possible reward of a file, as ``--scale`` says."""
+
+    low: float
+    high: float
+
+    @property
+    def size(self) -> float:
+        """From the lowest to the highest."""
+        return self.high - self.low
+
+    @property
+    def is_unit(self) -> bool:
+        """Whether rewards are pass rates in the file too."""
+        return (self.low, self.high) == (0.0, 1.0)
+
+    def level(self, rate: Values) -> Values:
+        """A reward of the file from a pass rate."""
+        return rate * self.size + self.low
+
+    def change(self, rate: Values) -> Values:
+        """A difference of rewards of the file from one of pass rates."""
+        return rate * self.size
+
+    def rate(self, reward: float) -> float:
+        """A pass rate from a reward of the file."""
+        return (reward - self.low) / self.size
+
+    def levels(self, interval: words.Interval) -> Estimate:
+        """Median and bounds of a reward of the file."""
+        return Estimate(*(self.level(v) for v in (interval.median, interval.low, interval.high)))
+
+    def changes(self, interval: words.Interval) -> Estimate:
+        """Median and bounds of a difference of rewards of the file."""
+        return Estimate(*(self.change(v) for v in (interval.median, interval.low, interval.high)))
+
+    def digits(self, of_rate: int = 2) -> int:
+        """Decimals that say as much of a reward of the file as ``of_rate`` decimals of a pass rate."""
+        return max(of_rate - math.floor(math.log10(self.size)), 0)
+
+    def reward(self, rate: float, digits: int = 2) -> str:
+        """``.62``, on a scale of 100 ``62``; digits are those of the pass rate."""
+        return words.reward(self.level(rate), self.digits(digits))
+
+    def difference(self, rate: float, digits: int = 3) -> str:
+        """``.037``, on a scale of 100 ``3.7``."""
+        return words.reward(self.change(rate), self.digits(digits))
+
+    def rewards(self, interval: words.Interval) -> str:
+        """``.62 (.60–.64)``, on a scale of 100 ``62 (60–64)``."""
+        n = self.digits(words.digits(interval.low, interval.high))
+        return words.rewards(self.levels(interval), n)
+
+    def differences(self, interval: words.Interval) -> str:
+        """As ``rewards``, of a difference."""
+        n = self.digits(words.digits(interval.low, interval.high))
+        return words.rewards(self.changes(interval), n)
+
+    def gains(self, interval: words.Interval) -> str:
+        """``+.02 (.00–.05)``."""
+        return ("+" if interval.median >= 0 else "") + self.differences(interval)
+
+    def width(self, interval: words.Interval) -> str:
+        """Of an interval of rewards, with the digits it is printed with."""
+        return self.difference(interval.high - interval.low, words.digits(interval.low, interval.high))
