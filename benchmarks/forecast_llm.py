@@ -108,6 +108,7 @@ def main() -> None:
         figures |= {f"crps: {name}": round(value, 4) for name, value in best.items()}
         held_against(mine, best, figures)
         details(mine, figures)
+        alarms(curves, figures)
     if not arguments.lcpfn:
         print("\nLC-PFN is not scored: --lcpfn names an interpreter that has it, see --help")
     print(json.dumps({"benchmark": "forecast_llm", "figures": figures}))
@@ -239,6 +240,15 @@ def details(mine: Sequence[Ours], figures: dict[str, float]) -> None:
             print(
                 f"{edge} end of A's interval below the reward reached, {label} (n={len(some)}): {below:.2f}"
             )
+
+
+def alarms(curves: Sequence[LLMCurve], figures: dict[str, float]) -> None:
+    """Runs on which the guard alarms after any of their evaluations."""
+    alarmed = {c: any(cf.guard(c.curve.head(n)).broken for n in range(1, len(c.curve) + 1)) for c in curves}
+    for label, kept in (("collapsed", True), ("healthy", False)):
+        some = [alarm for c, alarm in alarmed.items() if c.collapsed is kept]
+        figures[f"alarms_{label}"] = sum(some)
+        print(f"the guard alarms on {sum(some)} of {len(some)} {label} runs")
 
 
 if __name__ == "__main__":
