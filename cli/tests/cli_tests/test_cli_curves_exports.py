@@ -9,8 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from scalerl_cli.curves.columns import Columns, likeliest_x, likeliest_y
+from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.source import CurveFile, read_curve
 from scalerl_cli.curves.tables import MOST_BYTES
 from scalerl_cli.main import main
@@ -96,6 +99,8 @@ def test_a_wandb_chart_of_several_runs_asks_which(tmp_path: Path, capsys: pytest
     shown = text(capsys, str(path), "--y", "a - val/acc")
     assert "40 rows skipped, empty in Step or a - val/acc" in shown
     assert answer(capsys, str(path), "--y", "a - val/acc")["skipped"] == 40
+    assert main(["plan", "--from", str(path), "--y", "a - val/acc", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["skipped"] == 40
 
 
 def test_a_metric_alone_names_its_column_in_each_of_two_charts(
@@ -103,7 +108,10 @@ def test_a_metric_alone_names_its_column_in_each_of_two_charts(
 ) -> None:
     one = chart(tmp_path / "one.csv", {"a": ["val/acc", "val/len"]})
     two = chart(tmp_path / "two.csv", {"b": ["val/acc"]})
-    assert "no difference" in text(capsys, str(one), "--compare", str(two), "--y", "val/acc")
+    shown = text(capsys, str(one), "--compare", str(two), "--y", "val/acc")
+    assert "no difference" in shown
+    assert "one.csv: compute is column Step, reward is column a - val/acc" in shown
+    assert "two.csv: compute is column Step, reward is column b - val/acc" in shown
     is_curve(read(one, y="val/acc"))
 
 
@@ -265,7 +273,7 @@ def console(spell: str) -> str:
                 parts += [f"{AUX}:{spell % (reward / 2)}", f"{CORE}:{spell % reward}"]
             parts += [f"training/global_step:{at}", "perf/total_num_tokens:159906", "perf/throughput:2.1e3"]
             lines.append("\x1b[36m(TaskRunner pid=31)\x1b[0m " + " - ".join(parts))
-            lines.append("Training Progress:   1%|          | 1/140 [00:49<1:53:43, 49.09s/it]")
+            lines.append("Training Progress:   1%|          | 1/140 [00:49<1:53:43, 49.09s/it]\rTraining")
     return "\n".join(lines) + " [repeated 2x across cluster]\n"
 
 
@@ -372,3 +380,43 @@ def test_a_huge_file_is_refused_unread(tmp_path: Path, capsys: pytest.CaptureFix
     with path.open("wb") as file:
         file.truncate(MOST_BYTES + 1)
     assert "larger than 256 MiB" in complaint(capsys, str(path))
+
+
+PIECES = [
+    *',,;\t"\n\n\r{}[]:',
+    *(
+        " - ",
+        "step:1 - a:2",
+        '{"step": 1}',
+        '{"log_history": [',
+        '"a\nb"',
+        "compute,reward\n",
+        "Step,a - b\n",
+    ),
+    *(
+        "run_id,key,value,step\n",
+        "1,2\n",
+        "2,.5\n",
+        "0",
+        "-1",
+        "nan",
+        "1e999",
+        "x",
+        "__MIN",
+        "\x00",
+        "\u2028",
+    ),
+]
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(pieces=st.lists(st.sampled_from(PIECES), max_size=40), y=st.sampled_from([None, "reward", "b", "x"]))
+def test_any_file_is_read_or_refused(tmp_path: Path, pieces: list[str], y: str | None) -> None:
+    path, refusal = tmp_path / "any", ""
+    path.write_text("".join(pieces))
+    try:
+        assert np.isfinite(read(path, y=y).curve.reward).all()
+    except CurveProblem as problem:
+        refusal = str(problem)
+    assert refusal.startswith(str(path)) or not refusal
+    assert "\n" not in refusal

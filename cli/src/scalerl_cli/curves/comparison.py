@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from scalerl_cli.curves import words
 from scalerl_cli.curves.problem import CurveProblem
+from scalerl_cli.curves.report import left_out
 from scalerl_cli.curves.study import State, Study, interval_json
 from scalerl_curvefit import Better, Comparison, CurveError, compare
 from scalerl_curvefit.compare import SAME_A, bounds_met
@@ -119,6 +120,8 @@ def comparison_report(both: Pair) -> Iterator[str]:
         rows.append(["  least squares", *(words.significant(fitted.point.B) for fitted in refits)])
     yield f"{one} against {two}, median (90 % interval)"
     yield from words.table(rows)
+    for name, made in zip(both.names, (both.first, both.second), strict=True):
+        yield from (f"  {name}: {line.strip()}" for line in left_out(made))
     yield ""
     points = [fitted.point.A for fitted in fits]
     apart = scale.difference(abs(points[0] - points[1]))

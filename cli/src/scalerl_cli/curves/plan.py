@@ -207,6 +207,7 @@ def as_json(outlook: Outlook) -> dict[str, Any]:
             }
             for o in outlook.options
         ],
+        **({"skipped": made.file.skipped} if made.file.skipped else {}),
         "generators": [
             {
                 "generators": g.generators,

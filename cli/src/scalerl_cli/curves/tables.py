@@ -120,7 +120,8 @@ def _from_json(path: Path, text: str) -> Table | None:
 
 def _from_json_lines(path: Path, text: str) -> Table | None:
     rows: list[tuple[int, dict[str, str]]] = []
-    for line, row in enumerate(text.splitlines(), start=1):
+    # Not splitlines: JSON may hold other ends of lines in its words, and progress bars return without a new line.
+    for line, row in enumerate(text.split("\n"), start=1):
         if row.strip():
             try:
                 entry = json.loads(row)
@@ -148,7 +149,7 @@ def _flat(entry: dict[str, Any]) -> dict[str, str]:
 
 def _console(text: str) -> Iterator[tuple[int, dict[str, str]]]:
     """``step:4 - critic/score/mean:0.2 - …`` by line number."""
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         found = _CONSOLE.search(_ESCAPES.sub("", line))
         if found:
             row = {"step": found[1]}
@@ -173,7 +174,8 @@ def _from_rows(path: Path, rows: Iterator[tuple[int, dict[str, str]]], counted: 
         lines.append(line)
     if not lines:
         raise CurveProblem(f"{path}: no log entry in it; wait for the first evaluations")
-    return Table(path, list(columns), list(columns.values()), lines, counted=counted)
+    header = [name.replace("\n", " ") for name in columns]
+    return Table(path, header, list(columns.values()), lines, counted=counted)
 
 
 def _from_csv(path: Path, text: str) -> Table:
@@ -182,7 +184,8 @@ def _from_csv(path: Path, text: str) -> Table:
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(text))
     try:
         for row in reader:
-            cells = [cell.strip() for cell in row]
+            # A name of several lines would break the one line of a message.
+            cells = [cell.strip().replace("\n", " ").replace("\r", " ") for cell in row]
             if any(cells):
                 rows.append(cells)
                 lines.append(reader.line_num)
