@@ -69,7 +69,12 @@ def test_an_asymptote_at_its_bound_is_a_doubt(tmp_path: Path, capsys: pytest.Cap
     straight = tmp_path / "straight.csv"
     straight.write_text("compute,reward\n" + "".join(f"{c},{0.2 + 0.01 * c}\n" for c in range(1, 41)))
     shown = text(capsys, str(straight), "--compare", str(write_plain(tmp_path / "well.csv")))
-    assert "straight.csv: A is at its high bound, 1" in shown
+    assert "straight.csv: A is at its high bound, 1, with probability " in shown
+    rows = [line.split(",") for line in straight.read_text().splitlines()[1:]]
+    straight.write_text("compute,reward\n" + "".join(f"{c},{100 * float(r)}\n" for c, r in rows))
+    shown = text(capsys, str(straight), "--compare", str(straight), "--scale=0,100")
+    assert "A is at its high bound, 100, with probability " in shown
+    assert "prior bound met: A high (100) holds" in text(capsys, str(straight), "--scale=0,100")
 
 
 def test_a_comparison_answers_at_a_compute_and_refuses_what_is_asked_of_one(

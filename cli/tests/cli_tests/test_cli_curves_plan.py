@@ -68,6 +68,7 @@ def test_money_time_and_dates_follow_from_the_rate(
     assert twice["net"] == pytest.approx(1000 * twice["gain"]["median"] - 15.0)
     assert rows["+1 device-hours"]["compute"] == pytest.approx(12e6)
     assert rows["stop now"]["cost"] == 0.0
+    assert "+.5 device-hours" in [o["option"] for o in plan(capsys, curve, "--budget", "0.5")["options"]]
 
 
 def test_growing_changes_the_time_and_not_the_reward(

@@ -11,7 +11,7 @@ from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.report import left_out
 from scalerl_cli.curves.study import State, Study, interval_json
 from scalerl_curvefit import Better, Comparison, CurveError, compare
-from scalerl_curvefit.compare import SAME_A, bounds_met
+from scalerl_curvefit.compare import SAME_A
 
 SETTLED: Final = 0.9
 """Probability below which two recipes are not told apart: then neither 90 % bound is passed."""
@@ -49,7 +49,7 @@ class Pair:
         for name, made in zip(self.names, (self.first, self.second), strict=True):
             if made.state is State.BROKEN:
                 said += [f"{name}: BROKEN: {reason}" for reason in made.guarded.reasons]
-            said += [f"{name}: {doubt}" for doubt in (*made.doubts, *bounds_met(made.fitted))]
+            said += [f"{name}: {doubt}" for doubt in (*made.doubts, *_bounds(made))]
         if self.first.file.unit != self.second.file.unit and (
             self.first.file.named_unit and self.second.file.named_unit
         ):
@@ -77,6 +77,17 @@ class Pair:
                 "doubts": self.doubts,
             },
         }
+
+
+def _bounds(made: Study) -> Iterator[str]:
+    """What a bound of the prior, and not the points, says of the curve. ρ is noise, not the curve."""
+    for edge in made.fitted.edges:
+        if edge.parameter != "rho":
+            at = f"{edge.parameter} is at its {edge.side} bound, {made.bound(edge)}"
+            yield f"{at}, with probability {words.probability(edge.mass)}"
+    highest = made.fitted.settings.a_highest
+    if highest <= made.fitted.point.A:
+        yield f"the least-squares A is at its high bound, {words.amount(made.scale.level(highest))}"
 
 
 def pair(first: Study, second: Study) -> Pair:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from scalerl_cli.curves import words
 from scalerl_cli.curves.pace import Pace
 from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.study import State, Study
@@ -80,7 +81,9 @@ def options(made: Study, pace: Pace, money: Money, budgets: Sequence[float]) -> 
         return []
     now = made.fitted.now
     wanted = [("stop now", 0.0), *((f"{k}× compute", (k - 1) * now) for k in MULTIPLES)]
-    wanted += [(f"+{budget:g} device-hours", budget * (pace.rate or 0.0)) for budget in budgets]
+    wanted += [
+        (f"+{words.significant(budget, 6)} device-hours", budget * (pace.rate or 0.0)) for budget in budgets
+    ]
     wanted.sort(key=lambda choice: choice[1])
     ahead = made.ahead([made.now + more for _, more in wanted], "--budget")
     return [
@@ -132,8 +135,8 @@ def growths(
         devices = pace.devices + (count - generators[0]) * devices_per_generator
         if devices <= 0:
             raise CurveProblem(
-                f"--generators: {count} of them leave {devices:g} devices of the {pace.devices:.3g} that work now; "
-                f"the first number is what the run has now, with {devices_per_generator:g} devices each"
+                f"--generators: {count} of them leave {words.significant(devices)} devices of the {words.significant(pace.devices)} that work now; "
+                f"the first number is what the run has now, with {words.significant(devices_per_generator)} devices each"
             )
         speed = (devices / pace.devices) ** given
         wall = [option.more / (pace.rate * pace.devices * speed) for option in choices]

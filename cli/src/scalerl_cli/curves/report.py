@@ -195,6 +195,6 @@ def _trust(made: Study) -> Iterator[str]:
         yield "  hindcasts: none, too few points at half of the compute"
     for edge in fitted.edges:
         yield (
-            f"  prior bound met: {edge.parameter} {edge.side} ({words.amount(edge.bound)}) holds {100 * edge.mass:.0f} % of the "
+            f"  prior bound met: {edge.parameter} {edge.side} ({made.bound(edge)}) holds {100 * edge.mass:.0f} % of the "
             "posterior; there the bound, not the points, sets the interval"
         )

@@ -16,6 +16,7 @@ from scalerl_cli.curves.scale import RewardScale
 from scalerl_cli.curves.source import CurveFile
 from scalerl_curvefit import (
     CurveError,
+    Edge,
     Estimate,
     Fall,
     Fit,
@@ -97,6 +98,11 @@ class Study:
             widest = self.scale.difference(WIDEST_A, 2)
             return f"90 % interval of A is {self.scale.width(self.fitted.A)} wide, more than {widest}"
         return words.plain(doubt)
+
+    def bound(self, edge: Edge) -> str:
+        """The bound that was met; of A and of A − R0 on the scale of the file."""
+        value = {"A": self.scale.level, "A - R0": self.scale.change}.get(edge.parameter, float)(edge.bound)
+        return words.amount(value)
 
     @property
     def scale(self) -> RewardScale:
