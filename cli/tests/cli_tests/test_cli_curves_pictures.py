@@ -121,7 +121,8 @@ def test_a_fall_is_named_only_where_there_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ill: dict[str, float], named: bool
 ) -> None:
     path = write_run(tmp_path / "c.csv", **ill)
-    assert ("after the fall" in legend(drawn(monkeypatch, "fit", str(path)))) is named
+    for command in (["fit"], ["plan", "--from"]):
+        assert ("after the fall" in legend(drawn(monkeypatch, *command, str(path)))) is named
 
 
 def test_pictures_are_on_the_scale_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

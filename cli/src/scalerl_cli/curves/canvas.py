@@ -159,6 +159,20 @@ def draw_points(
         )
 
 
+def draw_fallen(axes: Any, curve: Curve, scale: RewardScale, start: float, fallen: int) -> None:
+    """Crosses on the last ``fallen`` evaluations; nothing where there was no fall."""
+    if fallen:
+        axes.plot(
+            curve.compute[-fallen:] + start,
+            scale.level(curve.reward[-fallen:]),
+            "x",
+            ms=6,
+            color=VERMILLION,
+            label=f"the last {fallen:,}, after the fall: not fitted",
+            zorder=3.5,
+        )
+
+
 def draw_forecasts(axes: Any, compute: Sequence[float], drawn: Sequence[Estimate], label: str) -> None:
     """Forecasts as they are printed: of an evaluation made there, its noise included."""
     median = np.array([point.median for point in drawn])

@@ -76,16 +76,7 @@ def _draw(
         burn_in=fitted.burn_in_points,
         burn_in_label=canvas.burn_in_words(fitted.burn_in_points),
     )
-    if made.fallen:
-        axes.plot(
-            file.segment.curve.compute[-made.fallen :] + made.start,
-            scale.level(file.segment.curve.reward[-made.fallen :]),
-            "x",
-            ms=6,
-            color=canvas.VERMILLION,
-            label=f"the last {made.fallen:,}, after the fall: not fitted",
-            zorder=3.5,
-        )
+    canvas.draw_fallen(axes, file.segment.curve, scale, made.start, made.fallen)
     if made.forecasts:
         canvas.draw_forecasts(
             axes,

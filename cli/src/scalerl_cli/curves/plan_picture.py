@@ -50,6 +50,7 @@ def _choices(axes: Any, outlook: Outlook) -> None:
         burn_in=made.fitted.burn_in_points,
         burn_in_label=canvas.burn_in_words(made.fitted.burn_in_points),
     )
+    canvas.draw_fallen(axes, curve, scale, made.start, made.fallen)
     going = [option for option in outlook.options if option.more > 0]
     drawn = [scale.levels(option.forecast) for option in going]
     if going:
