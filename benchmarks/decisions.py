@@ -28,6 +28,7 @@ Terms
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -48,6 +49,7 @@ from scalerl_curvefit.sidecar.answers import answer_forecast, error_code
 from scalerl_curvefit.simulate import ar1_noise
 from scalerl_operator.autoscaling.observation import Point, point_set
 from scalerl_operator.autoscaling.question import question
+from scalerl_operator.policy import vote
 from scalerl_operator.policy.autoscale import decide
 from scalerl_operator.policy.facts import (
     RECENT,
@@ -75,6 +77,7 @@ SPEC = AutoscalingSpec(mode="Advisory")
 MIN_GAIN = float(SPEC.min_gain)
 FALLEN = 0.5 * MIN_GAIN
 EACH, QUICK_EACH = 20, 3
+PATIENCES = (0.3, 0.4, 0.5, 0.6, 0.7, 2.0)
 LATEST = 0.7
 """Share of the plan until when a run that learns nothing is to be stopped."""
 
@@ -92,6 +95,8 @@ class Result:
     states: tuple[State, ...]
     p: tuple[float | None, ...]
     held: tuple[int, ...]
+    frontier: tuple[int | None, ...] = ()
+    """Evaluations used until the first stop, at each of PATIENCES."""
 
     @property
     def stopped(self) -> int | None:
@@ -213,7 +218,8 @@ def _result(
     compute: Sequence[float] | None = None,
 ) -> Result:
     share = np.arange(1, len(seen) + 1) / len(seen) if compute is None else np.array(compute) / compute[-1]
-    states, held, p = driven(share * PLAN_DEVICE_HOURS, seen, samples, truncated)
+    states, held, looks = driven(share * PLAN_DEVICE_HOURS, seen, samples, truncated)
+    outlooks = [None if look.forecast is None else look.forecast.outlook for look in looks]
     return Result(
         name,
         kind,
@@ -222,19 +228,35 @@ def _result(
         tuple(down),
         falls_at,
         tuple(states),
-        tuple(p),
+        tuple(None if outlook is None else outlook.p_gain_above_min for outlook in outlooks),
         tuple(held),
+        tuple(stopped_with(patience, looks) for patience in PATIENCES),
     )
+
+
+def stopped_with(patience: float, looks: Sequence[Observation]) -> int | None:
+    """Evaluations used until the first stop, had a run that shows nothing been given so much of its plan."""
+    history, kept = History(), vote.PATIENCE
+    vote.PATIENCE = patience
+    try:
+        for used, look in enumerate(looks, 1):
+            decision = decide(SPEC, look, history)
+            if decision.state is State.STOP:
+                return used
+            history = decision.history
+        return None
+    finally:
+        vote.PATIENCE = kept
 
 
 def driven(
     compute_device_hours: np.ndarray, rewards: np.ndarray, samples: int, truncated: np.ndarray | None
-) -> tuple[list[State], list[int], list[float | None]]:
-    """The states that the operator's policy goes through, after which evaluations it would have held the run, and P."""
+) -> tuple[list[State], list[int], list[Observation]]:
+    """The states that the operator's policy goes through, after which evaluations it would have held the run, what it saw."""
     points: list[Point] = []
     history, states = History(), []
     held: list[int] = []
-    chances: list[float | None] = []
+    looks: list[Observation] = []
     for version, (hours, reward) in enumerate(
         zip(compute_device_hours.tolist(), rewards.tolist(), strict=True), 1
     ):
@@ -257,9 +279,8 @@ def driven(
             held.append(version)
         history = decision.history
         states.append(decision.state)
-        outlook = None if look.forecast is None else look.forecast.outlook
-        chances.append(None if outlook is None else outlook.p_gain_above_min)
-    return states, held, chances
+        looks.append(look)
+    return states, held, looks
 
 
 def observed(points: list[Point], history: History, budget_device_hours: float) -> Observation:
@@ -299,6 +320,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_EACH} runs a family, a minute")
     parser.add_argument("--each", type=int, default=EACH, help="runs of each family")
     parser.add_argument("--only", default="", choices=["", *FAMILIES], help="one family")
+    parser.add_argument(
+        "--frontier", action="store_true", help="stops by the patience with runs that show nothing"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     arguments = parser.parse_args()
     started = time.perf_counter()
@@ -307,6 +331,8 @@ def main() -> None:
     with ProcessPoolExecutor(arguments.jobs) as pool:
         results = list(pool.map(partial(one_run, only=arguments.only), range(runs), chunksize=2))
     figures = report(results)
+    if arguments.frontier:
+        frontier(results)
     if not arguments.only and not arguments.quick:
         print("\nreal curves, each as far as its record goes")
         families(real_runs(), lambda r: r.kind)
@@ -378,6 +404,28 @@ def report(results: list[Result]) -> dict[str, float]:
         print(f"    P {low:.2f} to {min(high, 1):.2f}: came in {mean(some):.2f} of {len(some)}")
     families(results, lambda r: r.name)
     return figures
+
+
+def frontier(results: list[Result]) -> None:
+    """Reward lost against compute saved over settings of the patience."""
+    over, nothing = [r for r in results if r.over], [r for r in results if r.kind == "nothing"]
+    print(
+        "\n  patience  false stops  smooth  reward lost  over: stopped  saved  nothing: stopped by .7  saved"
+    )
+    for i, patience in enumerate(PATIENCES):
+
+        def at(r: Result, i: int = i) -> Result:
+            states = (State.STOP if n == r.frontier[i] else State.CONTINUE for n in range(1, len(r.seen) + 1))
+            return dataclasses.replace(r, states=tuple(states))
+
+        every, o, n = [at(r) for r in results], [at(r) for r in over], [at(r) for r in nothing]
+        in_time = mean(r.stopped is not None and r.stopped <= LATEST * len(r.seen) for r in n)
+        print(
+            f"  {'never' if patience > 1 else f'{patience:.1f}':<8}  {mean(r.false_stop for r in every):11.3f}"
+            f"  {sum(r.false_stop for r in every if r.kind == 'smooth'):6d}  {mean(r.lost for r in every):11.4f}"
+            f"  {mean(r.stopped is not None for r in o):13.2f}  {mean(r.saved for r in o):5.2f}"
+            f"  {in_time:22.2f}  {mean(r.saved for r in n):5.2f}"
+        )
 
 
 def families(results: list[Result], key: Callable[[Result], str]) -> None:

@@ -20,6 +20,7 @@ from aiohttp.test_utils import unused_port
 import scalerl_curvefit as cf
 from scalerl_api import endpoints
 from scalerl_api import forecast as wire
+from scalerl_curvefit.rises import p_late_rise
 from scalerl_curvefit.sidecar.app import Limits, Sidecar, runner
 from scalerl_curvefit.simulate import SCALERL, simulated
 from scalerl_operator.autoscaling.client import SidecarClient, SidecarRefused, SidecarUnavailable
@@ -89,6 +90,34 @@ async def test_a_broken_run_gets_no_forecast(start) -> None:
         answer = await sidecar.forecast(request)
     assert answer.guard.broken
     assert (answer.forecasts, answer.outlook) == ([], None)
+
+
+async def test_equal_rewards_are_answered_where_it_is_asked_how_flat_the_run_is(start) -> None:
+    """A model that passes nothing: no curve is fitted to it otherwise, and it would never be stopped."""
+    silent = wire.Points(compute=[float(i) for i in range(1, 21)], reward=[0.0] * 20, samples=1000.0)
+    async with SidecarClient(await start(Sidecar().application())) as sidecar:
+        answer = await sidecar.forecast(wire.ForecastRequest(points=silent, budget=30.0))
+        with pytest.raises(SidecarRefused, match="constant_reward"):
+            await sidecar.forecast(wire.ForecastRequest(points=silent))
+        with pytest.raises(SidecarRefused, match="budget is -1; it is the total compute that may be used"):
+            await sidecar.forecast(wire.ForecastRequest(points=silent, budget=-1.0))
+    assert isinstance(answer.flat, wire.Flat)
+    assert (answer.flat.share, answer.flat.gained) == (pytest.approx(2 / 3), 0.0)
+    assert answer.flat.p_gain < 0.1
+
+
+async def test_late_rises_are_counted_in_up_to_the_budget(start) -> None:
+    curve = points(simulated(n=50, seed=1))
+    last = curve.compute[-1]
+    async with SidecarClient(await start(Sidecar().application())) as sidecar:
+        endless, ends = [
+            await sidecar.forecast(wire.ForecastRequest(points=curve, budget=budget))
+            for budget in (None, last)
+        ]
+    assert endless.outlook.p_late_rise == pytest.approx(p_late_rise(1.0, 0.02))
+    assert ends.outlook.p_late_rise == 0.0
+    assert endless.outlook.p_gain_above_min > ends.outlook.p_gain_above_min
+    assert endless.outlook.late_rise.high == pytest.approx(0.267)
 
 
 async def test_a_new_recipe_is_answered_on_the_axis_of_the_request(start) -> None:

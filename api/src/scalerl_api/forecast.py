@@ -84,6 +84,9 @@ class ForecastRequest(Message, frozen=True, kw_only=True):
     """Of one unit of compute."""
     truncation: list[float] | None = None
     """Share of rollouts cut off at the length limit, one a point or only the latest; for the guard."""
+    budget: float | None = None
+    """Total compute that may be used, as far as it is known: late rises count up to it, and with 10 evaluations or more the
+    answer says how flat the run is (``ForecastAnswer.flat``), also where all rewards are equal."""
     alarms_after: float = 0.0
     """Evaluations up to this compute set no best and raise no alarm of a fall: somebody knows of them."""
     draws: int = 2000
@@ -188,10 +191,15 @@ class Outlook(Message, frozen=True, kw_only=True):
     gain: Interval
     """R(horizon·now) − R(now)."""
     p_gain_above_min: float
+    """Late rises that no fit announces counted in."""
     p_asymptote_above_target: float | None = None
     p_target_at_max_compute: float | None = None
     to_target: Reached | None = None
     best_block: BestBlock | None = None
+    p_late_rise: float | msgspec.UnsetType = msgspec.UNSET
+    """That a rise of ``min_gain`` or more which no fit announces begins up to the horizon or the budget."""
+    late_rise: Interval | msgspec.UnsetType = msgspec.UNSET
+    """What such rises gained in public curves: median, least, most. A stop gives that away where it is wrong."""
 
 
 class Fall(Message, frozen=True, kw_only=True):
@@ -219,6 +227,23 @@ class GuardAnswer(Message, frozen=True, kw_only=True):
     fall: Fall | msgspec.UnsetType = msgspec.UNSET
 
 
+class Flat(Message, frozen=True, kw_only=True):
+    """What says, without any curve, that nothing more comes of a run."""
+
+    share: float
+    """Of ``budget``, used."""
+    gained: float
+    """The best mean of three evaluations above the first."""
+    slope: Interval
+    """Reward gained with each doubling of compute, over the last two."""
+    p_trend: float
+    """That by this trend the gain at the horizon exceeds ``min_gain``."""
+    p_late: float
+    """That a run which has gained nothing by now still rises, from public curves."""
+    p_gain: float
+    """P(gain > min_gain): either."""
+
+
 class ForecastAnswer(Message, frozen=True, kw_only=True):
     """A broken run gets no forecasts and no outlook: a curve says nothing about a run that left it."""
 
@@ -228,6 +253,8 @@ class ForecastAnswer(Message, frozen=True, kw_only=True):
     outlook: Outlook | None
     method: int | msgspec.UnsetType = msgspec.UNSET
     """``METHOD`` of the program that answered; not given by method 1. Recorded decisions are replayed by it."""
+    flat: Flat | msgspec.UnsetType = msgspec.UNSET
+    """With a budget, 10 evaluations and no alarm."""
 
 
 class ErrorAnswer(Message, frozen=True, kw_only=True):

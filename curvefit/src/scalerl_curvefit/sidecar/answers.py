@@ -10,10 +10,10 @@ import msgspec
 from scalerl_api import forecast as wire
 
 from ..curve import Curve, Segment
-from ..errors import CurveError, RequestError
+from ..errors import ConstantRewardError, CurveError, RequestError
 from ..fitting import Estimate, Fit, fit
 from ..forecasting import forecast
-from ..guard import GuardResult, guard
+from ..guard import WITHIN_NOISE, GuardResult, guard
 from ..outlook import (
     best_block,
     compute_to,
@@ -23,6 +23,9 @@ from ..outlook import (
     p_gain_above,
     p_reward_above,
 )
+from ..rises import ENOUGH, flatness, late_rise_sizes, p_late_rise
+
+HAIR = 1e-6
 
 
 def answer_fit(request: wire.FitRequest) -> wire.FitAnswer:
@@ -39,10 +42,12 @@ def answer_forecast(request: wire.ForecastRequest) -> wire.ForecastAnswer:
         )
     if not 1 <= request.draws <= wire.MAX_DRAWS:
         raise RequestError(f"draws is {request.draws}; it must be between 1 and {wire.MAX_DRAWS}")
+    if request.budget is not None and not request.budget > 0:
+        raise RequestError(f"budget is {request.budget:g}; it is the total compute that may be used")
     if not (math.isfinite(request.horizon) and request.horizon > 1.0):
         raise RequestError(f"horizon is {request.horizon:g}; it must be a multiple of now above 1")
     segment = _last_segment(request.points)
-    fitted = fit(segment.curve)
+    fitted = _fit(segment.curve, request)
     checked = guard(
         segment.curve,
         request.truncation,
@@ -72,6 +77,7 @@ def answer_forecast(request: wire.ForecastRequest) -> wire.ForecastAnswer:
         forecasts=ahead,
         outlook=outlook,
         method=wire.METHOD,
+        flat=msgspec.UNSET if checked.broken else _flat(segment, request),
     )
 
 
@@ -79,6 +85,35 @@ def error_code(error: CurveError) -> str:
     """`TooFewPointsError` → `too_few_points`."""
     name = type(error).__name__.removesuffix("Error")
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+def _fit(curve: Curve, request: wire.ForecastRequest) -> Fit:
+    """The fit of one segment; of equal rewards, where it is asked how flat the run is, with one of them moved a hair."""
+    try:
+        return fit(curve)
+    except ConstantRewardError:
+        if request.budget is None or len(curve) - curve.first_trained < ENOUGH:
+            raise
+    reward = curve.reward.copy()
+    reward[-1] += HAIR if reward[-1] < 0.5 else -HAIR
+    return fit(Curve(curve.compute, reward, curve.samples))
+
+
+def _flat(segment: Segment, request: wire.ForecastRequest) -> wire.Flat | msgspec.UnsetType:
+    if request.budget is None or request.budget <= segment.start:
+        return msgspec.UNSET
+    found = flatness(segment.curve, request.min_gain, request.horizon, request.budget - segment.start)
+    if found is None:
+        return msgspec.UNSET
+    half = WITHIN_NOISE * found.slope_sd
+    return wire.Flat(
+        share=found.share,
+        gained=found.gained,
+        slope=wire.Interval(median=found.slope, low=found.slope - half, high=found.slope + half),
+        p_trend=found.p_trend,
+        p_late=found.p_late,
+        p_gain=found.p_gain,
+    )
 
 
 def _last_segment(points: wire.Points) -> Segment:
@@ -114,10 +149,17 @@ def _outlook(fitted: Fit, start: float, request: wire.ForecastRequest) -> wire.O
     if request.value is not None and request.price is not None:
         best = best_block(fitted, request.value, request.price, horizon)
         block = wire.BestBlock(compute=best.compute, gain=best.gain, net=best.net)
+    until = horizon if request.budget is None else min(horizon, max(request.budget - start, fitted.now))
+    late = p_late_rise(math.log2(until / fitted.now), request.min_gain)
+    sizes = late_rise_sizes(request.min_gain)
     return wire.Outlook(
         marginal_gain=_interval(marginal_gain(fitted)),
         gain=_interval(gain(fitted, horizon)),
-        p_gain_above_min=p_gain_above(fitted, horizon, request.min_gain),
+        p_gain_above_min=1.0 - (1.0 - p_gain_above(fitted, horizon, request.min_gain)) * (1.0 - late),
+        p_late_rise=late,
+        late_rise=msgspec.UNSET
+        if sizes is None
+        else wire.Interval(median=sizes[0], low=sizes[1], high=sizes[2]),
         p_asymptote_above_target=asymptote_above,
         p_target_at_max_compute=at_most,
         to_target=to_target,

@@ -30,8 +30,10 @@ def question(
         return f"none of {len(points)} evaluations can be used ({left_out}); see evaluation.holdSeconds"
     history = remember(spec, seen, history)
     now = pace_now(seen, history)
-    value = price = most = None
+    value = price = most = budget = None
     if now is not None:
+        ahead = reach(now, left(spec, seen, history))
+        budget = None if ahead is None else used[-1].tokens + ahead
         if spec.price_per_device_hour is not None and spec.value_per_point is not None:
             value = 100.0 * float(spec.value_per_point)
             tokens_per_device_hour = 3600.0 * now.tokens_per_second / now.devices
@@ -53,6 +55,7 @@ def question(
         max_compute=most if most else None,
         value=value,
         price=price,
+        budget=budget,
         alarms_after=max((float(p.tokens) for p in used if p.version <= history.forgiven), default=0.0),
     )
 

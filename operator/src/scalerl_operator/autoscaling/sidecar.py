@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from scalerl_api.forecast import ForecastAnswer, ForecastRequest
+from scalerl_api.forecast import Flat, ForecastAnswer, ForecastRequest
 
 BOUND_SECONDS: Final = 60.0
 """For all attempts of one question together."""
@@ -83,6 +83,8 @@ def unbelievable(request: ForecastRequest, answer: ForecastAnswer) -> str:
     if not 0.0 <= fit.A.low <= fit.A.high <= 1.0:
         return f"A from {fit.A.low:g} to {fit.A.high:g} is no pass rate"
     chances = {"p_before_cmid": fit.p_before_cmid}
+    if isinstance(answer.flat, Flat):
+        chances |= {name: getattr(answer.flat, name) for name in ("share", "p_trend", "p_late", "p_gain")}
     if outlook is None:
         if not answer.guard.broken:
             return "no outlook for a run that is not broken"

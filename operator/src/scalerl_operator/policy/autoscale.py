@@ -7,7 +7,7 @@ remember next. The same three give the same decision, bit for bit: that is what 
 |---|---|
 | BROKEN | an alarm stands (:mod:`.alarm`); ``stopAfter`` new evaluations in a row of it hold the run |
 | INSUFFICIENT | no believable forecast (:func:`.vote.doubts`) |
-| STOP | ``stopAfter`` new evaluations in a row voted for it (:mod:`.vote`) and none has voted against it since |
+| STOP | ``stopAfter`` new evaluations in a row voted for it (:mod:`.vote`), by the fit or because nothing happens, and none has voted against it since |
 | GROW | the vote is to go on, budget or deadline end before it has paid off, and more generators help |
 | CONTINUE | otherwise |
 """
@@ -24,7 +24,7 @@ from scalerl_operator.policy.alarm import alarm, is_healthy
 from scalerl_operator.policy.elasticity import left, pace, pace_now, reach
 from scalerl_operator.policy.facts import Action, Alarm, Decision, History, Observation, State
 from scalerl_operator.policy.memory import remember, scaled, why_not
-from scalerl_operator.policy.vote import Side, Vote, doubts, vote
+from scalerl_operator.policy.vote import Side, Vote, doubts, flat_vote, if_wrong, vote
 
 LEAST_ELASTICITY: Final = 0.7
 """d ln(tokens/s) / d ln(devices) under which more devices are mostly wasted."""
@@ -50,6 +50,9 @@ def decide(spec: AutoscalingSpec, seen: Observation, history: History) -> Decisi
         return _broken(spec, seen, history, standing, why)
     unsure = doubts(spec, seen)
     if unsure:
+        flat = None if seen.forecast is None else flat_vote(spec, seen.forecast)
+        if flat is not None:
+            return _voted_flat(spec, seen, history, flat, unsure)
         if seen.forecast is not None:
             # This evaluation was looked at and did not agree. One that could not be looked at did neither.
             history = replace(history, streak=0, version=max(history.version, seen.points.version))
@@ -59,15 +62,32 @@ def decide(spec: AutoscalingSpec, seen: Observation, history: History) -> Decisi
     cast = vote(spec, seen.forecast, seen.forecast.outlook)
     history = _counted(seen, history, cast)
     if history.streak >= spec.stop_after:
-        reasons = [*cast.reasons, f"{history.streak} new evaluations in a row agree"]
-        decision = _decided(seen, history, State.STOP, reasons, Action(kind="stop", on_stop=spec.on_stop))
-        return replace(decision, advice=advice(seen.recipe), pays=0.0)
+        return _stop(spec, seen, history, cast)
     if cast.side is Side.STOP:
         reasons = [*cast.reasons, f"{history.streak} of {spec.stop_after} new evaluations in a row agree"]
         return replace(
             _or_take_back(spec, seen, history, State.CONTINUE, reasons), advice=advice(seen.recipe)
         )
     return _grow(spec, seen, history, cast)
+
+
+def _stop(spec: AutoscalingSpec, seen: Observation, history: History, cast: Vote) -> Decision:
+    assert seen.forecast is not None
+    agree = f"{history.streak} new evaluations in a row agree"
+    reasons = [*cast.reasons, agree, *if_wrong(seen.forecast)]
+    decision = _decided(seen, history, State.STOP, reasons, Action(kind="stop", on_stop=spec.on_stop))
+    return replace(decision, advice=advice(seen.recipe), pays=0.0)
+
+
+def _voted_flat(
+    spec: AutoscalingSpec, seen: Observation, history: History, cast: Vote, unsure: list[str]
+) -> Decision:
+    """Of a run that no fit can be believed of because nothing happens."""
+    history = _counted(seen, history, cast)
+    if history.streak >= spec.stop_after:
+        return _stop(spec, seen, history, cast)
+    agree = f"{history.streak} of {spec.stop_after} new evaluations in a row agree"
+    return _or_take_back(spec, seen, history, State.INSUFFICIENT, [*unsure, *cast.reasons, agree])
 
 
 def _broken(

@@ -16,6 +16,9 @@ LEAST_FALL: Final = 0.5
 """Of minGain: how far under the forecast the newest evaluation had to lie."""
 IN_A_ROW: Final = 3
 """Evaluations that were compared together."""
+STOP_BELOW: Final = 0.1
+RELEASE_AT: Final = 0.2
+"""P(gain at the horizon > minGain) that voted for and against a stop; late rises were not in it."""
 
 
 def fallen(

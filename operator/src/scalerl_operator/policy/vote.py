@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.forecast import ForecastAnswer, Outlook
 from scalerl_operator.policy import method_1
@@ -18,14 +20,19 @@ MOST_BEFORE_CMID: Final = 0.2
 published parameters the reward at twice the compute was off by more than .02 in one of four at 2·Cmid,
 in two of three at Cmid."""
 
-STOP_BELOW: Final = 0.1
-"""P(gain at the horizon > minGain) that votes for a stop."""
+STOP_BELOW: Final = 0.15
+"""P(gain at the horizon > minGain) that votes for a stop; some .06 of it are late rises, which no fit can exclude."""
+RELEASE_AT: Final = 0.25
+"""From where it votes against one; in between it does neither."""
 TARGET_BELOW: Final = 0.05
 """P(R(Cmax) > target) that votes for a stop."""
-RELEASE_AT: Final = 0.2
-"""Of either probability, from where it votes against one; in between it does neither."""
+TARGET_RELEASE_AT: Final = 0.2
+"""From where it votes against one."""
 RELEASE_RETURN: Final = 0.1
 """With money: what a block has to return beyond its price, as a share of it, to vote against a stop."""
+PATIENCE: Final = 0.5
+"""Share of what may be used from where a run that shows nothing can be stopped; see docs/autoscaling.md for the
+frontier between reward lost and compute saved that it was chosen on."""
 WORTH_MORE_DEVICES: Final = 0.5
 """P(gain at the horizon > minGain), or P(A > target), from which going on is worth more devices."""
 
@@ -87,7 +94,10 @@ def vote(spec: AutoscalingSpec, answer: ForecastAnswer, outlook: Outlook) -> Vot
     else:
         p = outlook.p_gain_above_min
         words = f"P(gain at {spec.horizon}× the compute > {spec.min_gain}) is {p:.2f}"
-        said = [(_by_probability(p, STOP_BELOW), words)]
+        if answer.method is msgspec.UNSET:
+            said = [(_by_probability(p, method_1.STOP_BELOW, method_1.RELEASE_AT), words)]
+        else:
+            said = [_by_gain(spec, answer, outlook, words)]
         valuable, pays = p >= WORTH_MORE_DEVICES, ahead
     if spec.target is not None:
         p_ever = outlook.p_asymptote_above_target
@@ -96,16 +106,73 @@ def vote(spec: AutoscalingSpec, answer: ForecastAnswer, outlook: Outlook) -> Vot
         if outlook.p_target_at_max_compute is not None:
             p = outlook.p_target_at_max_compute
             words = f"P(reward > {spec.target} within what may be used) is {p:.2f}"
-            said.append((_by_probability(p, TARGET_BELOW), words))
+            said.append((_by_probability(p, TARGET_BELOW, TARGET_RELEASE_AT), words))
     side = max(one for one, _ in said)
     said.sort(key=lambda one: one[0], reverse=True)
     return Vote(side, tuple(words for _, words in said), valuable and side is Side.GO_ON, pays)
 
 
-def _by_probability(p: float, stop_below: float) -> Side:
+def flat_vote(spec: AutoscalingSpec, answer: ForecastAnswer) -> Vote | None:
+    """For a stop, of a run without a believable fit because nothing happens; None if that does not say it.
+
+    Where a price decides, a flat run has no best block to be held against it, so this says nothing.
+    """
+    flat = answer.flat
+    if (
+        flat is msgspec.UNSET
+        or answer.outlook is None
+        or spec.price_per_device_hour is not None
+        or answer.fit.points_used < ENOUGH_POINTS
+        or flat.share < PATIENCE
+    ):
+        return None
+    side = _by_probability(flat.p_gain, STOP_BELOW, RELEASE_AT)
+    if side is Side.GO_ON:
+        return None
+    slope = flat.slope
+    words = (
+        f"nothing happens: {slope.median:+.3f} ({slope.low:+.3f} to {slope.high:+.3f}) with each doubling of compute, at "
+        f"{flat.share:.0%} of what may be used; P(gain > {spec.min_gain}) is {flat.p_gain:.2f}, that of a first rise so "
+        f"late, {flat.p_late:.2f}, included"
+    )
+    return Vote(side, (words,), False, 0.0)
+
+
+def if_wrong(answer: ForecastAnswer) -> list[str]:
+    """What a stop gives away where it is wrong; nothing where the answer does not say (method 1)."""
+    outlook = answer.outlook
+    if outlook is None or outlook.p_late_rise is msgspec.UNSET:
+        return []
+    late = outlook.late_rise
+    known = (
+        ""
+        if late is msgspec.UNSET
+        else f"; late rises in public curves gained {late.low:.2f} to {late.high:.2f}"
+    )
+    return [
+        f"where this is wrong: the forecast's 95th percentile is {outlook.gain.high:+.3f}{known}; resuming takes it back"
+    ]
+
+
+def _by_gain(spec: AutoscalingSpec, answer: ForecastAnswer, outlook: Outlook, words: str) -> tuple[Side, str]:
+    """A run that has gained nothing has shown its fit nothing either: patience goes before it."""
+    flat, late = answer.flat, outlook.p_late_rise
+    words += "" if late is msgspec.UNSET else f", that of an unannounced rise, {late:.2f}, included"
+    side = _by_probability(outlook.p_gain_above_min, STOP_BELOW, RELEASE_AT)
+    if (
+        side is Side.STOP
+        and flat is not msgspec.UNSET
+        and flat.gained < float(spec.min_gain)
+        and flat.share < PATIENCE
+    ):
+        return Side.NEITHER, f"{words}, but it has gained nothing yet at {flat.share:.0%} of what may be used"
+    return side, words
+
+
+def _by_probability(p: float, stop_below: float, release_at: float) -> Side:
     if p < stop_below:
         return Side.STOP
-    return Side.GO_ON if p >= RELEASE_AT else Side.NEITHER
+    return Side.GO_ON if p >= release_at else Side.NEITHER
 
 
 def _by_return(spec: AutoscalingSpec, compute: float, gain: float, net: float) -> Side:

@@ -1,0 +1,83 @@
+"""Late rises and flat runs: probabilities from counts of public curves, and from the run's own trend."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+import scalerl_curvefit as cf
+from scalerl_curvefit import rises
+from scalerl_curvefit.simulate import ar1_noise
+
+COMPUTE = np.arange(1.0, 21.0)
+
+
+def log_linear(slope: float, seed: int, sigma: float = 0.0075, rho: float = 0.0) -> cf.Curve:
+    """20 evaluations that gain `slope` with each doubling."""
+    noise = ar1_noise(20, sigma, rho, np.random.default_rng(seed))
+    return cf.Curve(COMPUTE, 0.3 + slope * np.log2(COMPUTE) + noise)
+
+
+def flat(curve: cf.Curve, budget: float = 40.0) -> rises.Flat:
+    found = rises.flatness(curve, least=0.02, horizon=2.0, budget=budget)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def counts() -> ModuleType:
+    path = Path(__file__).parents[2] / "benchmarks" / "late_rises.py"
+    spec = importlib.util.spec_from_file_location("late_rises", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_counts_are_those_of_the_public_curves(counts: ModuleType) -> None:
+    both = counts.counted()
+    assert sum(one["doublings"] for one in both.values()) == rises.DOUBLINGS
+    assert tuple(sorted(size for one in both.values() for size in one["sizes"])) == rises.SIZES
+    assert sum(one["curves"] for one in both.values()) == rises.CURVES
+    not_risen = np.sum([one["not_risen"] for one in both.values()], axis=0)
+    assert (counts.SHARES, tuple(not_risen)) == (rises.SHARES, rises.NOT_RISEN)
+
+
+def test_a_late_rise_is_the_less_probable_the_less_is_left_and_the_more_is_asked() -> None:
+    assert rises.p_late_rise(1.0, 0.02) == pytest.approx(7.5 / 118)
+    assert rises.p_late_rise(2.0, 0.02) > rises.p_late_rise(1.0, 0.02) > rises.p_late_rise(1.0, 0.1)
+    assert rises.p_late_rise(1.0, 0.5) > 0.0
+    assert rises.p_late_rise(0.0, 0.02) == 0.0
+    assert rises.late_rise_sizes(0.02) == (0.108, 0.028, 0.267)
+    assert rises.late_rise_sizes(0.5) is None
+    first = [rises.p_first_rise(share) for share in (0.1, 0.3, 0.5, 0.7, 1.0)]
+    assert first == sorted(first, reverse=True)
+    assert rises.p_first_rise(0.5) == pytest.approx(5 / 64)
+
+
+def test_a_run_without_a_trend_is_flat_and_one_with_a_trend_is_not() -> None:
+    still = [flat(log_linear(0.0, seed)) for seed in range(40)]
+    assert np.mean([one.p_gain < 0.15 for one in still]) >= 0.85
+    assert {one.share for one in still} == {0.5}
+    assert np.mean([one.slope for one in still]) == pytest.approx(0.0, abs=0.002)
+    assert all(flat(log_linear(0.06, seed)).p_trend > 0.9 for seed in range(20))
+
+
+def test_a_run_that_gains_just_what_matters_is_seldom_called_flat() -> None:
+    """The error rate of the trend, with independent noise and with neighbours alike."""
+    for rho, most in ((0.0, 0.12), (0.5, 0.3)):
+        called = [flat(log_linear(0.02, seed, rho=rho)).p_trend < 0.07 for seed in range(200)]
+        assert np.mean(called) <= most
+
+
+def test_too_few_evaluations_have_no_trend_and_what_was_gained_is_told() -> None:
+    assert rises.flatness(log_linear(0.0, 0).head(9), 0.02, 2.0, 40.0) is None
+    assert flat(log_linear(0.0, 0)).gained < 0.02
+    assert flat(log_linear(0.06, 0)).gained > 0.1
+    silent = cf.Curve(COMPUTE, np.zeros(20), samples=1000)
+    assert flat(silent).p_trend == pytest.approx(0.0, abs=1e-6)
