@@ -40,7 +40,7 @@ from pathlib import Path
 
 import numpy as np
 from msgspec.structs import replace
-from run_families import FAMILIES, Shape, family
+from run_families import FAMILIES, Shape
 
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.forecast import ForecastAnswer, ForecastRequest
@@ -149,7 +149,8 @@ def one_run(job: int, only: str = "") -> Result:
     names = [only] if only else list(FAMILIES)
     name = names[job % len(names)]
     random = np.random.default_rng([job // len(names), list(FAMILIES).index(name)])
-    shape = family(name, random)
+    kind, draw = FAMILIES[name]
+    shape = draw(random)
     sigma, rho = float(random.choice(SIGMAS)), float(random.choice(RHOS))
     u = np.arange(1, EVALUATIONS + 1) / EVALUATIONS
     clean = np.clip(shape.trend(u) + shape.wave(u), 0, 1)
@@ -159,7 +160,7 @@ def one_run(job: int, only: str = "") -> Result:
     truncated = None if shape.truncated is None else shape.truncated(u)
     falls_at = None if shape.falls_at is None else round(shape.falls_at * EVALUATIONS)
     down = np.array(fallen(clean)) | (False if truncated is None else truncated >= 0.1)
-    return _result(name, FAMILIES[name], seen, samples, to_come(shape, u), down.tolist(), falls_at, truncated)
+    return _result(name, kind, seen, samples, to_come(shape, u), down.tolist(), falls_at, truncated)
 
 
 def _samples(how: str, clean: np.ndarray, sigma: float, random: np.random.Generator) -> int:
