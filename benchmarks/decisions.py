@@ -19,7 +19,8 @@ Terms
 - fallen: the noiseless mean of three evaluations lies .01 or more below the best such mean before it. Found: a run
   that falls with state BROKEN at or after the fall. False alarm, false hold: one at an evaluation where the run has not
   fallen, of runs of any family; an alarm at the best reward so far is counted apart.
-- reversal: a STOP or a BROKEN that is taken back (the state leaves it again).
+- reversal: a STOP or a BROKEN that is taken back (the state leaves it again), unless the run has really fallen since, or
+  has really come back.
 - Brier: mean of (P(gain > minGain) − whether it came)², at every fourth evaluation with a forecast.
 
     OMP_NUM_THREADS=1 python benchmarks/decisions.py [--quick] [--each 20] [--only NAME] [--frontier] [--jobs 2]
@@ -77,7 +78,7 @@ SPEC = AutoscalingSpec(mode="Advisory")
 MIN_GAIN = float(SPEC.min_gain)
 FALLEN = 0.5 * MIN_GAIN
 EACH, QUICK_EACH = 20, 3
-PATIENCES = (0.3, 0.4, 0.5, 0.6, 0.7, 2.0)
+PATIENCES = (0.3, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 2.0)
 LATEST = 0.7
 """Share of the plan until when a run that learns nothing is to be stopped."""
 
@@ -136,12 +137,21 @@ class Result:
 
     @property
     def alarms_at_best(self) -> int:
+        """Truncation alarms apart, which have nothing to do with the reward."""
         best = np.maximum.accumulate(self.seen) <= np.array(self.seen)
-        return sum(s is State.BROKEN and bool(b) for s, b in zip(self.states, best, strict=True))
+        alarms = (s is State.BROKEN and bool(b) for s, b in zip(self.states, best, strict=True))
+        return 0 if self.name == "truncation" else sum(alarms)
 
     @property
     def reversals(self) -> int:
-        return sum(a in (State.STOP, State.BROKEN) and b is not a for a, b in pairwise(self.states))
+        count, truly = 0, False
+        for n, (a, b) in enumerate(pairwise(self.states), 1):
+            truly = self.fallen[n - 1] or (truly and a is State.BROKEN)
+            if a is State.STOP and b is not a:
+                count += not (b is State.BROKEN and self.fallen[n])
+            elif a is State.BROKEN and b is not a:
+                count += not truly or self.fallen[min(n + 3, len(self.fallen) - 1)]
+        return count
 
 
 def one_run(job: int, only: str = "") -> Result:
@@ -422,7 +432,7 @@ def frontier(results: list[Result]) -> None:
         every, o, n = [at(r) for r in results], [at(r) for r in over], [at(r) for r in nothing]
         in_time = mean(r.stopped is not None and r.stopped <= LATEST * len(r.seen) for r in n)
         print(
-            f"  {'never' if patience > 1 else f'{patience:.1f}':<8}  {mean(r.false_stop for r in every):11.3f}"
+            f"  {'never' if patience > 1 else f'{patience:.2f}':<8}  {mean(r.false_stop for r in every):11.3f}"
             f"  {sum(r.false_stop for r in every if r.kind == 'smooth'):6d}  {mean(r.lost for r in every):11.4f}"
             f"  {mean(r.stopped is not None for r in o):13.2f}  {mean(r.saved for r in o):5.2f}"
             f"  {in_time:22.2f}  {mean(r.saved for r in n):5.2f}"

@@ -20,9 +20,9 @@ MOST_BEFORE_CMID: Final = 0.2
 published parameters the reward at twice the compute was off by more than .02 in one of four at 2·Cmid,
 in two of three at Cmid."""
 
-STOP_BELOW: Final = 0.15
+STOP_BELOW: Final = 0.18
 """P(gain at the horizon > minGain) that votes for a stop; some .06 of it are late rises, which no fit can exclude."""
-RELEASE_AT: Final = 0.25
+RELEASE_AT: Final = 0.28
 """From where it votes against one; in between it does neither."""
 TARGET_BELOW: Final = 0.05
 """P(R(Cmax) > target) that votes for a stop."""
