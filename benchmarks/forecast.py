@@ -42,7 +42,7 @@ REAL_A = np.arange(0.05, 1.001, 0.025)
 """For the paper's search on the real curves, whose rewards run from .1 to .95, where its own A would fail."""
 
 # The rule that is simulated here; the operator's own has its own benchmark.
-MIN_GAIN, STOP_BELOW, IN_A_ROW = 0.02, 0.1, 3
+MIN_GAIN, STOP_BELOW, IN_A_ROW = 0.02, 0.15, 3
 EVALUATIONS = 40
 
 Row = dict[str, Any]

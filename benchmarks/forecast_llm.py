@@ -36,7 +36,7 @@ from support.rivals import (
     persistence,
     rows_of,
 )
-from support.scoring import MIN_GAIN, FloatArray, Row, Target, pit_histogram, row_of, scores, targets
+from support.scoring import MIN_GAIN, Row, Target, pit_histogram, row_of, scores, targets
 
 import scalerl_curvefit as cf
 
@@ -142,7 +142,7 @@ class Ours:
 def forecast_of(target: Target) -> Ours:
     head = target.head
     fitted = cf.fit(head)
-    seen = evaluations(fitted, target.at)
+    seen = cf.pool(fitted).evaluation(np.array([target.at]))[:, 0]
     (ahead,) = cf.forecast(fitted, [target.at])
     if not np.allclose(np.quantile(seen, [0.05, 0.95]), [ahead.low, ahead.high]):
         raise RuntimeError("the draws that are scored are not those of forecast(); see forecasting.py")
@@ -151,18 +151,6 @@ def forecast_of(target: Target) -> Ours:
     state = "BROKEN" if broken else "OK" if fitted.identifiable else "INSUFFICIENT"
     p_gain = cf.p_gain_above(fitted, target.at, MIN_GAIN)
     return Ours(row, state, p_gain, fitted.A.low, fitted.A.high, float(head.reward[-3:].mean()))
-
-
-def evaluations(fitted: cf.Fit, at: float) -> FloatArray:
-    """Draws of what an evaluation will show: those behind `forecast`."""
-    if hasattr(cf, "pool"):
-        ahead = cf.pool(fitted)
-        reward = ahead.reward(np.array([at]))[:, 0]
-        return np.clip(reward + ahead.curves.sigma * ahead.noise, 0.0, 1.0)
-    from scalerl_curvefit.forecasting import rewards
-
-    drawn = cf.draws(fitted)
-    return np.clip(rewards(fitted, drawn, np.array([at]))[:, 0] + drawn.sigma * drawn.noise, 0.0, 1.0)
 
 
 Key = tuple[str, int]

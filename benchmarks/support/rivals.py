@@ -95,7 +95,9 @@ class GridSearch:
 
     def search_all(self, heads: Sequence[cf.Curve], pool: Executor) -> None:
         """Search these in other processes."""
-        self.found.update(zip(map(_key, heads), pool.map(self.search, heads, chunksize=4), strict=True))
+        # Only when all are there: `found` is pickled along with each.
+        searched = list(pool.map(self.search, heads, chunksize=4))
+        self.found.update(zip(map(_key, heads), searched, strict=True))
 
 
 def _key(head: cf.Curve) -> bytes:

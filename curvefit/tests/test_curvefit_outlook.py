@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 import scalerl_curvefit as cf
 from scalerl_curvefit.families import compute_share, gain_share
-from scalerl_curvefit.forecasting import rewards
-from scalerl_curvefit.hindcast import Hindcast, discrepancy_weights
 from scalerl_curvefit.simulate import SCALERL, Truth, simulated
+from scalerl_curvefit.trend import trend
 
 
 @pytest.fixture(scope="module")
@@ -55,19 +54,19 @@ def test_gain_and_its_probability_agree(fitted: cf.Fit) -> None:
 @pytest.mark.parametrize("far", [0.5, 2.0, 4.0])
 def test_a_probability_is_that_of_the_draws_without_their_chance(fitted: cf.Fit, far: float) -> None:
     at = far * fitted.now
-    drawn = cf.draws(fitted, 200_000)
-    many = rewards(fitted, drawn, np.array([fitted.now, at]))
+    many = cf.pool(fitted, 200_000).reward(np.array([fitted.now, at]))
     for target in np.quantile(many[:, 1], (0.05, 0.5, 0.9)):
         assert cf.p_reward_above(fitted, at, target) == pytest.approx(np.mean(many[:, 1] > target), abs=0.02)
     if far > 1:
         least = float(np.quantile(many[:, 1] - many[:, 0], 0.9))
         assert cf.p_gain_above(fitted, at, least) == pytest.approx(0.1, abs=0.02)
-        unlucky = replace(fitted, drawn=replace(fitted.drawn, discrepancy=np.zeros(len(fitted.drawn))))
+        none = np.zeros(len(fitted.pooled))
+        unlucky = replace(fitted, pooled=replace(fitted.pooled, departure=none, rise=none))
         assert cf.p_gain_above(unlucky, at, least) == cf.p_gain_above(fitted, at, least)
 
 
 def test_rewards_stay_within_bounds_in_probabilities(fitted: cf.Fit) -> None:
-    wide = cf.fit(fitted.curve, cf.FitSettings(discrepancy=(5.0,), discrepancy_weights=(1.0,), look_back=()))
+    wide = cf.fit(fitted.curve, cf.FitSettings(departure=5.0))
     assert cf.p_reward_above(wide, 4 * wide.now, 1.0) == 0.0
     assert 0.2 < cf.p_reward_above(wide, 4 * wide.now, 0.999) < 0.6
     assert cf.p_gain_above(wide, 4 * wide.now, 1.0) == 0.0
@@ -93,7 +92,8 @@ def test_probabilities_fall_with_the_target(fitted: cf.Fit) -> None:
         [cf.p_asymptote_above(fitted, t) for t in targets],
     ):
         assert all(a >= b for a, b in pairwise(curve))
-        assert (curve[0], curve[-1]) == (pytest.approx(1.0, abs=0.01), pytest.approx(0.0, abs=0.01))
+        assert curve[0] == pytest.approx(1.0, abs=0.01)
+        assert curve[-1] < fitted.settings.late_rise
 
 
 def test_the_best_block_shrinks_with_its_price(fitted: cf.Fit) -> None:
@@ -125,34 +125,22 @@ def test_past_forecasts_are_made_without_the_future() -> None:
     """What was forecast at half the compute does not change when later points do."""
     curve = simulated(n=60, reach=5, seed=1)
     changed = cf.Curve(curve.compute, np.where(np.arange(60) < 30, curve.reward, curve.reward * 0.5))
-    one, two = cf.fit(curve).hindcasts[0], cf.fit(changed).hindcasts[0]
-    assert (one.made_at, one.until, one.sd) == (two.made_at, two.until, two.sd)
-    assert two.departure < -0.1 < one.departure
+    one, two = cf.hindcasts(curve)[-1], cf.hindcasts(changed)[-1]
+    assert (one.made_at, one.until, one.median) == (two.made_at, two.until, two.median)
+    assert two.below < 0.01 < one.below
+    assert one.low <= one.seen <= one.high
 
 
-def test_a_run_that_broke_its_forecasts_gets_wider_ones() -> None:
-    def tau(error: float) -> float:
-        past = [Hindcast(1.0, 2.0, error, 0.01)]
-        choices = cf.FitSettings()
-        return float(discrepancy_weights(past, choices, doubtful=False) @ np.array(choices.discrepancy))
-
-    before = float(np.dot(cf.FitSettings().discrepancy, cf.FitSettings().discrepancy_weights))
-    assert tau(0.0) < before < tau(0.1) < tau(0.3)
-
-
-def test_while_doubtful_half_of_the_prior_stays() -> None:
-    choices, past = cf.FitSettings(), [Hindcast(1.0, 2.0, 0.0, 0.001)]
-    learned, halved = (discrepancy_weights(past, choices, doubtful) for doubtful in (False, True))
-    np.testing.assert_allclose(halved, 0.5 * learned + 0.5 * np.array(choices.discrepancy_weights))
-    assert learned.sum() == pytest.approx(1.0)
-    young = cf.fit(simulated(n=40, reach=0.8, seed=1))
-    assert young.hindcasts
-    assert not young.identifiable
-    assert young.discrepancy_weights[-1] > 0.49 * choices.discrepancy_weights[-1]
+def test_a_past_forecast_is_that_of_a_fit_of_the_points_then() -> None:
+    curve = simulated(n=60, reach=5, seed=1)
+    (made,) = cf.forecast(cf.fit(curve.head(30)), [2 * curve.compute[29]])
+    past = cf.hindcasts(curve)[-1]
+    assert (past.made_at, past.until) == (curve.compute[29], curve.compute[59])
+    assert (past.low, past.high) == (made.low, made.high)
 
 
 def test_too_few_points_make_no_past_forecast() -> None:
-    assert cf.fit(simulated(n=12, reach=3)).hindcasts == ()
+    assert cf.hindcasts(simulated(n=12, reach=3)) == ()
 
 
 @settings(max_examples=8, deadline=None)
@@ -163,17 +151,51 @@ def test_discrepancy_widens_with_distance(seed: int) -> None:
     assert far.curve_high - far.curve_low > near.curve_high - near.curve_low
 
 
-def test_families_are_averaged_by_their_evidence() -> None:
-    compute = np.linspace(0.1, 5.0, 60) * 2542.0
-    noise = np.random.default_rng(0).normal(0, 0.004, 60)
-    stretched = 0.2 + 0.41 * gain_share(cf.Family.STRETCHED, np.log(compute), np.log(2542.0), np.log(1.5))
-    choices = cf.FitSettings(families=tuple(cf.Family))
-    weights = cf.fit(cf.Curve(compute, stretched + noise), choices).family_weights
-    assert sum(weights.values()) == pytest.approx(1.0)
-    assert weights[cf.Family.STRETCHED] > 0.9
-    fitted = cf.fit(simulated(n=60, reach=5, seed=2, sigma=0.004), choices)
-    assert fitted.family_weights[cf.Family.SIGMOID] > fitted.family_weights[cf.Family.STRETCHED]
-    assert len(set(cf.draws(fitted).family)) > 1
+def test_the_pool_holds_each_forecast_by_its_weight(fitted: cf.Fit) -> None:
+    ahead, choices = cf.pool(fitted, 1000), fitted.settings
+    counts = np.bincount(ahead.expert, minlength=3)
+    np.testing.assert_allclose(counts / 1000, choices.pool, atol=0.001)
+    assert set(ahead.curves.family[ahead.expert == 2]) == {0}
+
+
+def test_pooled_forecasts_move_to_their_mean_and_keep_it(fitted: cf.Fit) -> None:
+    def means(spread: float) -> np.ndarray:
+        ahead = replace(fitted.pooled, settings=replace(fitted.settings, pool_spread=spread))
+        expected = ahead.expected(np.array([2 * fitted.now]))[:, 0]
+        return np.array([expected.mean(), *(expected[ahead.expert == k].mean() for k in range(3))])
+
+    apart, half, together = means(1.0), means(0.5), means(0.0)
+    np.testing.assert_allclose(together, apart[0])
+    np.testing.assert_allclose(half, 0.5 * (apart + together))
+
+
+def test_up_to_now_the_pool_shows_the_fitted_curves(fitted: cf.Fit) -> None:
+    past = np.linspace(0.1, 0.9, 5) * fitted.now
+    np.testing.assert_array_equal(fitted.pooled.expected(past), fitted.pooled.curves.reward(past))
+
+
+def test_late_rises_come_at_their_rate_and_stay_below_their_size(fitted: cf.Fit) -> None:
+    ahead = cf.pool(fitted, 100_000)
+    for doublings in (1.0, 3.0):
+        share = np.mean(ahead.rise_after < doublings)
+        assert share == pytest.approx(1 - (1 - fitted.settings.late_rise) ** doublings, abs=0.003)
+    assert ahead.rise.max() <= fitted.trend.headroom
+    never = cf.pool(cf.fit(fitted.curve, cf.FitSettings(late_rise=0.0)))
+    assert np.isinf(never.rise_after).all()
+
+
+def test_the_trend_is_the_level_and_the_last_doublings_gain() -> None:
+    doublings = np.linspace(-4, 0, 41)
+    local = trend(2.0**doublings, 0.5 + 0.03 * doublings, cf.FitSettings())
+    assert (local.level, local.gain) == (pytest.approx(0.5), pytest.approx(0.03))
+    assert local.headroom == pytest.approx(0.5)
+    jumped = trend(2.0**doublings, np.where(doublings < -0.3, 0.2, 0.6), cf.FitSettings())
+    assert jumped.level > 0.5
+
+
+def test_the_trend_needs_no_more_than_three_points_anywhere() -> None:
+    local = trend(np.array([1.0, 10.0, 100.0]), np.array([0.1, 0.2, 0.3]), cf.FitSettings())
+    assert local.gain == pytest.approx(0.1 / np.log2(10))
 
 
 def test_published_windows_of_the_long_run() -> None:

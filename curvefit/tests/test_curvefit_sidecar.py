@@ -106,18 +106,13 @@ async def test_equal_rewards_are_answered_where_it_is_asked_how_flat_the_run_is(
     assert answer.flat.p_gain < 0.1
 
 
-async def test_late_rises_are_counted_in_up_to_the_budget(start) -> None:
+async def test_late_rises_are_counted_in(start) -> None:
     curve = points(simulated(n=50, seed=1))
-    last = curve.compute[-1]
     async with SidecarClient(await start(Sidecar().application())) as sidecar:
-        endless, ends = [
-            await sidecar.forecast(wire.ForecastRequest(points=curve, budget=budget))
-            for budget in (None, last)
-        ]
-    assert endless.outlook.p_late_rise == pytest.approx(p_late_rise(1.0, 0.02))
-    assert ends.outlook.p_late_rise == 0.0
-    assert endless.outlook.p_gain_above_min > ends.outlook.p_gain_above_min
-    assert endless.outlook.late_rise.high == pytest.approx(0.267)
+        answer = await sidecar.forecast(wire.ForecastRequest(points=curve, horizon=4.0))
+    assert answer.outlook.p_late_rise == pytest.approx(p_late_rise(2.0, 0.02))
+    assert answer.outlook.p_gain_above_min > answer.outlook.p_late_rise
+    assert answer.outlook.late_rise.high == pytest.approx(0.267)
 
 
 async def test_a_new_recipe_is_answered_on_the_axis_of_the_request(start) -> None:

@@ -1,4 +1,4 @@
-"""What is done together, or on a shorter way, says what the plain way says."""
+"""What is done on a shorter way says what the plain way says."""
 
 from __future__ import annotations
 
@@ -11,23 +11,8 @@ from hypothesis import strategies as st
 
 import scalerl_curvefit as cf
 from scalerl_curvefit.families import gain_share
-from scalerl_curvefit.fitting import past_posteriors
 from scalerl_curvefit.moments import _onto_knots, _onto_points
 from scalerl_curvefit.sidecar.memory import keep_freed_memory
-from scalerl_curvefit.simulate import simulated
-
-
-@settings(max_examples=15, deadline=None)
-@given(n=st.integers(20, 120), seed=st.integers(0, 1000), reach=st.sampled_from([0.5, 2.0, 6.0]))
-def test_posteriors_made_together_are_those_made_alone(n: int, seed: int, reach: float) -> None:
-    curve, choices = simulated(n=n, seed=seed, reach=reach), cf.FitSettings()
-    counts = [n // 2, n - 3, 9]
-    together = past_posteriors(curve, choices, counts)
-    assert sorted(together) == sorted({*counts})
-    for count, nodes in together.items():
-        (alone,) = past_posteriors(curve, choices, [count]).values()
-        for name in ("ln_cmid_s", "ln_b_s", "rho_s", "a_js", "weight_js", "spread_js", "r0_at_zero_s"):
-            np.testing.assert_allclose(getattr(nodes, name), getattr(alone, name), rtol=1e-9, atol=1e-12)
 
 
 @settings(max_examples=25, deadline=None)

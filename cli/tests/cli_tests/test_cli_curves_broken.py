@@ -110,4 +110,4 @@ def test_a_past_forecast_far_above_what_came_is_a_doubt(tmp_path: Path) -> None:
     path.write_text("compute,reward\n" + "".join(f"{c},{r}\n" for c, r in zip(compute, noisy, strict=True)))
     made = study(read_curve(path))
     assert (made.state, made.fitted.doubts) == (State.INSUFFICIENT, ())
-    assert "under the forecast made at 5,000, more than 3 of its sd" in made.doubts[0]
+    assert "lies below 99% of the forecast made at 5,000" in made.doubts[0]

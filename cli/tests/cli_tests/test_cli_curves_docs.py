@@ -70,7 +70,8 @@ def test_every_line_that_is_printed_is_explained(tmp_path: Path, capsys: pytest.
         "the last value stays",
         "burn-in",
         "noise of one evaluation",
-        "eyond now a forecast widens by",
+        "eyond now a forecast departs by",
+        "ate rise",
         "indcast",
         "device-hour does",
     ):
@@ -94,8 +95,16 @@ def test_the_page_states_the_constants_of_the_code() -> None:
     assert chosen.rho == (0.0, 0.3, 0.6, 0.85)
     assert f"floor of {chosen.noise_floor:g}".replace("0.", ".") in PAGE
     assert f"near {chosen.noise_guess:g}".replace("0.", ".") in PAGE
-    assert (chosen.discrepancy[0], chosen.discrepancy[-1]) == (0.005, 0.16)
-    assert f"it counts {chosen.doubtful_factor:g} times then" in PAGE
-    assert f"under {chosen.flat_gain:g}".replace("0.", ".") in PAGE
-    assert (chosen.flat_share, chosen.burn_in_fraction, chosen.burn_in_keeps) == (0.25, 0.2, 10)
+    pooled = dict(zip(("sigmoid", "power law", "trend"), chosen.pool, strict=True))
+    for name, weight in pooled.items():
+        assert f"| {name} | {weight:.2f} |".replace("0.", ".") in PAGE
+    for value in (
+        f"e^(−h/{chosen.trend_window:g})",
+        f"an sd of {chosen.departure:g} and {chosen.departure_headroom:g} of the distance",
+        f"probability {chosen.late_rise:g} in a doubling",
+        f"near {chosen.noise_share:g} of the binomial",
+    ):
+        assert value.replace("0.", ".") in PAGE
+    assert (chosen.trend_damping, chosen.pool_spread) == (0.25, 0.5)
+    assert (chosen.burn_in_fraction, chosen.burn_in_keeps) == (0.2, 6)
     assert f"{chosen.burn_in_sd_factor:g} times the sd" in PAGE

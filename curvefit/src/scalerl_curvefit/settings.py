@@ -14,10 +14,9 @@ from .families import Family
 class FitSettings:
     """Priors and choices of a fit. The defaults are those for real runs.
 
-    burn_in_fraction: share of the first points that count less, while `burn_in_keeps` others remain:
-        the sigmoid holds after the first epoch (ScaleRL starts its window at ~1.5k GPU-h of 100k [P]).
-        burn_in_sd_factor: their noise sd counts as this many times that of the others. Leaving them
-        out altogether costs more where the equation holds than it gains where it does not.
+    burn_in_fraction: share of the first points that count less, while `burn_in_keeps` others remain: the equation
+        holds after the first epoch (ScaleRL starts its window at ~1.5k GPU-h of 100k [P]).
+        burn_in_sd_factor: their noise sd counts as this many times that of the others.
     r0_sd: prior sd of R0 around the first reward; weak, since R0 is where the fitted window points
         to and not the step-0 evaluation.
     b_median, ln_b_sd: log-normal prior of B; the published values run from 1.09 to 2.44 [P].
@@ -25,25 +24,23 @@ class FitSettings:
     a_lowest, a_highest: A is uniform between them.
     rho, rho_weights: AR(1) coefficients of the noise and their prior weights. Little weight on 0:
         short series understate their correlation, and taking it for 0 makes intervals too narrow.
-    noise_floor: smallest credible sd of an evaluation, added in quadrature to the binomial sd where
-        samples are known. noise_guess: the sd where they are not. noise_dof, guess_dof: weight of
-        either in pseudo-points.
-    discrepancy, discrepancy_weights: sd τ that a forecast gains with each doubling of compute beyond
-        now, since no run follows the equation exactly, and prior weights; see `hindcast`.
-    doubtful_factor: τ counts so many times while the asymptote is not identifiable: then the forecast
-        rests on the assumed shape more than on the points.
-    doubtful_trust: and so much of what past forecasts say of τ is believed then, the rest stays with the
-        prior: what a curve has not shown yet can break as its beginning did not.
-    flat_gain, flat_share: once it is, what has stopped moving departs less: τ counts in full where the
-        curve gained at least flat_gain over its last doubling, in proportion below, never less than
-        flat_share.
-    look_back: past moments, as C_now divided by these, whose forecasts are checked to learn τ; none
-        leaves τ at its prior.
-    families: shapes that forecasts average over, by their evidence. A, B, Cmid are the sigmoid's.
+    noise_share: noise sd of an evaluation as a share of the binomial sd, where samples are known: evaluations on
+        the same prompts are paired, and real ones vary by .43 to .65 of it. The points have the last word.
+    noise_floor: smallest credible sd of an evaluation, added in quadrature. noise_guess: the sd where samples
+        are not known. noise_dof, guess_dof: weight of either in pseudo-points.
+    families: shapes whose posteriors are pooled. A, B, Cmid are the first one's.
+    pool: weights in a forecast: of each family in turn, and of the local trend.
+    trend_window: doublings of compute over which the weight of a point for the present level falls by e.
+    trend_damping: share of the last doubling's gain that the trend expects of the next.
+    pool_spread: 1 leaves the pooled forecasts where they are, 0 moves all to their common mean.
+    departure, departure_headroom: sd by which a forecast departs from what is expected with each doubling of
+        compute beyond now: a floor, and a share of the distance from the present level to 1, in quadrature.
+    late_rise: probability of an unannounced rise in a doubling of compute, counted in `rises`. Its size is uniform
+        between 0 and the distance from the present level to 1.
     """
 
     burn_in_fraction: float = 0.2
-    burn_in_keeps: int = 10
+    burn_in_keeps: int = 6
     burn_in_sd_factor: float = 3.0
     r0_sd: float = 0.3
     b_median: float = 1.85
@@ -54,18 +51,19 @@ class FitSettings:
     a_highest: float = 1.0
     rho: tuple[float, ...] = (0.0, 0.3, 0.6, 0.85)
     rho_weights: tuple[float, ...] = (0.15, 0.35, 0.35, 0.15)
+    noise_share: float = 0.55
     noise_floor: float = 0.004
-    noise_guess: float = 0.01
+    noise_guess: float = 0.007
     noise_dof: float = 4.0
     guess_dof: float = 1.0
-    discrepancy: tuple[float, ...] = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
-    discrepancy_weights: tuple[float, ...] = (0.15, 0.25, 0.25, 0.15, 0.12, 0.08)
-    doubtful_factor: float = 2.5
-    doubtful_trust: float = 0.5
-    flat_gain: float = 0.04
-    flat_share: float = 0.25
-    look_back: tuple[float, ...] = (2.0, 4.0)
-    families: tuple[Family, ...] = (Family.SIGMOID,)
+    families: tuple[Family, ...] = (Family.SIGMOID, Family.POWER_LAW)
+    pool: tuple[float, ...] = (0.45, 0.25, 0.3)
+    trend_window: float = 0.2
+    trend_damping: float = 0.25
+    pool_spread: float = 0.5
+    departure: float = 0.004
+    departure_headroom: float = 0.02
+    late_rise: float = 0.064
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -80,18 +78,18 @@ class FitSettings:
             "noise_guess",
             "noise_dof",
             "guess_dof",
+            "noise_share",
             "burn_in_sd_factor",
-            "doubtful_factor",
+            "trend_window",
         ):
             if getattr(self, name) <= 0:
                 raise SettingsError(f"{name} is {getattr(self, name):g}; it must be positive")
-        if self.flat_gain < 0 or not 0 < self.flat_share <= 1:
-            raise SettingsError(
-                f"flat_gain is {self.flat_gain:g} and flat_share {self.flat_share:g}; "
-                "the gain must not be negative and the share in (0, 1]"
-            )
-        if not 0 <= self.doubtful_trust <= 1:
-            raise SettingsError(f"doubtful_trust is {self.doubtful_trust:g}; it is a share in [0, 1]")
+        for name in ("pool_spread", "late_rise"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise SettingsError(f"{name} is {getattr(self, name):g}; it must be in [0, 1]")
+        for name in ("departure", "departure_headroom", "trend_damping"):
+            if getattr(self, name) < 0:
+                raise SettingsError(f"{name} is {getattr(self, name):g}; it must not be negative")
         for name in ("cmid_below", "cmid_above"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name} is {getattr(self, name):g}; it is a factor of at least 1")
@@ -104,18 +102,25 @@ class FitSettings:
             )
         if any(not 0 <= r < 1 for r in self.rho):
             raise SettingsError(f"rho is {self.rho}; coefficients must be in [0, 1)")
-        if any(not 0 <= tau < math.inf for tau in self.discrepancy):
-            raise SettingsError(f"discrepancy is {self.discrepancy}; values must not be negative")
-        for name in ("rho", "discrepancy"):
-            values, weights = getattr(self, name), getattr(self, f"{name}_weights")
-            if not values or len(weights) != len(values) or any(not 0 < w < math.inf for w in weights):
-                raise SettingsError(
-                    f"{name}_weights is {weights} for {name} {values}; give one positive weight each"
-                )
-        if any(not 1.5 <= back < math.inf for back in self.look_back):
-            raise SettingsError(f"look_back is {self.look_back}; give factors of at least 1.5")
+        if (
+            not self.rho
+            or len(self.rho_weights) != len(self.rho)
+            or any(not 0 < w < math.inf for w in self.rho_weights)
+        ):
+            raise SettingsError(
+                f"rho_weights is {self.rho_weights} for rho {self.rho}; give one positive weight each"
+            )
         if not self.families or len(set(self.families)) != len(self.families):
             raise SettingsError(f"families is {self.families}; give at least one, each once")
+        if (
+            len(self.pool) != len(self.families) + 1
+            or any(not 0 <= w < math.inf for w in self.pool)
+            or self.pool[0] <= 0
+        ):
+            raise SettingsError(
+                f"pool is {self.pool} for families {self.families}; give one weight each and one of the trend, "
+                "the first positive"
+            )
 
 
 DEFAULTS: Final = FitSettings()

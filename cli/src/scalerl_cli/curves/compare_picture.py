@@ -10,10 +10,9 @@ import numpy as np
 from scalerl_cli.curves import axis, canvas, words
 from scalerl_cli.curves.comparison import Pair, verdict
 from scalerl_cli.curves.study import State, Study
-from scalerl_curvefit import draws
+from scalerl_curvefit import pool
 from scalerl_curvefit.compare import SAME_A
 from scalerl_curvefit.curve import FloatArray
-from scalerl_curvefit.forecasting import rewards
 
 PENS: Final = ((canvas.BLUE, "o"), (canvas.VERMILLION, "s"))
 
@@ -61,7 +60,7 @@ def _panel(axes: Any, both: Pair, *, log: bool) -> None:
     levels = []
     for made, fitted, name, (colour, marker) in zip(studies, fits, both.names, PENS, strict=True):
         grid = _grid(made, low, high, log=log)
-        drawn = scale.level(rewards(fitted, draws(fitted), grid))
+        drawn = scale.level(pool(fitted).reward(grid))
         bands = np.quantile(drawn, (0.05, 0.25, 0.5, 0.75, 0.95), axis=0)
         canvas.draw_bands(axes, grid, bands, colour)
         curve = made.file.segment.curve

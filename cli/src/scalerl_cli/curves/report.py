@@ -184,14 +184,15 @@ def _trust(made: Study) -> Iterator[str]:
     yield (
         f"  noise of one evaluation: sd {made.scale.differences(noise)}, correlation of neighbours {words.reward(fitted.rho)}"
     )
-    yield f"  beyond now a forecast widens by an sd of {made.scale.difference(fitted.discrepancy)} with each doubling"
-    for past in fitted.hindcasts:
+    yield f"  beyond now a forecast departs by an sd of {made.scale.difference(fitted.discrepancy)} with each doubling"
+    rate, size = fitted.settings.late_rise, fitted.trend.headroom
+    yield f"  late rise: with probability {words.reward(rate)} a doubling, by up to {made.scale.difference(size)}"
+    for past in made.hindcasts:
         yield (
-            f"  hindcast: fitted up to {words.amount(past.made_at + made.start)}, rewards until "
-            f"{words.amount(past.until + made.start)} ran {'+' if past.departure >= 0 else ''}{made.scale.difference(past.departure)} "
-            f"a doubling off the forecast (sd explained {made.scale.difference(past.sd)})"
+            f"  hindcast: at {words.amount(past.made_at + made.start)} the forecast for "
+            f"{words.amount(past.until + made.start)} was {made.scale.rewards(past)}; {made.scale.reward(past.seen)} came"
         )
-    if not fitted.hindcasts:
+    if not made.hindcasts:
         yield "  hindcasts: none, too few points at half of the compute"
     for edge in fitted.edges:
         yield (

@@ -22,6 +22,7 @@ from scalerl_curvefit import (
     Fit,
     Forecast,
     GuardResult,
+    Hindcast,
     PowerLaw,
     Reach,
     RequestError,
@@ -30,18 +31,19 @@ from scalerl_curvefit import (
     fit,
     forecast,
     guard,
+    hindcasts,
+    pool,
     power_law,
 )
 from scalerl_curvefit.curve import FloatArray
 from scalerl_curvefit.fitting import WIDEST_A
-from scalerl_curvefit.forecasting import rewards
 from scalerl_curvefit.guard import CONSECUTIVE, MOST_TRUNCATED
 from scalerl_curvefit.sampling import interval
 
 HEALTHY_TRUNCATED: Final = 0.05
 """An alarm of truncation is over below this, as for the autoscaler [P]."""
-UNEXPLAINED: Final = 3.0
-"""A past forecast missed by more of its own sd than this, downwards, makes the fit doubtful."""
+SAGS: Final = 0.01
+"""A past forecast that gave a reward as low as the one that came less than this probability makes the fit doubtful."""
 
 
 class State(StrEnum):
@@ -63,12 +65,14 @@ class Study:
     fitted: of all points of the segment; of those before the fall where the reward fell below its best, for what came
     after is not of that curve.
     guarded: with the alarms that still stand.
-    forecasts: at 2× now first, then as asked; none if the run is broken.
+    hindcasts: forecasts that the fitted points allow to check. forecasts: at 2× now first, then as asked; none if
+    the run is broken.
     """
 
     file: CurveFile
     fitted: Fit
     guarded: GuardResult
+    hindcasts: tuple[Hindcast, ...]
     forecasts: tuple[Forecast, ...]
 
     @property
@@ -81,14 +85,13 @@ class Study:
     @property
     def doubts(self) -> tuple[str, ...]:
         """Why the asymptote should not be believed: those of the fit, and those of a fit that sags."""
-        fitted = self.fitted
         return (
-            *(self._worded(doubt) for doubt in fitted.doubts),
+            *(self._worded(doubt) for doubt in self.fitted.doubts),
             *(
-                f"rewards until {words.amount(past.until + self.start)} ran {self.scale.difference(-past.departure)} a doubling "
-                f"under the forecast made at {words.amount(past.made_at + self.start)}, more than {UNEXPLAINED:g} of its sd"
-                for past in fitted.hindcasts
-                if past.departure < -UNEXPLAINED * past.sd
+                f"the reward at {words.amount(past.until + self.start)}, {self.scale.reward(past.seen)}, lies below "
+                f"{1 - SAGS:.0%} of the forecast made at {words.amount(past.made_at + self.start)}"
+                for past in self.hindcasts
+                if past.below < SAGS
             ),
         )
 
@@ -156,7 +159,7 @@ class Study:
 
     def bands(self, compute: FloatArray) -> FloatArray:
         """(5, c) quantiles .05, .25, .5, .75, .95 of the reward itself at compute (c,) of the file's axis."""
-        drawn = rewards(self.fitted, draws(self.fitted), compute - self.start)
+        drawn = pool(self.fitted).reward(compute - self.start)
         return np.asarray(np.quantile(drawn, (0.05, 0.25, 0.5, 0.75, 0.95), axis=0))
 
     def left_to_asymptote(self) -> Estimate:
@@ -246,7 +249,13 @@ def study(file: CurveFile, at: Sequence[float] = ()) -> Study:
         few = f" ({file.skipped:,} rows are empty in {file.x} or {file.y})" if file.skipped else ""
         raise CurveProblem(f"{file.path}{part}: {error}{few}") from error
     reasons = [*_fallen(file, fall), *_truncated(file)]
-    made = Study(file, fitted, replace(guarded, broken=bool(reasons), reasons=tuple(reasons)), ())
+    made = Study(
+        file,
+        fitted,
+        replace(guarded, broken=bool(reasons), reasons=tuple(reasons)),
+        hindcasts(fitted.curve),
+        (),
+    )
     points = made.ahead([made.twice], "forecast") + (made.ahead(at, "--at") if at else [])
     return made if reasons else replace(made, forecasts=tuple(points))
 

@@ -149,13 +149,12 @@ def _outlook(fitted: Fit, start: float, request: wire.ForecastRequest) -> wire.O
     if request.value is not None and request.price is not None:
         best = best_block(fitted, request.value, request.price, horizon)
         block = wire.BestBlock(compute=best.compute, gain=best.gain, net=best.net)
-    until = horizon if request.budget is None else min(horizon, max(request.budget - start, fitted.now))
-    late = p_late_rise(math.log2(until / fitted.now), request.min_gain)
+    late = p_late_rise(math.log2(request.horizon), request.min_gain)
     sizes = late_rise_sizes(request.min_gain)
     return wire.Outlook(
         marginal_gain=_interval(marginal_gain(fitted)),
         gain=_interval(gain(fitted, horizon)),
-        p_gain_above_min=1.0 - (1.0 - p_gain_above(fitted, horizon, request.min_gain)) * (1.0 - late),
+        p_gain_above_min=p_gain_above(fitted, horizon, request.min_gain),
         p_late_rise=late,
         late_rise=msgspec.UNSET
         if sizes is None
@@ -185,10 +184,7 @@ def _fit_answer(fitted: Fit, start: float) -> wire.FitAnswer:
             wire.PriorEdge(parameter=edge.parameter, side=edge.side, bound=edge.bound, mass=edge.mass)
             for edge in fitted.edges
         ],
-        hindcasts=[
-            wire.PastForecast(made_at=past.made_at, until=past.until, departure=past.departure, sd=past.sd)
-            for past in fitted.hindcasts
-        ],
+        hindcasts=[],
         discrepancy=fitted.discrepancy,
         p_before_cmid=fitted.p_before_cmid,
         points_used=fitted.points_used,
