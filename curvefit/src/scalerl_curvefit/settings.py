@@ -25,7 +25,7 @@ class FitSettings:
     rho, rho_weights: AR(1) coefficients of the noise and their prior weights. Little weight on 0:
         short series understate their correlation, and taking it for 0 makes intervals too narrow.
     noise_share: noise sd of an evaluation as a share of the binomial sd, where samples are known: evaluations on
-        the same prompts are paired, and real ones vary by .43 to .65 of it. The points have the last word.
+        the same prompts are paired, and scatter by .4 to 1.0 of it in four sources. The points have the last word.
     noise_floor: smallest credible sd of an evaluation, added in quadrature. noise_guess: the sd where samples
         are not known. noise_dof, guess_dof: weight of either in pseudo-points.
     families: shapes whose posteriors are pooled. A, B, Cmid are the first one's.
