@@ -30,7 +30,7 @@ metadata: {{name: replayed}}
 spec:
   model: {{scratch: {{}}}}
   task: {{reasoningGym: {{name: chain_sum}}, verifier: {{name: reasoning-gym}}}}
-  budget: {{maxSteps: 1000}}
+  budget: {{maxSteps: 500}}
   autoscaling: {autoscaling}
 """
 

@@ -98,13 +98,22 @@ def test_a_price_decides_in_place_of_what_shows_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "gained", "state"), [(0.4, 0.01, "CONTINUE"), (0.4, 0.1, "STOP"), (0.6, 0.01, "STOP")]
+    ("share", "gained", "slope", "state", "says"),
+    [
+        (0.4, 0.01, 0.012, "CONTINUE", "but it has gained nothing yet at 40% of what may be used"),
+        (0.4, 0.1, 0.02, "CONTINUE", "but it still gained up to 0.020 a doubling at 40% of what may be used"),
+        (0.4, 0.1, 0.019, "STOP", ""),
+        (0.5, 0.01, 0.02, "STOP", ""),
+    ],
 )
-def test_a_believable_fit_of_a_run_that_gained_nothing_has_time_too(
-    share: float, gained: float, state: str
+def test_before_half_of_what_may_be_used_a_fit_alone_stops_nothing(
+    share: float, gained: float, slope: float, state: str, says: str
 ) -> None:
-    forecast = replace(answer(0.05), flat=flat(0.01, share, gained))
-    assert states(chain(decide, spec(), [seen(v, forecast=forecast) for v in (200, 210, 220)]))[-1] == state
+    still = flat(0.01, share, gained)
+    forecast = replace(answer(0.05), flat=replace(still, slope=replace(still.slope, high=slope)))
+    last = chain(decide, spec(), [seen(v, forecast=forecast) for v in (200, 210, 220)])[-1]
+    assert last.state.value == state
+    assert says in last.reasons[0]
 
 
 @pytest.mark.parametrize("mode", ["Auto", "Advisory"])

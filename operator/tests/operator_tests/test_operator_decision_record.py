@@ -46,7 +46,7 @@ def record_run(
 ) -> list[Line]:
     """Decide at every evaluation of a run, with real forecasts."""
     record, lines = DecisionRecord.open(path), []
-    whole = run(rules.model_dump(by_alias=True, exclude_none=True), budget={"maxSeconds": 100_000})
+    whole = run(rules.model_dump(by_alias=True, exclude_none=True), budget={"maxSeconds": 5_000})
     for count in range(1, len(evaluated) + 1, every):
         points = [point(e) for e in evaluated[:count]]
         seen = observe(

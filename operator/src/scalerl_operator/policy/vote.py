@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -155,17 +156,17 @@ def if_wrong(answer: ForecastAnswer) -> list[str]:
 
 
 def _by_gain(spec: AutoscalingSpec, answer: ForecastAnswer, outlook: Outlook, words: str) -> tuple[Side, str]:
-    """A run that has gained nothing has shown its fit nothing either: patience goes before it."""
+    """Before half of what may be used a fit alone is not enough: the run must have gained something, and have stopped to."""
     flat, late = answer.flat, outlook.p_late_rise
     words += "" if late is msgspec.UNSET else f", that of an unannounced rise, {late:.2f}, included"
     side = _by_probability(outlook.p_gain_above_min, STOP_BELOW, RELEASE_AT)
-    if (
-        side is Side.STOP
-        and flat is not msgspec.UNSET
-        and flat.gained < float(spec.min_gain)
-        and flat.share < PATIENCE
-    ):
-        return Side.NEITHER, f"{words}, but it has gained nothing yet at {flat.share:.0%} of what may be used"
+    if side is not Side.STOP or flat is msgspec.UNSET or flat.share >= PATIENCE:
+        return side, words
+    least, early = float(spec.min_gain), f"at {flat.share:.0%} of what may be used"
+    if flat.gained < least:
+        return Side.NEITHER, f"{words}, but it has gained nothing yet {early}"
+    if flat.slope.high * math.log2(float(spec.horizon)) >= least:
+        return Side.NEITHER, f"{words}, but it still gained up to {flat.slope.high:.3f} a doubling {early}"
     return side, words
 
 
