@@ -198,6 +198,19 @@ def test_the_trend_needs_no_more_than_three_points_anywhere() -> None:
     assert local.gain == pytest.approx(0.1 / np.log2(10))
 
 
+def test_evaluations_close_together_make_no_slope() -> None:
+    compute = np.array([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 64.05, 64.1, 64.2])
+    reward = np.array([0.1, 0.2, 0.3, 0.4, 0.5, 0.55, 0.6, 0.61, 0.6, 0.59])
+    assert 0.0 < trend(compute, reward, cf.FitSettings()).gain < 0.1
+    few = trend(1000.0 + np.arange(4.0), np.array([0.5, 0.51, 0.5, 0.52]), cf.FitSettings())
+    assert abs(few.gain) < 0.05
+
+
+def test_points_far_apart_leave_the_level_of_the_last() -> None:
+    far = trend(np.geomspace(1e-60, 1e50, 6), np.linspace(0.1, 0.6, 6), cf.FitSettings())
+    assert far.level == pytest.approx(0.6)
+
+
 def test_published_windows_of_the_long_run() -> None:
     """A of the 100k-GPU-hour run from its windows, A .645, B 1.70, Cmid 10,909 [P]: within ±.015."""
     truth = Truth(0.645, 1.70, 10909.0)

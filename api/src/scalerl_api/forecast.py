@@ -85,8 +85,8 @@ class ForecastRequest(Message, frozen=True, kw_only=True):
     truncation: list[float] | None = None
     """Share of rollouts cut off at the length limit, one a point or only the latest; for the guard."""
     budget: float | None = None
-    """Total compute that may be used, as far as it is known: late rises count up to it, and with 10 evaluations or more the
-    answer says how flat the run is (``ForecastAnswer.flat``), also where all rewards are equal."""
+    """Total compute that may be used, as far as it is known: with 10 evaluations or more in the
+    last two doublings the answer says how flat the run is (``ForecastAnswer.flat``), also where all rewards are equal."""
     alarms_after: float = 0.0
     """Evaluations up to this compute set no best and raise no alarm of a fall: somebody knows of them."""
     draws: int = 2000
@@ -121,8 +121,8 @@ class PriorEdge(Message, frozen=True, kw_only=True):
 
 
 class PastForecast(Message, frozen=True, kw_only=True):
-    """What an earlier forecast of this run came to: over the doubling of compute up to ``until`` the
-    rewards departed from it by ``departure``, of which noise and uncertainty explain ``sd``."""
+    """In answers by method 1: what an earlier forecast of this run came to. Over the doubling of compute up to
+    ``until`` the rewards departed from it by ``departure``, of which noise and uncertainty explain ``sd``."""
 
     made_at: float
     until: float
@@ -145,7 +145,7 @@ class FitAnswer(Message, frozen=True, kw_only=True):
     edges: list[PriorEdge]
     hindcasts: list[PastForecast]
     discrepancy: float
-    """Posterior mean of the sd that forecasts gain with each doubling of compute."""
+    """sd that forecasts gain with each doubling of compute."""
     p_before_cmid: float
     points_used: int
     now: float
@@ -197,7 +197,7 @@ class Outlook(Message, frozen=True, kw_only=True):
     to_target: Reached | None = None
     best_block: BestBlock | None = None
     p_late_rise: float | msgspec.UnsetType = msgspec.UNSET
-    """That a rise of ``min_gain`` or more which no fit announces begins up to the horizon or the budget."""
+    """That a rise of ``min_gain`` or more which no fit announces begins up to the horizon."""
     late_rise: Interval | msgspec.UnsetType = msgspec.UNSET
     """What such rises gained in public curves: median, least, most. A stop gives that away where it is wrong."""
 
@@ -254,7 +254,7 @@ class ForecastAnswer(Message, frozen=True, kw_only=True):
     method: int | msgspec.UnsetType = msgspec.UNSET
     """``METHOD`` of the program that answered; not given by method 1. Recorded decisions are replayed by it."""
     flat: Flat | msgspec.UnsetType = msgspec.UNSET
-    """With a budget, 10 evaluations and no alarm."""
+    """With a budget, 10 evaluations in the last two doublings, and no alarm."""
 
 
 class ErrorAnswer(Message, frozen=True, kw_only=True):

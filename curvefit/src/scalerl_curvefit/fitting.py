@@ -96,7 +96,7 @@ class Fit:
     seed: int
 
     @property
-    def discrepancy(self) -> float:
+    def departure(self) -> float:
         """sd that forecasts gain with each doubling of compute beyond now."""
         return departure_sd(self.trend, self.settings)
 

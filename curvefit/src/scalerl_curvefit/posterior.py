@@ -97,8 +97,7 @@ class Prior:
 class Nodes:
     """Weighted nodes of one family; columns s are (Cmid, B, ρ), rows j are values of A.
 
-    weight_js sums to 1 and belongs to the cell A = a_js ± a_step_s/2. ln_evidence is
-    ln ∫ likelihood × prior up to a constant that all families share. Given a node and A:
+    weight_js sums to 1 and belongs to the cell A = a_js ± a_step_s/2. Given a node and A:
     v ~ spread_js/χ²(dof) and R0 ~ N(r0_at_zero_s − r0_slope_s·A, v/precision_s) below A.
     """
 
@@ -114,7 +113,6 @@ class Nodes:
     r0_slope_s: FloatArray
     precision_s: FloatArray
     dof: float
-    ln_evidence: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +198,7 @@ def grid_posteriors(
             points, prior = fits[todo[p]]
             one = _Forms(*(values_prg[p] for values_prg in forms))
             nodes[todo[p]] = _integrate_a(
-                points, prior, family, shape_p2g[p], frame_p22[p], one, ln_weight_prg[p], effort.a_points
+                points, prior, family, shape_p2g[p], one, ln_weight_prg[p], effort.a_points
             )
         if len(nodes) == len(fits):
             break
@@ -366,7 +364,6 @@ def _integrate_a(
     prior: Prior,
     family: Family,
     shape_2g: FloatArray,
-    frame_22: FloatArray,
     forms_rg: _Forms,
     ln_weight_rg: FloatArray,
     a_points: int,
@@ -401,16 +398,10 @@ def _integrate_a(
         ln_rising_ju, close = np.zeros_like(rise_ju), rise_ju < SURE_RISE
         ln_rising_ju[close] = log_ndtr(rise_ju[close])
         ln_density_js[:, unsure] += ln_rising_ju
-    top = ln_density_js.max()
-    ln_density_js -= top
+    ln_density_js -= ln_density_js.max()
     weight_js = np.exp(ln_density_js, out=ln_density_js)
     weight_js *= step
-    total = float(weight_js.sum())
-    area = float(abs(frame_22[0, 0] * frame_22[1, 1] - frame_22[0, 1] * frame_22[1, 0]))
-    ln_prior_volume = float(
-        np.log((prior.ln_cmid[1] - prior.ln_cmid[0]) * prior.ln_b_sd * (prior.a_highest - prior.a_lowest))
-    )
-    weight_js /= total
+    weight_js /= float(weight_js.sum())
     return Nodes(
         family=family,
         ln_cmid_s=shape_2g[0, g],
@@ -424,5 +415,4 @@ def _integrate_a(
         r0_slope_s=slope,
         precision_s=precision,
         dof=dof,
-        ln_evidence=float(top + np.log(total * area)) - ln_prior_volume,
     )

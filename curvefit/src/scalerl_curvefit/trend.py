@@ -12,11 +12,13 @@ from .settings import FitSettings
 
 FEWEST: Final = 3
 """Points that the gain of the last doubling is taken from, if need be from before it."""
+TINY: Final = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """level: of the rewards now. gain: over the last doubling of compute, by least squares in log2 C."""
+    """level: of the rewards now. gain: over the last doubling of compute, by least squares in log2 C; of points that span
+    less, over what they span."""
 
     level: float
     gain: float
@@ -35,15 +37,18 @@ def trend(compute: FloatArray, reward: FloatArray, settings: FitSettings) -> Tre
     """
     doublings = np.log2(compute / compute[-1])
     level, _ = _line(doublings, reward, np.exp(doublings / settings.trend_window))
-    last = max(int(np.sum(doublings >= -1.001)), FEWEST)
-    _, gain = _line(doublings[-last:], reward[-last:], np.ones(last))
-    return Trend(level, gain)
+    # From the last point before it on, so that evaluations close together never make a slope alone.
+    since = int(np.searchsorted(doublings, -0.999))
+    last = max(doublings.size - max(since - 1, 0), FEWEST)
+    _, slope = _line(doublings[-last:], reward[-last:], np.ones(last))
+    return Trend(level, slope * min(1.0, -float(doublings[-last])))
 
 
 def _line(x: FloatArray, y: FloatArray, weight: FloatArray) -> tuple[float, float]:
-    """Value at x = 0 and slope of the weighted least-squares line."""
+    """Value at x = 0 and slope of the weighted least-squares line; level where all weight is on one point."""
     weight = weight / weight.sum()
     x_mean, y_mean = float(weight @ x), float(weight @ y)
     off = x - x_mean
-    slope = float(weight @ (off * (y - y_mean)) / (weight @ (off * off)))
+    spread = float(weight @ (off * off))
+    slope = float(weight @ (off * (y - y_mean))) / spread if spread > TINY else 0.0
     return y_mean - slope * x_mean, slope

@@ -377,6 +377,25 @@ rules = st.builds(
 )
 
 
+def believed(p_gain: float, by_trend: float, horizon: float = 2.0, late: float = 0.064) -> list[str]:
+    """States over four evaluations of a run with a believable fit; late: P of a late rise within the horizon."""
+    said = replace(answer(p_gain, p_late_rise=late), flat=flat(by_trend))
+    looks = [seen(200 + 10 * i, forecast=said) for i in range(4)]
+    return states(chain(decide, spec(horizon=str(horizon)), looks))
+
+
+def test_between_the_bounds_the_points_own_trend_votes() -> None:
+    assert believed(0.22, by_trend=0.1) == ["CONTINUE", "CONTINUE", "STOP", "STOP"]
+    assert believed(0.22, by_trend=0.2) == ["CONTINUE"] * 4
+    assert believed(0.29, by_trend=0.1) == ["CONTINUE"] * 4
+
+
+def test_the_bounds_follow_the_late_rises_of_the_horizon() -> None:
+    """At 4 times the compute late rises alone are .124: what would stop at 2 times still does."""
+    assert believed(0.23, by_trend=0.9) == ["CONTINUE"] * 4
+    assert believed(0.23, by_trend=0.9, horizon=4.0, late=1 - 0.936**2)[-1] == "STOP"
+
+
 @given(rules, st.lists(observations(), min_size=1, max_size=12))
 @settings(max_examples=150, deadline=None)
 def test_invariants(rules: Any, looks: list[Observation]) -> None:

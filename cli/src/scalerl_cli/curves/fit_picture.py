@@ -52,7 +52,7 @@ def _draw(
     grid = np.geomspace(begin, end, canvas.GRID) if log else np.linspace(begin, end, canvas.GRID)
     scale = made.scale
     bands = scale.level(made.bands(grid))
-    canvas.draw_bands(axes, grid, bands, canvas.BLUE, "median of the fitted curve")
+    canvas.draw_bands(axes, grid, bands, canvas.BLUE, "median: fitted curve, then forecast")
     if file.segments > 1:
         before = file.curve.head(len(file.curve) - len(file.segment.curve))
         axes.plot(

@@ -39,7 +39,7 @@ def _choices(axes: Any, outlook: Outlook) -> None:
     first = float(curve.compute[curve.compute > 0][0])
     grid = np.linspace(made.start + first / 4.0, last * (1.0 if broken else 1.03), canvas.GRID)
     bands = scale.level(made.bands(grid))
-    canvas.draw_bands(axes, grid, bands, canvas.BLUE, "median of the fitted curve")
+    canvas.draw_bands(axes, grid, bands, canvas.BLUE, "median: fitted curve, then forecast")
     canvas.draw_points(
         axes,
         curve,

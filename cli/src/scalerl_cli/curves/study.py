@@ -36,7 +36,7 @@ from scalerl_curvefit import (
     power_law,
 )
 from scalerl_curvefit.curve import FloatArray
-from scalerl_curvefit.fitting import WIDEST_A
+from scalerl_curvefit.fitting import MIN_POINTS, WIDEST_A
 from scalerl_curvefit.guard import CONSECUTIVE, MOST_TRUNCATED
 from scalerl_curvefit.sampling import interval
 
@@ -243,7 +243,9 @@ def study(file: CurveFile, at: Sequence[float] = ()) -> Study:
     try:
         guarded = guard(segment)
         fall = guarded.fall
-        fitted = fit(segment if fall is None else segment.head(fall.points))
+        before = segment if fall is None else segment.head(fall.points)
+        # A run that fell at once has no curve before the fall: it is BROKEN all the same.
+        fitted = fit(before if len(before) - before.first_trained >= MIN_POINTS else segment)
     except CurveError as error:
         part = f", from line {file.first_line} on (the last recipe)" if file.segments > 1 else ""
         few = f" ({file.skipped:,} rows are empty in {file.x} or {file.y})" if file.skipped else ""

@@ -110,6 +110,8 @@ def _from_json(path: Path, text: str) -> Table | None:
     """``trainer_state.json``, a list of its entries, or one object a line; None if it is no JSON."""
     try:
         whole = json.loads(text)
+    except RecursionError as error:
+        raise CurveProblem(f"{path}: JSON nested too deeply to be a log") from error
     except ValueError:
         return _from_json_lines(path, text)
     entries = whole.get("log_history", [whole]) if isinstance(whole, dict) else whole

@@ -185,7 +185,7 @@ def _fit_answer(fitted: Fit, start: float) -> wire.FitAnswer:
             for edge in fitted.edges
         ],
         hindcasts=[],
-        discrepancy=fitted.discrepancy,
+        discrepancy=fitted.departure,
         p_before_cmid=fitted.p_before_cmid,
         points_used=fitted.points_used,
         now=fitted.now,

@@ -1,7 +1,6 @@
 """The rules that decisions on answers of method 1 were made by, kept so that their records replay. Pure.
 
-Method 1 compared the last three evaluations with the 5 % quantile of a forecast made without them. Nothing here is used
-for a run whose sidecar answers by a later method.
+Method 1 compared the last three evaluations with the 5 % quantile of a forecast made without them.
 """
 
 from __future__ import annotations

@@ -107,14 +107,15 @@ def vote(spec: AutoscalingSpec, answer: ForecastAnswer, outlook: Outlook) -> Vot
         if outlook.p_target_at_max_compute is not None:
             p = outlook.p_target_at_max_compute
             words = f"P(reward > {spec.target} within what may be used) is {p:.2f}"
-            said.append((_by_probability(p, TARGET_BELOW, TARGET_RELEASE_AT), words))
+            late = 0.0 if outlook.p_late_rise is msgspec.UNSET else outlook.p_late_rise
+            said.append((_by_probability(p, TARGET_BELOW + late, TARGET_RELEASE_AT + late), words))
     side = max(one for one, _ in said)
     said.sort(key=lambda one: one[0], reverse=True)
     return Vote(side, tuple(words for _, words in said), valuable and side is Side.GO_ON, pays)
 
 
 def flat_vote(spec: AutoscalingSpec, answer: ForecastAnswer) -> Vote | None:
-    """For a stop, of a run without a believable fit because nothing happens; None if that does not say it.
+    """For a stop, because nothing happens, whatever a fit says; None if the points do not say it.
 
     Where a price decides, a flat run has no best block to be held against it, so this says nothing.
     """
@@ -159,7 +160,12 @@ def _by_gain(spec: AutoscalingSpec, answer: ForecastAnswer, outlook: Outlook, wo
     """Before half of what may be used a fit alone is not enough: the run must have gained something, and have stopped to."""
     flat, late = answer.flat, outlook.p_late_rise
     words += "" if late is msgspec.UNSET else f", that of an unannounced rise, {late:.2f}, included"
-    side = _by_probability(outlook.p_gain_above_min, STOP_BELOW, RELEASE_AT)
+    more = _late_rises_beyond_a_doubling(spec, outlook)
+    side = _by_probability(outlook.p_gain_above_min, STOP_BELOW + more, RELEASE_AT + more)
+    # At low rewards, or far ahead, a fit leaves room for more than its points show: they say it themselves.
+    shown = flat_vote(spec, answer) if side is Side.NEITHER else None
+    if shown is not None and shown.side is Side.STOP:
+        return Side.STOP, f"{words}; {shown.reasons[0]}"
     if side is not Side.STOP or flat is msgspec.UNSET or flat.share >= PATIENCE:
         return side, words
     least, early = float(spec.min_gain), f"at {flat.share:.0%} of what may be used"
@@ -168,6 +174,16 @@ def _by_gain(spec: AutoscalingSpec, answer: ForecastAnswer, outlook: Outlook, wo
     if flat.slope.high * math.log2(float(spec.horizon)) >= least:
         return Side.NEITHER, f"{words}, but it still gained up to {flat.slope.high:.3f} a doubling {early}"
     return side, words
+
+
+def _late_rises_beyond_a_doubling(spec: AutoscalingSpec, outlook: Outlook) -> float:
+    """What late rises add to P at a horizon other than 2, which the bounds are for."""
+    late = outlook.p_late_rise
+    return (
+        0.0
+        if late is msgspec.UNSET
+        else late - (1.0 - (1.0 - late) ** (1.0 / math.log2(float(spec.horizon))))
+    )
 
 
 def _by_probability(p: float, stop_below: float, release_at: float) -> Side:
