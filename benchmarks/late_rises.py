@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from scalerl_curvefit import Curve
+from scalerl_curvefit.rises import LEAST, late_rises, record_means
+
 DATA = Path(__file__).parents[1] / "curvefit" / "data"
-LEAST = 0.02
 SHARES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 
 
@@ -41,20 +43,13 @@ def counted() -> dict[str, dict[str, Any]]:
         doublings, first = 0, []
         rises: dict[str, float] = {}
         for name, curve in curves.items():
-            share, mean = means(curve["compute"], curve["reward"])
+            record = Curve(curve["compute"], curve["reward"])
+            share, mean = record_means(record)
             risen = np.flatnonzero(mean >= mean[0] + LEAST)
             first.append(share[risen[0]] if risen.size else 1.0)
-            for at in (0.25, 0.5):
-                before, now, then = (
-                    int(np.searchsorted(share, s, side="right")) - 1 for s in (at / 2, at, 2 * at)
-                )
-                if before < 0:
-                    continue
-                doublings += 1
-                flat = mean[now] - mean[before] < LEAST and mean[now] > mean[: now + 1].max() - LEAST
-                gain = float(mean[now : then + 1].max() - mean[now])
-                if flat and gain >= LEAST:
-                    rises[f"{name} from {at:g}"] = round(gain, 3)
+            count, gains = late_rises(record)
+            doublings += count
+            rises.update({f"{name} {i}": round(gain, 3) for i, gain in enumerate(gains, 1)})
         found[file] = {
             "curves": len(curves),
             "doublings": doublings,
@@ -63,14 +58,6 @@ def counted() -> dict[str, dict[str, Any]]:
             "not_risen": [sum(bool(f > s) for f in first) for s in SHARES],
         }
     return found
-
-
-def means(compute: list[float], reward: list[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Shares of the record, and at each the mean of the last three evaluations, at compute above 0."""
-    points = [(c, r) for c, r in zip(compute, reward, strict=True) if c > 0]
-    rewards = [r for _, r in points]
-    share = np.array([c for c, _ in points]) / points[-1][0]
-    return share, np.array([np.mean(rewards[max(0, n - 3) : n]) for n in range(1, len(rewards) + 1)])
 
 
 if __name__ == "__main__":

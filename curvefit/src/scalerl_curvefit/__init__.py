@@ -1,8 +1,8 @@
 """Compute–reward curves: fit them, say how far they can be believed, and forecast.
 
 What lives here: the points of a run and their checks (`curve`), the shapes (`families`), the point
-fit by variable projection (`point`), the grid posterior (`moments`, `posterior`, `sampling`), the local trend (`trend`),
-the pool of forecasts (`pool`), the fit (`fitting`) and what follows from it (`forecasting`, `outlook`). numpy and scipy only.
+fit by variable projection (`point`), the grid posterior (`moments`, `posterior`, `sampling`), the local trend (`trend`), the prior
+from earlier runs (`earlier`), the pool of forecasts (`pool`), the fit (`fitting`) and what follows from it (`forecasting`, `outlook`). numpy and scipy only.
 
 What never does: Kubernetes, torch, policies (whether to stop or grow is the operator's), plotting,
 files and command lines.
@@ -18,6 +18,7 @@ True
 
 from .compare import Better, Comparison, compare
 from .curve import SIGNED_SCALE, UNIT_SCALE, Curve, Segment
+from .earlier import EarlierRun, EarlierUse
 from .errors import (
     ConstantRewardError,
     CurveError,
@@ -67,6 +68,8 @@ __all__ = [
     "CurveError",
     "Draws",
     "DuplicateComputeError",
+    "EarlierRun",
+    "EarlierUse",
     "Edge",
     "Estimate",
     "Fall",

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from scipy.special import ndtr
+from scipy.special import ndtr, stdtr
 
 from .curve import FloatArray
 from .errors import RequestError
 from .families import compute_share
 from .fitting import Estimate, Fit, draws, pool
-from .pool import Pool, departure_sd
+from .pool import Pool
 from .sampling import interval
 
 BLOCKS: Final = 32
@@ -126,14 +127,27 @@ def _p_above(ahead: Pool, compute: float, level: FloatArray | float) -> float:
     Departures and late rises are integrated in closed form: decisions have thresholds on this, and a run near one
     must not be decided by which of them a seed has drawn.
     """
-    at, settings = np.array([compute]), ahead.settings
+    at = np.array([compute])
     (doublings,) = ahead.doublings(at)
-    sd = max(departure_sd(ahead.trend, settings) * doublings, TINY)
-    over = (ahead.expected(at)[:, 0] - level) / sd
-    rises = ahead.trend.headroom / sd * SIZES
-    rising = 1.0 - (1.0 - settings.late_rise) ** doublings
-    above = (1.0 - rising) * ndtr(over) + rising * ndtr(over[:, None] + rises).mean(axis=1)
+    own, earlier = (max(float(scale_c[0]), TINY) for scale_c in ahead.departure_scale(at))
+    over = ahead.expected(at)[:, 0] - level
+    rising = 1.0 - (1.0 - ahead.late_rise) ** doublings
+    above = _rises_above(ndtr, over / own, ahead.trend.headroom / own, rising)
+    if ahead.gains is not None:
+        # These draws expect the same of a compute: one stands for all.
+        of, dof = np.flatnonzero(ahead.by_earlier), ahead.gains.dof
+        above[of] = _rises_above(
+            lambda x: stdtr(dof, x), over[of[:1]] / earlier, ahead.trend.headroom / earlier, rising
+        )
     return float(np.mean(np.where(np.less(level, 0.0), 1.0, np.where(np.less(level, 1.0), above, 0.0))))
+
+
+def _rises_above(
+    below: Callable[[FloatArray], FloatArray], over: FloatArray, headroom: float, rising: float
+) -> FloatArray:
+    """P(departure + late rise > −over), all in units of the departure's scale; below: the departure's distribution."""
+    with_rise = below(over[:, None] + headroom * SIZES).mean(axis=1)
+    return np.asarray((1.0 - rising) * below(over) + rising * with_rise)
 
 
 def _gains(ahead: Pool, compute: FloatArray) -> FloatArray:

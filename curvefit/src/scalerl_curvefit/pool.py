@@ -8,6 +8,9 @@ disagree are wider together than their errors; each is moved towards the common 
 Two things are added beyond now. A departure, normal, with an sd that grows with each doubling of compute, smaller the
 nearer rewards are to 1. And a late rise: some runs rise once more, unannounced, at a rate a doubling that does not
 depend on what they did before.
+
+With earlier runs of the same task (`earlier`) there is a fourth forecast: what they gained from the same compute on. Its
+weight is that of its precision beside the others', at one doubling.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import ndtri
+from scipy.special import ndtr, ndtri, stdtrit
 
 from .curve import FloatArray
 from .posterior import Nodes
@@ -30,14 +33,41 @@ GOLDEN: Final = 0.5 * (5.0**0.5 - 1.0)
 """Multiples of it, without their whole part, are evenly spread however many there are."""
 
 
+OWN: Final = 0.5
+"""Weight of the precision of the run's own forecasts, beside 1 of the earlier runs' gains."""
+MOST_EARLIER: Final = 0.95
+"""Weight that the earlier runs' gains have at most."""
+WEIGHING: Final = 500
+"""Draws that tell how precise the run's own forecasts are."""
+Z: Final = np.linspace(-5.0, 5.0, 101)
+"""Quantiles of Student's t are taken at these of the normal distribution, and linearly between."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gains:
+    """What earlier runs gained beyond this compute: Student's t of `dof` degrees of freedom, with mean and scale at each
+    of `doublings`, which start at 0; linear between, constant beyond."""
+
+    doublings: FloatArray
+    mean: FloatArray
+    scale: FloatArray
+    dof: float
+
+    def at(self, doublings: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Mean and scale."""
+        return np.interp(doublings, self.doublings, self.mean), np.interp(
+            doublings, self.doublings, self.scale
+        )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Pool:
     """Courses of one run, drawn; all arrays (d,), one entry a draw.
 
-    curves: up to now, and beyond it where they are not of the trend. expert: which forecast a draw is of, an index into
-    the families, or their number for the trend. departure: from what is expected, per doubling beyond now.
-    rise_after, rise: doublings beyond now at which a late rise comes, and its size. noise: standard normal, of one
-    evaluation.
+    curves: up to now, and beyond it where they are of a family. expert: which forecast a draw is of, an index into
+    the families, their number for the trend, or one more for the earlier runs. departure: from what is expected, in units
+    of `departure_scale`. late_rise: probability in a doubling. rise_after, rise: doublings beyond now at which a late
+    rise comes, and its size. noise: standard normal, of one evaluation.
     """
 
     curves: Draws
@@ -45,13 +75,20 @@ class Pool:
     trend: Trend
     now: float
     settings: FitSettings
+    gains: Gains | None
     departure: FloatArray
+    late_rise: float
     rise_after: FloatArray
     rise: FloatArray
     noise: FloatArray
 
     def __len__(self) -> int:
         return len(self.curves)
+
+    @property
+    def by_earlier(self) -> NDArray[np.bool_]:
+        """(d,) whether a draw is of the earlier runs' gains."""
+        return np.asarray(self.expert == len(self.curves.families) + 1)
 
     def doublings(self, compute: FloatArray) -> FloatArray:
         """Of compute beyond now, 0 before."""
@@ -66,23 +103,34 @@ class Pool:
         ahead = compute >= self.now
         if not ahead.any():
             return reward_dc
-        gains_c = self.settings.trend_damping * self.trend.gain * self.doublings(compute[ahead])
+        doublings_c, families = self.doublings(compute[ahead]), len(self.curves.families)
         ahead_dc = reward_dc[:, ahead]
-        by_trend = self.expert == len(self.curves.families)
-        ahead_dc[by_trend] = self.trend.level + gains_c
+        by_trend = self.settings.trend_damping * self.trend.gain * doublings_c
+        ahead_dc[self.expert == families] = self.trend.level + by_trend
+        if self.gains is not None:
+            ahead_dc[self.by_earlier] = self.trend.level + self.gains.at(doublings_c)[0]
         mean_c = ahead_dc.mean(axis=0)
-        for expert in range(len(self.curves.families) + 1):
+        for expert in range(families + 2):
             of = self.expert == expert
             if of.any():
                 ahead_dc[of] += (1.0 - self.settings.pool_spread) * (mean_c - ahead_dc[of].mean(axis=0))
         reward_dc[:, ahead] = ahead_dc
         return reward_dc
 
+    def departure_scale(self, compute: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """(c,) scales of the departure at compute (c,): normal, and Student's t where a draw is of the earlier runs."""
+        doublings_c = self.doublings(compute)
+        own = departure_sd(self.trend, self.settings) * doublings_c
+        return own, own if self.gains is None else self.gains.at(doublings_c)[1]
+
     def reward(self, compute: FloatArray) -> FloatArray:
         """(d, c) rewards at compute (c,) with departures and late rises, within [0, 1]."""
         doublings_c = self.doublings(compute)
         reward_dc = self.expected(compute)
-        reward_dc += self.departure[:, None] * doublings_c
+        own_c, earlier_c = self.departure_scale(compute)
+        reward_dc += self.departure[:, None] * (
+            own_c if self.gains is None else np.where(self.by_earlier[:, None], earlier_c, own_c)
+        )
         reward_dc += self.rise[:, None] * (doublings_c > self.rise_after[:, None])
         return np.asarray(np.clip(reward_dc, 0.0, 1.0, out=reward_dc))
 
@@ -103,27 +151,68 @@ def drawn_pool(
     settings: FitSettings,
     n: int,
     random: np.random.Generator,
+    gains: Gains | None = None,
+    late_rise: float | None = None,
 ) -> Pool:
-    """`n` courses. The trend's carry curves of the first family, which they are on until now."""
+    """`n` draws. The trend's and the earlier runs' carry curves of the first family, which they are on until now.
+
+    gains: of earlier runs. late_rise: in place of that of the settings.
+    """
+    late_rise = settings.late_rise if late_rise is None else late_rise
     weights = np.array(settings.pool)
+    if gains is None:
+        return _drawn(nodes, weights, trend, now, settings, n, random, None, late_rise)
+    own = _drawn(nodes, weights, trend, now, settings, WEIGHING, random, None, late_rise)
+    at = np.array([2.0 * now])
+    own_variance = float(np.var(own.expected(at)) + departure_sd(trend, settings) ** 2)
+    earlier = min(1.0 / (1.0 + OWN * float(gains.at(np.ones(1))[1][0]) ** 2 / own_variance), MOST_EARLIER)
+    weights = np.append(weights / weights.sum() * (1.0 - earlier), earlier)
+    return _drawn(nodes, weights, trend, now, settings, n, random, gains, late_rise)
+
+
+def _drawn(
+    nodes: Sequence[Nodes],
+    weights: FloatArray,
+    trend: Trend,
+    now: float,
+    settings: FitSettings,
+    n: int,
+    random: np.random.Generator,
+    gains: Gains | None,
+    late_rise: float,
+) -> Pool:
+    families = len(nodes)
     counts = systematic(weights, n, random)
-    own, by_trend = counts[:-1].copy(), int(counts[-1])
-    own[0] += by_trend
-    curves = sample(nodes, own.astype(np.float64), n, random)
+    of_families, by_trend, by_earlier = (
+        counts[:families].copy(),
+        int(counts[families]),
+        counts[families + 1 :].sum(),
+    )
+    of_families[0] += by_trend + by_earlier
+    curves = sample(nodes, of_families.astype(np.float64), n, random)
     expert = curves.family.copy()
-    expert[np.flatnonzero(expert == 0)[:by_trend]] = len(nodes)
+    first = np.flatnonzero(expert == 0)
+    expert[first[:by_trend]] = families
+    expert[first[by_trend : by_trend + by_earlier]] = families + 1
+    departure = ndtri((random.permutation(n) + 0.5) / n)
+    if gains is not None:
+        of_earlier = expert == families + 1
+        spread = ndtri((random.permutation(by_earlier) + 0.5) / max(by_earlier, 1))
+        departure[of_earlier] = np.interp(spread, Z, stdtrit(gains.dof, ndtr(Z)))
     # Evenly spread, not drawn: a late rise is rare, and the upper end of an interval rests on few of them. Those that
     # come before any given compute have sizes that are evenly spread too.
     order = random.permutation(n)
     with np.errstate(divide="ignore"):
-        rise_after = np.log1p(-(order + 0.5) / n) / np.log1p(-settings.late_rise)
+        rise_after = np.log1p(-(order + 0.5) / n) / np.log1p(-late_rise)
     return Pool(
         curves=curves,
         expert=expert,
         trend=trend,
         now=now,
         settings=settings,
-        departure=departure_sd(trend, settings) * ndtri((random.permutation(n) + 0.5) / n),
+        gains=gains,
+        departure=departure,
+        late_rise=late_rise,
         rise_after=rise_after,
         rise=trend.headroom * np.modf((order + 0.5) * GOLDEN)[0],
         noise=random.standard_normal(n),

@@ -20,9 +20,11 @@ from typing import Final
 import numpy as np
 from scipy.special import ndtr
 
-from .curve import Curve
+from .curve import Curve, FloatArray
 from .guard import CONSECUTIVE, PAIRED, difference_sd
 
+LEAST: Final = 0.02
+"""Gain that counts as a rise."""
 DOUBLINGS: Final = 117
 SIZES: Final = (0.028, 0.049, 0.098, 0.108, 0.146, 0.151, 0.267)
 """Gains of the late rises that were counted."""
@@ -59,6 +61,35 @@ class Flat:
     def p_gain(self) -> float:
         """P(gain > least)."""
         return 1.0 - (1.0 - self.p_trend) * (1.0 - self.p_late)
+
+
+def late_rises(curve: Curve, least: float = LEAST) -> tuple[int, list[float]]:
+    """The doublings of one finished run's record that could show a late rise, and the gains of those that did.
+
+    Rewards are means of three evaluations. Over the doubling up to a quarter or a half of the record such a run gained
+    under `least` and stood within `least` of its best; within the next doubling it rose by `least` or more.
+    """
+    share, mean = record_means(curve)
+    doublings, gains = 0, list[float]()
+    for at in (0.25, 0.5):
+        before, now, then = (int(np.searchsorted(share, s, side="right")) - 1 for s in (at / 2, at, 2 * at))
+        if before < 0:
+            continue
+        doublings += 1
+        flat = mean[now] - mean[before] < least and mean[now] > mean[: now + 1].max() - least
+        gain = float(mean[now : then + 1].max() - mean[now])
+        if flat and gain >= least:
+            gains.append(gain)
+    return doublings, gains
+
+
+def record_means(curve: Curve) -> tuple[FloatArray, FloatArray]:
+    """Shares of the record, and at each the mean of the last three evaluations, at compute above 0."""
+    at = curve.first_trained
+    totals = np.concatenate([[0.0], np.cumsum(curve.reward[at:])])
+    n = np.arange(1, totals.size)
+    first = np.maximum(n - CONSECUTIVE, 0)
+    return curve.compute[at:] / curve.now, (totals[n] - totals[first]) / (n - first)
 
 
 def p_late_rise(doublings: float, least: float) -> float:

@@ -44,6 +44,19 @@ def trend(compute: FloatArray, reward: FloatArray, settings: FitSettings) -> Tre
     return Trend(level, slope * min(1.0, -float(doublings[-last])))
 
 
+def smoothed(doubling: FloatArray, reward: FloatArray, at: FloatArray, window: float) -> FloatArray:
+    """(k,) rewards at log2 compute `at` (k,): lines through the points (n,), one h doublings away weighing exp(−h/window)."""
+    off_kn = doubling - at[:, None]
+    away_kn = np.abs(off_kn)
+    weight_kn = np.exp((away_kn.min(axis=1, keepdims=True) - away_kn) / window)
+    weight_kn /= weight_kn.sum(axis=1, keepdims=True)
+    x_mean, y_mean = (weight_kn * off_kn).sum(axis=1), weight_kn @ reward
+    centred_kn = weight_kn * (off_kn - x_mean[:, None])
+    spread = (centred_kn * off_kn).sum(axis=1)
+    slope = np.where(spread > TINY, centred_kn @ reward / np.maximum(spread, TINY), 0.0)
+    return np.asarray(y_mean - slope * x_mean)
+
+
 def _line(x: FloatArray, y: FloatArray, weight: FloatArray) -> tuple[float, float]:
     """Value at x = 0 and slope of the weighted least-squares line; level where all weight is on one point."""
     weight = weight / weight.sum()

@@ -1,0 +1,284 @@
+"""A prior from one's own earlier runs of the same task and model, on the same axis of compute.
+
+They say what no fit of the new run can: what came next from the same compute on. Four things follow:
+
+- *Gains* (`Gains`): what they gained over the next doublings, a fourth forecast of the pool. Mean and spread between
+  runs, as Student's t: with n runs of total weight w, s² = (ν0·s0²·d² + Σ wᵢ(gᵢ − ḡ)²)/(ν0 + w − 1)·(1 + 1/w) over d
+  doublings, ν0 and s0 standing for what is known of runs in general. Where a record ends, its own forecast goes on,
+  with its departure.
+- *Shape* (`Shape`): where their fitted A, ln B and ln Cmid lie, with a spread between runs of no less than a floor.
+  It weighs the nodes of the new run's posterior; a share of the broad prior stays, for a run that is like none.
+- *Noise* of an evaluation, as pseudo-points.
+- *Late rises*: how many of their doublings rose after a flat one.
+
+A run counts the more, the more alike it is to the new one so far: by the level at the same compute, and what the last
+doubling gained, each in units of the spread between the earlier runs. Another task's run stands elsewhere and counts
+for little, whatever its name says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import numpy as np
+
+from .curve import Curve, FloatArray
+from .pool import Gains, Pool, departure_sd
+from .posterior import Nodes
+from .rises import late_rises
+from .settings import FitSettings
+from .trend import Trend, smoothed
+
+KNOTS: Final = 6
+"""A doubling, at which the level of an earlier run is kept."""
+MOST_KNOTS: Final = 120
+WINDOW: Final = 0.1
+"""Doublings over which the weight of a point for the level of an earlier run falls by e, to either side: narrower than
+the trend's, for a rise to come must not raise the level of now."""
+AHEAD: Final = np.array([0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+"""Doublings beyond now at which gains are taken, and beyond the end of a record at which its forecast goes on."""
+BETWEEN_LEVEL: Final = 0.05
+BETWEEN_GAIN: Final = 0.03
+"""Smallest spread between runs of one task, of the level and of a doubling's gain, that likeness is measured in."""
+GAIN_SHARE: Final = 0.25
+"""Weight of the last doubling's gain in the likeness, beside the level's 1."""
+LIKE: Final = 0.9
+"""A run that counts for less is told with the reason."""
+FEWEST: Final = 0.1
+"""Total weight of earlier runs below which they say nothing."""
+SHAPE_FLOOR: Final = np.array([0.03, 0.25, 0.3])
+"""Smallest spread between runs of A, ln B and ln Cmid."""
+BROAD: Final = 0.02
+"""Of the shape's peak, everywhere."""
+PSEUDO: Final = 2.0
+SPREAD: Final = 0.01
+"""ν0, for gains and shapes, and s0: spread between runs of what a doubling gains."""
+NOISE_DOF: Final = 2.0
+MOST_NOISE_DOF: Final = 8.0
+"""Pseudo-points for the noise that each earlier run brings, and all together."""
+LATE_DOUBLINGS: Final = 12.0
+"""Doublings that the rate of public curves weighs, beside those of earlier runs."""
+FLAT_RUNS: Final = 2.0
+"""Runs that the public probability of a first rise weighs."""
+
+
+@dataclass(frozen=True, eq=False)
+class EarlierRun:
+    """A finished run. curve: of one segment, in the unit, reward scale and evaluation set of the new run's."""
+
+    name: str
+    curve: Curve
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierUse:
+    """What an earlier run counted for. weight: from 0 to 1. reason: why less than nearly all, else empty."""
+
+    name: str
+    weight: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Course:
+    """An earlier run as the prior takes it.
+
+    doubling_k, level_k: log2 compute and smoothed reward, to its end, and by its own forecast beyond. end: log2 compute
+    of its last point. departure: sd a doubling beyond that. shape, shape_sd: (3,) A, ln B, ln Cmid. sigma: noise of an
+    evaluation. late: doublings that could show a late rise, and how many did. fell: compute at which it fell; only the
+    points before count.
+    """
+
+    doubling_k: FloatArray
+    level_k: FloatArray
+    end: float
+    departure: float
+    shape: FloatArray
+    shape_sd: FloatArray
+    sigma: float
+    late: tuple[int, int]
+    fell: float | None = None
+
+    def level(self, doubling: FloatArray | float) -> FloatArray:
+        """At log2 compute."""
+        return np.asarray(np.interp(doubling, self.doubling_k, self.level_k))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shape:
+    """A, ln B, ln Cmid of the next run: Student's t with a centre and a spread each, (3,)."""
+
+    centre: FloatArray
+    spread: FloatArray
+    dof: float
+
+    def weigh(self, nodes: Nodes) -> Nodes:
+        """The nodes of a sigmoid, weighted by this prior too."""
+        a, ln_b, ln_cmid = (
+            self._density(i, x) for i, x in enumerate((nodes.a_js, nodes.ln_b_s, nodes.ln_cmid_s))
+        )
+        weight_js = nodes.weight_js * (BROAD + a * (ln_b * ln_cmid))
+        return replace(nodes, weight_js=weight_js / weight_js.sum())
+
+    def _density(self, i: int, x: FloatArray) -> FloatArray:
+        z = (x - self.centre[i]) / self.spread[i]
+        return np.asarray((1.0 + z * z / self.dof) ** (-0.5 * (self.dof + 1.0)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunsPrior:
+    """What the earlier runs say of one run now. None where they say nothing.
+
+    noise: sd of an evaluation, and its weight in pseudo-points. late_rise: probability in a doubling. weight, gained,
+    to_come: (n,) of each earlier run: what it counts for, and what it had gained by this compute and after it.
+    """
+
+    uses: tuple[EarlierUse, ...]
+    gains: Gains | None = None
+    shape: Shape | None = None
+    noise: tuple[float, float] | None = None
+    late_rise: float | None = None
+    weight: FloatArray = field(default_factory=lambda: np.zeros(0))
+    gained: FloatArray = field(default_factory=lambda: np.zeros(0))
+    to_come: FloatArray = field(default_factory=lambda: np.zeros(0))
+
+    def p_first_rise(self, public: float, least: float) -> float:
+        """Probability that a run which has gained less than `least` still rises by it; public: of other people's runs."""
+        flat = self.weight * (self.gained < least)
+        return float((FLAT_RUNS * public + flat @ (self.to_come >= least)) / (FLAT_RUNS + flat.sum()))
+
+
+def course(curve: Curve, pool: Pool, settings: FitSettings, fell: float | None = None) -> Course:
+    """Of a finished run, by its points and its own forecast."""
+    at = curve.first_trained
+    doubling, reward = np.log2(curve.compute[at:]), curve.reward[at:]
+    end = float(doubling[-1])
+    count = int(np.clip(np.ceil((end - doubling[0]) * KNOTS), 2, MOST_KNOTS))
+    knots = np.linspace(doubling[0], end, count)
+    level_k = smoothed(doubling, reward, knots, WINDOW)
+    ahead = pool.expected(pool.now * 2.0 ** np.concatenate([[0.0], AHEAD])).mean(axis=0)
+    doublings, rises = late_rises(curve)
+    drawn = pool.curves
+    first = drawn.family == 0
+    parameters = np.stack([drawn.A[first], np.log(drawn.B[first]), np.log(drawn.Cmid[first])])
+    return Course(
+        doubling_k=np.concatenate([knots, end + AHEAD]),
+        level_k=np.clip(np.concatenate([level_k, level_k[-1] + ahead[1:] - ahead[0]]), 0.0, 1.0),
+        end=end,
+        departure=departure_sd(pool.trend, settings),
+        shape=np.median(parameters, axis=1),
+        shape_sd=parameters.std(axis=1),
+        sigma=float(np.median(drawn.sigma)),
+        late=(doublings, len(rises)),
+        fell=fell,
+    )
+
+
+def runs_prior(
+    runs: Sequence[tuple[str, Course | str]], curve: Curve, local: Trend, settings: FitSettings
+) -> RunsPrior:
+    """The prior for a run of which `curve` and its trend are known.
+
+    runs: name and course, or why there is none. Raises nothing: a run that cannot count is left out with a reason.
+    """
+    courses = [course for _, course in runs if isinstance(course, Course)]
+    if not courses:
+        return RunsPrior(tuple(EarlierUse(name, 0.0, str(why)) for name, why in runs))
+    now = float(np.log2(curve.now))
+    alike, reasons = _likeness(courses, curve, local, now)
+    covered = np.clip(np.array([c.end for c in courses]) - now, 0.0, 1.0)
+    weight = alike * covered
+    told = iter([_use(w, c, r, k) for w, c, r, k in zip(weight, covered, reasons, courses, strict=True)])
+    uses = tuple(
+        EarlierUse(name, 0.0, found) if isinstance(found, str) else EarlierUse(name, *next(told))
+        for name, found in runs
+    )
+    total = float(weight.sum())
+    if total < FEWEST:
+        return RunsPrior(uses)
+    share = weight / total
+    level = np.array([c.level(now) for c in courses])
+    doublings, rises = (float(weight @ np.array([c.late[i] for c in courses])) for i in (0, 1))
+    return RunsPrior(
+        uses,
+        gains=_gains(courses, weight, now),
+        shape=_shape(courses, weight),
+        noise=(
+            float(np.exp(share @ np.log([max(c.sigma, settings.noise_floor) for c in courses]))),
+            min(NOISE_DOF * total, MOST_NOISE_DOF),
+        ),
+        late_rise=(LATE_DOUBLINGS * settings.late_rise + rises) / (LATE_DOUBLINGS + doublings),
+        weight=weight,
+        gained=np.array(
+            [c.level_k[c.doubling_k <= now].max(initial=c.level_k[0]) - c.level_k[0] for c in courses]
+        ),
+        to_come=np.array(
+            [c.level_k[(c.doubling_k >= now) & (c.doubling_k <= c.end)].max(initial=0.0) for c in courses]
+        )
+        - level,
+    )
+
+
+def _likeness(
+    courses: Sequence[Course], curve: Curve, local: Trend, now: float
+) -> tuple[FloatArray, list[str]]:
+    """How alike each course is to the run so far, from 0 to 1, and in words what differs most."""
+    at = curve.first_trained
+    doubling = np.log2(curve.compute[at:])
+    back = max(now - 1.0, float(doubling[0]))
+    own_back = float(smoothed(doubling, curve.reward[at:], np.array([back]), WINDOW)[0])
+    level = np.array([c.level(now) for c in courses])
+    gain = level - np.array([c.level(back) for c in courses])
+    own = local.level - own_back
+    z_level = (level - local.level) / np.hypot(BETWEEN_LEVEL, level.std())
+    z_gain = (gain - own) / np.hypot(BETWEEN_GAIN, gain.std()) * np.sqrt(GAIN_SHARE)
+    reasons = [
+        f"it had {at_level:.2f} at this compute, this run has {local.level:.2f}"
+        if abs(by_level) >= abs(by_gain)
+        else f"it gained {at_gain:.2f} over the last doubling, this run {own:.2f}"
+        for at_level, at_gain, by_level, by_gain in zip(level, gain, z_level, z_gain, strict=True)
+    ]
+    return np.exp(-0.5 * (z_level**2 + z_gain**2)), reasons
+
+
+def _use(weight: float, covered: float, differs: str, course: Course) -> tuple[float, str]:
+    """Weight and reason of one run's `EarlierUse`."""
+    why = [] if weight >= LIKE * covered else [differs]
+    if covered < LIKE:
+        why.append(
+            f"its points cover {covered:.2f} of the next doubling"
+            if covered > 0
+            else "its points end before this run's"
+        )
+    if course.fell is not None:
+        why.append(f"it fell at compute {course.fell:g}, and counts up to there")
+    return float(weight), "; ".join(why)
+
+
+def _gains(courses: Sequence[Course], weight: FloatArray, now: float) -> Gains:
+    total = float(weight.sum())
+    gain_ik = np.array([c.level(now + AHEAD) - c.level(now) for c in courses])
+    mean_k = weight @ gain_ik / total
+    dof = PSEUDO + max(total - 1.0, 0.0)
+    spread_k = PSEUDO * (SPREAD * AHEAD) ** 2 + weight @ (gain_ik - mean_k) ** 2
+    beyond_ik = np.maximum(now + AHEAD - np.array([[c.end] for c in courses]), 0.0)
+    departs_k = weight @ (np.array([[c.departure] for c in courses]) * beyond_ik) ** 2 / total
+    sd_k = np.sqrt(spread_k / dof * (1.0 + 1.0 / total) + departs_k)
+    start = np.zeros(1)
+    return Gains(
+        np.concatenate([start, AHEAD]), np.concatenate([start, mean_k]), np.concatenate([start, sd_k]), dof
+    )
+
+
+def _shape(courses: Sequence[Course], weight: FloatArray) -> Shape:
+    """Random effects: the spread between runs is what their own uncertainty leaves of their scatter."""
+    shape_i3, sd_i3 = np.array([c.shape for c in courses]), np.array([c.shape_sd for c in courses])
+    total = float(weight.sum())
+    middle = weight @ shape_i3 / total
+    scatter = weight @ (shape_i3 - middle) ** 2 / total - weight @ sd_i3**2 / total
+    between = np.maximum(scatter, 0.0) + SHAPE_FLOOR**2
+    precision_i3 = weight[:, None] / (between + sd_i3**2)
+    centre = (precision_i3 * shape_i3).sum(axis=0) / precision_i3.sum(axis=0)
+    return Shape(centre, np.sqrt(between + 1.0 / precision_i3.sum(axis=0)), PSEUDO + total)

@@ -1,0 +1,180 @@
+"""A prior from earlier runs: what it narrows, what it leaves out, and what it says of either."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import scalerl_curvefit as cf
+from scalerl_curvefit.earlier import BROAD, Shape
+from scalerl_curvefit.simulate import ar1_noise
+
+FIVE = range(1, 6)
+
+
+def sigmoid(compute, asymptote=0.6, middle=20.0, exponent=1.8, start=0.2):
+    return start + (asymptote - start) / (1.0 + (middle / compute) ** exponent)
+
+
+def run_of(seed, points=40, noise=0.006, **shape):
+    """One run of a task whose runs differ a little."""
+    random = np.random.default_rng(seed)
+    shape = {"asymptote": 0.6 + 0.01 * random.standard_normal(), **shape}
+    shape["middle"] = shape.get("middle", 20.0) * np.exp(0.05 * random.standard_normal())
+    compute = np.linspace(2.5, 100.0, points)
+    return cf.Curve(compute, np.clip(sigmoid(compute, **shape) + ar1_noise(points, noise, 0.3, random), 0, 1))
+
+
+def earlier(seeds=FIVE, **shape):
+    return [cf.EarlierRun(f"run-{seed}", run_of(seed, **shape)) for seed in seeds]
+
+
+def forecast(fitted):
+    (at_twice,) = cf.forecast(fitted, [2.0 * fitted.now])
+    return at_twice
+
+
+def width(fitted):
+    return forecast(fitted).high - forecast(fitted).low
+
+
+def steps(rises_at, points=40, height=0.3, seed=0):
+    """A run that has learned nothing until it rises at this share of its compute."""
+    compute = np.linspace(2.5, 100.0, points)
+    noise = 0.004 * np.random.default_rng(seed).standard_normal(points)
+    return cf.Curve(compute, np.clip(0.1 + height * (compute > 100.0 * rises_at) + noise, 0, 1))
+
+
+def test_five_like_runs_narrow_the_interval_to_less_than_point_six():
+    ratios, inside = [], []
+    for seed in range(10, 30):
+        whole = run_of(seed)
+        head = whole.head(16)
+        alone, told = cf.fit(head), cf.fit(head, earlier=earlier())
+        ratios.append(width(told) / width(alone))
+        inside.append(forecast(told).low <= whole.reward[31] <= forecast(told).high)
+    assert np.median(ratios) < 0.6
+    assert np.mean(inside) >= 0.85
+
+
+def test_without_earlier_runs_nothing_changes():
+    head = run_of(0).head(16)
+    assert cf.fit(head).earlier == ()
+    assert forecast(cf.fit(head)) == forecast(cf.fit(head, earlier=[]))
+    assert forecast(cf.fit(head, earlier=earlier())) == forecast(cf.fit(head, earlier=earlier()))
+
+
+def test_runs_of_another_task_count_for_next_to_nothing_and_say_why():
+    head = run_of(0).head(16)
+    told = cf.fit(head, earlier=earlier(start=0.7, asymptote=0.95))
+    assert all(use.weight < 0.01 for use in told.earlier)
+    assert "it had 0.8" in told.earlier[0].reason
+    assert "this run has 0.5" in told.earlier[0].reason
+    assert told.prior.gains is None
+    assert width(told) == pytest.approx(width(cf.fit(head)), rel=0.1)
+
+
+def test_another_evaluation_version_is_left_out():
+    labelled = cf.Curve(run_of(0).compute, run_of(0).reward, eval_version="b")
+    other = cf.EarlierRun("old", cf.Curve(run_of(1).compute, run_of(1).reward, eval_version="a"))
+    (use,) = cf.fit(labelled.head(16), earlier=[other]).earlier
+    assert (use.name, use.weight) == ("old", 0.0)
+    assert "evaluation version a" in use.reason
+
+
+def test_runs_that_cannot_count_are_left_out_with_their_reasons():
+    whole = run_of(1)
+    mixed = cf.Curve(whole.compute, whole.reward, recipe=["a"] * 20 + ["b"] * 20)
+    runs = [
+        cf.EarlierRun("short", whole.head(3)),
+        cf.EarlierRun("mixed", mixed),
+        cf.EarlierRun("ended", whole.head(10)),
+        cf.EarlierRun("good", whole),
+    ]
+    uses = {use.name: use for use in cf.fit(run_of(0).head(16), earlier=runs).earlier}
+    assert list(uses) == ["short", "mixed", "ended", "good"]
+    assert [uses[name].weight for name in ("short", "mixed", "ended")] == [0, 0, 0]
+    assert "3 points" in uses["short"].reason
+    assert "recipe" in uses["mixed"].reason
+    assert "end before" in uses["ended"].reason
+    assert uses["good"].weight > 0.5
+    assert uses["good"].reason == ""
+
+
+def test_a_run_that_fell_counts_up_to_its_fall():
+    fallen = run_of(1).reward.copy()
+    fallen[30:] -= 0.2
+    runs = [*earlier([2, 3]), cf.EarlierRun("fell", cf.Curve(run_of(1).compute, fallen))]
+    fitted = cf.fit(run_of(0).head(12), earlier=runs)
+    assert "fell at compute" in fitted.earlier[-1].reason
+    assert fitted.earlier[-1].weight > 0.5
+    assert fitted.prior.gains.mean[-1] > 0.0
+
+
+def test_a_record_that_covers_half_of_the_next_doubling_counts_for_half():
+    fitted = cf.fit(run_of(0).head(28), earlier=earlier([1]))
+    assert fitted.earlier[0].weight == pytest.approx(np.log2(40 / 28), abs=0.1)
+    assert "of the next doubling" in fitted.earlier[0].reason
+
+
+def test_runs_that_rose_from_here_say_that_this_one_may():
+    head = steps(0.6, seed=9).head(20)
+    alone = cf.p_gain_above(cf.fit(head), 100.0, 0.02)
+    rising = [cf.EarlierRun(str(seed), steps(0.6, seed=seed)) for seed in FIVE]
+    never = [cf.EarlierRun(str(seed), steps(2.0, seed=seed)) for seed in FIVE]
+    fitted = cf.fit(head, earlier=rising)
+    assert cf.p_gain_above(fitted, 100.0, 0.02) > 0.9 > alone
+    assert cf.p_gain_above(cf.fit(head, earlier=never), 100.0, 0.02) < alone
+    assert fitted.prior.p_first_rise(0.1, 0.02) > 0.6
+    assert cf.fit(head, earlier=never).prior.p_first_rise(0.1, 0.02) < 0.05
+
+
+def test_a_run_that_never_passed_anything_counts():
+    zeros = cf.EarlierRun("zeros", cf.Curve(np.arange(1.0, 41.0), np.zeros(40)))
+    head = cf.Curve(np.arange(1.0, 16.0), np.r_[np.zeros(14), 0.002])
+    assert cf.fit(head, earlier=[zeros]).earlier[0].weight > 0.9
+
+
+def test_probabilities_integrate_what_the_draws_show():
+    fitted = cf.fit(run_of(0).head(16), earlier=earlier())
+    drawn = cf.pool(fitted, 200_000)
+    rewards = drawn.reward(np.array([fitted.now, 2 * fitted.now]))
+    for least in (0.02, 0.08, 0.1, 0.15):
+        share = np.mean(rewards[:, 1] - rewards[:, 0] > least)
+        assert cf.p_gain_above(fitted, 2 * fitted.now, least) == pytest.approx(share, abs=0.01)
+
+
+def test_a_shape_weighs_the_nodes_and_keeps_a_broad_share():
+    fitted = cf.fit(run_of(0).head(16))
+    (nodes, _) = fitted.nodes
+    near = Shape(np.array([0.6, np.log(1.8), np.log(20.0)]), np.array([0.03, 0.25, 0.3]), 7.0)
+    weighed = near.weigh(nodes)
+    assert weighed.weight_js.sum() == pytest.approx(1.0)
+    mean = lambda n: float((n.weight_js * n.a_js).sum())  # noqa: E731
+    sd = lambda n: float(np.sqrt((n.weight_js * (n.a_js - mean(n)) ** 2).sum()))  # noqa: E731
+    assert abs(mean(weighed) - 0.6) < abs(mean(nodes) - 0.6)
+    assert sd(weighed) < sd(nodes)
+    nowhere = Shape(np.array([40.0, 40.0, 40.0]), np.array([0.03, 0.25, 0.3]), 7.0)
+    np.testing.assert_allclose(nowhere.weigh(nodes).weight_js, nodes.weight_js, rtol=1e-3 / BROAD)
+
+
+@given(
+    st.lists(
+        st.lists(st.floats(0.0, 1.0), min_size=1, max_size=30),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(4, 16),
+)
+@settings(max_examples=40, deadline=None)
+def test_whatever_earlier_runs_are_the_forecast_stands(rewards, points):
+    runs = [
+        cf.EarlierRun(str(i), cf.Curve(np.arange(1.0, len(r) + 1.0) * 3.0, r)) for i, r in enumerate(rewards)
+    ]
+    fitted = cf.fit(run_of(0).head(points), earlier=runs)
+    assert [use.name for use in fitted.earlier] == [run.name for run in runs]
+    assert all(0.0 <= use.weight <= 1.0 for use in fitted.earlier)
+    at_twice = forecast(fitted)
+    assert 0.0 <= at_twice.low <= at_twice.median <= at_twice.high <= 1.0
+    assert 0.0 <= cf.p_gain_above(fitted, 2 * fitted.now, 0.02) <= 1.0
+    assert np.all(np.isfinite(cf.pool(fitted).reward(fitted.now * np.array([0.5, 1.0, 3.0, 1000.0]))))
