@@ -144,6 +144,13 @@ def test_probabilities_integrate_what_the_draws_show():
         assert cf.p_gain_above(fitted, 2 * fitted.now, least) == pytest.approx(share, abs=0.01)
 
 
+def test_late_rises_of_earlier_runs_are_counted():
+    rising = [cf.EarlierRun(str(seed), steps(0.6, seed=seed)) for seed in FIVE]
+    prior = cf.fit(steps(0.6, seed=9).head(20), earlier=rising).prior
+    assert prior.late_rise > 2 * cf.FitSettings().late_rise
+    assert prior.gains.late_rise < cf.FitSettings().late_rise
+
+
 def test_a_shape_weighs_the_nodes_and_keeps_a_broad_share():
     fitted = cf.fit(run_of(0).head(16))
     (nodes, _) = fitted.nodes

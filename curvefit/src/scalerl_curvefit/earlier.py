@@ -101,7 +101,7 @@ class Course:
     late: tuple[int, int]
     fell: float | None = None
 
-    def level(self, doubling: FloatArray | float) -> FloatArray:
+    def level(self, doubling: Sequence[float]) -> FloatArray:
         """At log2 compute."""
         return np.asarray(np.interp(doubling, self.doubling_k, self.level_k))
 
@@ -131,8 +131,8 @@ class Shape:
 class RunsPrior:
     """What the earlier runs say of one run now. None where they say nothing.
 
-    noise: sd of an evaluation, and its weight in pseudo-points. late_rise: probability in a doubling. weight, gained,
-    to_come: (n,) of each earlier run: what it counts for, and what it had gained by this compute and after it.
+    noise: sd of an evaluation, and its weight in pseudo-points. late_rise: probability in a doubling. now: log2 compute.
+    courses, weight: of the runs that can count.
     """
 
     uses: tuple[EarlierUse, ...]
@@ -140,14 +140,21 @@ class RunsPrior:
     shape: Shape | None = None
     noise: tuple[float, float] | None = None
     late_rise: float | None = None
+    now: float = 0.0
+    courses: tuple[Course, ...] = ()
     weight: FloatArray = field(default_factory=lambda: np.zeros(0))
-    gained: FloatArray = field(default_factory=lambda: np.zeros(0))
-    to_come: FloatArray = field(default_factory=lambda: np.zeros(0))
 
     def p_first_rise(self, public: float, least: float) -> float:
         """Probability that a run which has gained less than `least` still rises by it; public: of other people's runs."""
-        flat = self.weight * (self.gained < least)
-        return float((FLAT_RUNS * public + flat @ (self.to_come >= least)) / (FLAT_RUNS + flat.sum()))
+        flat = rose = 0.0
+        for weight, course in zip(self.weight, self.courses, strict=True):
+            until = course.doubling_k <= self.now
+            if course.level_k[until].max(initial=course.level_k[0]) - course.level_k[0] >= least:
+                continue
+            after = course.level_k[~until & (course.doubling_k <= course.end)]
+            flat += weight
+            rose += weight * (after.max(initial=0.0) - course.level([self.now])[0] >= least)
+        return float((FLAT_RUNS * public + rose) / (FLAT_RUNS + flat))
 
 
 def course(curve: Curve, pool: Pool, settings: FitSettings, fell: float | None = None) -> Course:
@@ -187,7 +194,11 @@ def runs_prior(
     if not courses:
         return RunsPrior(tuple(EarlierUse(name, 0.0, str(why)) for name, why in runs))
     now = float(np.log2(curve.now))
-    alike, reasons = _likeness(courses, curve, local, now)
+    at = curve.first_trained
+    back = max(now - 1.0, float(np.log2(curve.compute[at])))
+    own_back = smoothed(np.log2(curve.compute[at:]), curve.reward[at:], np.array([back]), WINDOW)
+    back_i, level_i, *ahead_i = np.array([c.level([back, now, *(now + AHEAD)]) for c in courses]).T
+    alike, reasons = _likeness(level_i, level_i - back_i, local.level, local.level - float(own_back[0]))
     covered = np.clip(np.array([c.end for c in courses]) - now, 0.0, 1.0)
     weight = alike * covered
     told = iter([_use(w, c, r, k) for w, c, r, k in zip(weight, covered, reasons, courses, strict=True)])
@@ -199,43 +210,35 @@ def runs_prior(
     if total < FEWEST:
         return RunsPrior(uses)
     share = weight / total
-    level = np.array([c.level(now) for c in courses])
     doublings, rises = (float(weight @ np.array([c.late[i] for c in courses])) for i in (0, 1))
+    public, watched = LATE_DOUBLINGS * settings.late_rise, LATE_DOUBLINGS + doublings
     return RunsPrior(
         uses,
-        gains=_gains(courses, weight, now),
+        # What rose late in an earlier run is among its gains.
+        gains=_gains(courses, np.array(ahead_i).T - level_i[:, None], weight, now, public / watched),
         shape=_shape(courses, weight),
         noise=(
             float(np.exp(share @ np.log([max(c.sigma, settings.noise_floor) for c in courses]))),
             min(NOISE_DOF * total, MOST_NOISE_DOF),
         ),
-        late_rise=(LATE_DOUBLINGS * settings.late_rise + rises) / (LATE_DOUBLINGS + doublings),
+        late_rise=(public + rises) / watched,
+        now=now,
+        courses=tuple(courses),
         weight=weight,
-        gained=np.array(
-            [c.level_k[c.doubling_k <= now].max(initial=c.level_k[0]) - c.level_k[0] for c in courses]
-        ),
-        to_come=np.array(
-            [c.level_k[(c.doubling_k >= now) & (c.doubling_k <= c.end)].max(initial=0.0) for c in courses]
-        )
-        - level,
     )
 
 
 def _likeness(
-    courses: Sequence[Course], curve: Curve, local: Trend, now: float
+    level: FloatArray, gain: FloatArray, own_level: float, own: float
 ) -> tuple[FloatArray, list[str]]:
-    """How alike each course is to the run so far, from 0 to 1, and in words what differs most."""
-    at = curve.first_trained
-    doubling = np.log2(curve.compute[at:])
-    back = max(now - 1.0, float(doubling[0]))
-    own_back = float(smoothed(doubling, curve.reward[at:], np.array([back]), WINDOW)[0])
-    level = np.array([c.level(now) for c in courses])
-    gain = level - np.array([c.level(back) for c in courses])
-    own = local.level - own_back
-    z_level = (level - local.level) / np.hypot(BETWEEN_LEVEL, level.std())
+    """How alike the earlier runs are to the run so far, from 0 to 1, and in words what differs most.
+
+    level: of each at the compute of now. gain: over the last doubling.
+    """
+    z_level = (level - own_level) / np.hypot(BETWEEN_LEVEL, level.std())
     z_gain = (gain - own) / np.hypot(BETWEEN_GAIN, gain.std()) * np.sqrt(GAIN_SHARE)
     reasons = [
-        f"it had {at_level:.2f} at this compute, this run has {local.level:.2f}"
+        f"it had {at_level:.2f} at this compute, this run has {own_level:.2f}"
         if abs(by_level) >= abs(by_gain)
         else f"it gained {at_gain:.2f} over the last doubling, this run {own:.2f}"
         for at_level, at_gain, by_level, by_gain in zip(level, gain, z_level, z_gain, strict=True)
@@ -257,9 +260,10 @@ def _use(weight: float, covered: float, differs: str, course: Course) -> tuple[f
     return float(weight), "; ".join(why)
 
 
-def _gains(courses: Sequence[Course], weight: FloatArray, now: float) -> Gains:
+def _gains(
+    courses: Sequence[Course], gain_ik: FloatArray, weight: FloatArray, now: float, late_rise: float
+) -> Gains:
     total = float(weight.sum())
-    gain_ik = np.array([c.level(now + AHEAD) - c.level(now) for c in courses])
     mean_k = weight @ gain_ik / total
     dof = PSEUDO + max(total - 1.0, 0.0)
     spread_k = PSEUDO * (SPREAD * AHEAD) ** 2 + weight @ (gain_ik - mean_k) ** 2
@@ -268,7 +272,11 @@ def _gains(courses: Sequence[Course], weight: FloatArray, now: float) -> Gains:
     sd_k = np.sqrt(spread_k / dof * (1.0 + 1.0 / total) + departs_k)
     start = np.zeros(1)
     return Gains(
-        np.concatenate([start, AHEAD]), np.concatenate([start, mean_k]), np.concatenate([start, sd_k]), dof
+        np.concatenate([start, AHEAD]),
+        np.concatenate([start, mean_k]),
+        np.concatenate([start, sd_k]),
+        dof,
+        late_rise,
     )
 
 

@@ -131,11 +131,13 @@ def _p_above(ahead: Pool, compute: float, level: FloatArray | float) -> float:
     (doublings,) = ahead.doublings(at)
     own, earlier = (max(float(scale_c[0]), TINY) for scale_c in ahead.departure_scale(at))
     over = ahead.expected(at)[:, 0] - level
-    rising = 1.0 - (1.0 - ahead.late_rise) ** doublings
-    above = _rises_above(ndtr, over / own, ahead.trend.headroom / own, rising)
+    above = _rises_above(
+        ndtr, over / own, ahead.trend.headroom / own, 1.0 - (1.0 - ahead.late_rise) ** doublings
+    )
     if ahead.gains is not None:
         # These draws expect the same of a compute: one stands for all.
         of, dof = np.flatnonzero(ahead.by_earlier), ahead.gains.dof
+        rising = 1.0 - (1.0 - ahead.gains.late_rise) ** doublings
         above[of] = _rises_above(
             lambda x: stdtr(dof, x), over[of[:1]] / earlier, ahead.trend.headroom / earlier, rising
         )

@@ -16,7 +16,7 @@ weight is that of its precision beside the others', at one doubling.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -37,8 +37,6 @@ OWN: Final = 0.5
 """Weight of the precision of the run's own forecasts, beside 1 of the earlier runs' gains."""
 MOST_EARLIER: Final = 0.95
 """Weight that the earlier runs' gains have at most."""
-WEIGHING: Final = 500
-"""Draws that tell how precise the run's own forecasts are."""
 Z: Final = np.linspace(-5.0, 5.0, 101)
 """Quantiles of Student's t are taken at these of the normal distribution, and linearly between."""
 
@@ -46,12 +44,15 @@ Z: Final = np.linspace(-5.0, 5.0, 101)
 @dataclass(frozen=True, slots=True, eq=False)
 class Gains:
     """What earlier runs gained beyond this compute: Student's t of `dof` degrees of freedom, with mean and scale at each
-    of `doublings`, which start at 0; linear between, constant beyond."""
+    of `doublings`, which start at 0; linear between, constant beyond.
+
+    late_rise: probability in a doubling of one that no earlier run had."""
 
     doublings: FloatArray
     mean: FloatArray
     scale: FloatArray
     dof: float
+    late_rise: float
 
     def at(self, doublings: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Mean and scale."""
@@ -154,66 +155,49 @@ def drawn_pool(
     gains: Gains | None = None,
     late_rise: float | None = None,
 ) -> Pool:
-    """`n` draws. The trend's and the earlier runs' carry curves of the first family, which they are on until now.
+    """`n` draws. The trend's carry curves of the first family, which they are on until now.
 
     gains: of earlier runs. late_rise: in place of that of the settings.
     """
     late_rise = settings.late_rise if late_rise is None else late_rise
-    weights = np.array(settings.pool)
-    if gains is None:
-        return _drawn(nodes, weights, trend, now, settings, n, random, None, late_rise)
-    own = _drawn(nodes, weights, trend, now, settings, WEIGHING, random, None, late_rise)
-    at = np.array([2.0 * now])
-    own_variance = float(np.var(own.expected(at)) + departure_sd(trend, settings) ** 2)
-    earlier = min(1.0 / (1.0 + OWN * float(gains.at(np.ones(1))[1][0]) ** 2 / own_variance), MOST_EARLIER)
-    weights = np.append(weights / weights.sum() * (1.0 - earlier), earlier)
-    return _drawn(nodes, weights, trend, now, settings, n, random, gains, late_rise)
-
-
-def _drawn(
-    nodes: Sequence[Nodes],
-    weights: FloatArray,
-    trend: Trend,
-    now: float,
-    settings: FitSettings,
-    n: int,
-    random: np.random.Generator,
-    gains: Gains | None,
-    late_rise: float,
-) -> Pool:
-    families = len(nodes)
-    counts = systematic(weights, n, random)
-    of_families, by_trend, by_earlier = (
-        counts[:families].copy(),
-        int(counts[families]),
-        counts[families + 1 :].sum(),
-    )
-    of_families[0] += by_trend + by_earlier
-    curves = sample(nodes, of_families.astype(np.float64), n, random)
+    counts = systematic(np.array(settings.pool), n, random)
+    own, by_trend = counts[:-1].copy(), int(counts[-1])
+    own[0] += by_trend
+    curves = sample(nodes, own.astype(np.float64), n, random)
     expert = curves.family.copy()
-    first = np.flatnonzero(expert == 0)
-    expert[first[:by_trend]] = families
-    expert[first[by_trend : by_trend + by_earlier]] = families + 1
-    departure = ndtri((random.permutation(n) + 0.5) / n)
-    if gains is not None:
-        of_earlier = expert == families + 1
-        spread = ndtri((random.permutation(by_earlier) + 0.5) / max(by_earlier, 1))
-        departure[of_earlier] = np.interp(spread, Z, stdtrit(gains.dof, ndtr(Z)))
+    expert[np.flatnonzero(expert == 0)[:by_trend]] = len(nodes)
     # Evenly spread, not drawn: a late rise is rare, and the upper end of an interval rests on few of them. Those that
     # come before any given compute have sizes that are evenly spread too.
     order = random.permutation(n)
     with np.errstate(divide="ignore"):
         rise_after = np.log1p(-(order + 0.5) / n) / np.log1p(-late_rise)
-    return Pool(
+    drawn = Pool(
         curves=curves,
         expert=expert,
         trend=trend,
         now=now,
         settings=settings,
-        gains=gains,
-        departure=departure,
+        gains=None,
+        departure=ndtri((random.permutation(n) + 0.5) / n),
         late_rise=late_rise,
         rise_after=rise_after,
         rise=trend.headroom * np.modf((order + 0.5) * GOLDEN)[0],
         noise=random.standard_normal(n),
     )
+    return drawn if gains is None else _with_gains(drawn, gains, random)
+
+
+def _with_gains(own: Pool, gains: Gains, random: np.random.Generator) -> Pool:
+    """The pool with some of its draws, those of all forecasts alike, given to the earlier runs'."""
+    at, n = np.array([2.0 * own.now]), len(own)
+    variance = float(np.var(own.expected(at)) + departure_sd(own.trend, own.settings) ** 2)
+    scale = float(gains.at(np.ones(1))[1][0])
+    given = round(n * min(1.0 / (1.0 + OWN * scale**2 / variance), MOST_EARLIER))
+    of = random.permutation(n)[:given]
+    expert, departure = own.expert.copy(), own.departure.copy()
+    expert[of] = len(own.curves.families) + 1
+    spread = ndtri((np.arange(given) + 0.5) / max(given, 1))
+    departure[of] = np.interp(spread, Z, stdtrit(gains.dof, ndtr(Z)))
+    rise_after = own.rise_after.copy()
+    rise_after[of] *= np.log1p(-own.late_rise) / np.log1p(-gains.late_rise)
+    return replace(own, expert=expert, gains=gains, departure=departure, rise_after=rise_after)
