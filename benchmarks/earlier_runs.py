@@ -74,10 +74,10 @@ def main() -> None:
     )
     for group in dict.fromkeys(case.group for case in cases):
         of = [row for case, row in zip(cases, rows, strict=True) if case.group == group]
-        ratio = float(np.median([told.width / alone.width for alone, told in of]))
-        alone, told = ([row[i] for row in of] for i in (0, 1))
-        scaled = ratio * stretch(told) / stretch(alone)
-        for label, column in (("without", alone), ("with", told)):
+        ratio = float(np.median([informed.width / alone.width for alone, informed in of]))
+        alone, informed = ([row[i] for row in of] for i in (0, 1))
+        scaled = ratio * stretch(informed) / stretch(alone)
+        for label, column in (("without", alone), ("with", informed)):
             s = scores(column)
             tail = f"{ratio:>7.2f}{scaled:>9.2f}" if label == "with" else ""
             print(
@@ -128,10 +128,10 @@ def both(case: Case) -> tuple[Row, Row]:
     """Scores without and with the earlier runs."""
     earlier = [cf.EarlierRun(run.name, run.curve) for run in case.earlier]
     at = np.array([case.target.at])
-    alone, told = (cf.fit(case.target.head, earlier=runs) for runs in ([], earlier))
+    alone, informed = (cf.fit(case.target.head, earlier=runs) for runs in ([], earlier))
     return (
         row_of(case.target, cf.pool(alone).evaluation(at)[:, 0]),
-        row_of(case.target, cf.pool(told).evaluation(at)[:, 0]),
+        row_of(case.target, cf.pool(informed).evaluation(at)[:, 0]),
     )
 
 

@@ -50,9 +50,9 @@ def test_five_like_runs_narrow_the_interval_to_less_than_point_six():
     for seed in range(10, 30):
         whole = run_of(seed)
         head = whole.head(16)
-        alone, told = cf.fit(head), cf.fit(head, earlier=earlier())
-        ratios.append(width(told) / width(alone))
-        inside.append(forecast(told).low <= whole.reward[31] <= forecast(told).high)
+        alone, informed = cf.fit(head), cf.fit(head, earlier=earlier())
+        ratios.append(width(informed) / width(alone))
+        inside.append(forecast(informed).low <= whole.reward[31] <= forecast(informed).high)
     assert np.median(ratios) < 0.6
     assert np.mean(inside) >= 0.85
 
@@ -66,12 +66,12 @@ def test_without_earlier_runs_nothing_changes():
 
 def test_runs_of_another_task_count_for_next_to_nothing_and_say_why():
     head = run_of(0).head(16)
-    told = cf.fit(head, earlier=earlier(start=0.7, asymptote=0.95))
-    assert all(use.weight < 0.01 for use in told.earlier)
-    assert "it had 0.8" in told.earlier[0].reason
-    assert "this run has 0.5" in told.earlier[0].reason
-    assert told.prior.gains is None
-    assert width(told) == pytest.approx(width(cf.fit(head)), rel=0.1)
+    informed = cf.fit(head, earlier=earlier(start=0.7, asymptote=0.95))
+    assert all(use.weight < 0.01 for use in informed.earlier)
+    assert "it had 0.8" in informed.earlier[0].reason
+    assert "this run has 0.5" in informed.earlier[0].reason
+    assert informed.prior.gains is None
+    assert width(informed) == pytest.approx(width(cf.fit(head)), rel=0.1)
 
 
 def test_another_evaluation_version_is_left_out():
@@ -96,7 +96,7 @@ def test_runs_that_cannot_count_are_left_out_with_their_reasons():
     assert [uses[name].weight for name in ("short", "mixed", "ended")] == [0, 0, 0]
     assert "3 points" in uses["short"].reason
     assert "recipe" in uses["mixed"].reason
-    assert "end before" in uses["ended"].reason
+    assert "points end before" in uses["ended"].reason
     assert uses["good"].weight > 0.5
     assert uses["good"].reason == ""
 
@@ -109,6 +109,16 @@ def test_a_run_that_fell_counts_up_to_its_fall():
     assert "fell at compute" in fitted.earlier[-1].reason
     assert fitted.earlier[-1].weight > 0.5
     assert fitted.prior.gains.mean[-1] > 0.0
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1e6])
+def test_compute_in_another_unit_counts_for_nothing(factor):
+    other = run_of(1)
+    (use,) = cf.fit(
+        run_of(0).head(16), earlier=[cf.EarlierRun("hours", cf.Curve(other.compute * factor, other.reward))]
+    ).earlier
+    assert use.weight == 0.0
+    assert "in one unit" in use.reason
 
 
 def test_a_record_that_covers_half_of_the_next_doubling_counts_for_half():

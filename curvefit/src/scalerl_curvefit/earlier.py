@@ -45,7 +45,7 @@ BETWEEN_GAIN: Final = 0.03
 GAIN_SHARE: Final = 0.25
 """Weight of the last doubling's gain in the likeness, beside the level's 1."""
 LIKE: Final = 0.9
-"""A run that counts for less is told with the reason."""
+"""A run that counts for less is reported with the reason."""
 FEWEST: Final = 0.1
 """Total weight of earlier runs below which they say nothing."""
 SHAPE_FLOOR: Final = np.array([0.03, 0.25, 0.3])
@@ -82,7 +82,7 @@ class EarlierUse:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Course:
+class RunSummary:
     """An earlier run as the prior takes it.
 
     doubling_k, level_k: log2 compute and smoothed reward, to its end, and by its own forecast beyond. end: log2 compute
@@ -132,7 +132,7 @@ class RunsPrior:
     """What the earlier runs say of one run now. None where they say nothing.
 
     noise: sd of an evaluation, and its weight in pseudo-points. late_rise: probability in a doubling. now: log2 compute.
-    courses, weight: of the runs that can count.
+    summaries, weight: of the runs that can count.
     """
 
     uses: tuple[EarlierUse, ...]
@@ -141,23 +141,23 @@ class RunsPrior:
     noise: tuple[float, float] | None = None
     late_rise: float | None = None
     now: float = 0.0
-    courses: tuple[Course, ...] = ()
+    summaries: tuple[RunSummary, ...] = ()
     weight: FloatArray = field(default_factory=lambda: np.zeros(0))
 
     def p_first_rise(self, public: float, least: float) -> float:
         """Probability that a run which has gained less than `least` still rises by it; public: of other people's runs."""
         flat = rose = 0.0
-        for weight, course in zip(self.weight, self.courses, strict=True):
-            until = course.doubling_k <= self.now
-            if course.level_k[until].max(initial=course.level_k[0]) - course.level_k[0] >= least:
+        for weight, summary in zip(self.weight, self.summaries, strict=True):
+            until = summary.doubling_k <= self.now
+            if summary.level_k[until].max(initial=summary.level_k[0]) - summary.level_k[0] >= least:
                 continue
-            after = course.level_k[~until & (course.doubling_k <= course.end)]
+            after = summary.level_k[~until & (summary.doubling_k <= summary.end)]
             flat += weight
-            rose += weight * (after.max(initial=0.0) - course.level([self.now])[0] >= least)
+            rose += weight * (after.max(initial=0.0) - summary.level([self.now])[0] >= least)
         return float((FLAT_RUNS * public + rose) / (FLAT_RUNS + flat))
 
 
-def course(curve: Curve, pool: Pool, settings: FitSettings, fell: float | None = None) -> Course:
+def summarise(curve: Curve, pool: Pool, settings: FitSettings, fell: float | None = None) -> RunSummary:
     """Of a finished run, by its points and its own forecast."""
     at = curve.first_trained
     doubling, reward = np.log2(curve.compute[at:]), curve.reward[at:]
@@ -170,7 +170,7 @@ def course(curve: Curve, pool: Pool, settings: FitSettings, fell: float | None =
     drawn = pool.curves
     first = drawn.family == 0
     parameters = np.stack([drawn.A[first], np.log(drawn.B[first]), np.log(drawn.Cmid[first])])
-    return Course(
+    return RunSummary(
         doubling_k=np.concatenate([knots, end + AHEAD]),
         level_k=np.clip(np.concatenate([level_k, level_k[-1] + ahead[1:] - ahead[0]]), 0.0, 1.0),
         end=end,
@@ -184,46 +184,46 @@ def course(curve: Curve, pool: Pool, settings: FitSettings, fell: float | None =
 
 
 def runs_prior(
-    runs: Sequence[tuple[str, Course | str]], curve: Curve, local: Trend, settings: FitSettings
+    runs: Sequence[tuple[str, RunSummary | str]], curve: Curve, local: Trend, settings: FitSettings
 ) -> RunsPrior:
     """The prior for a run of which `curve` and its trend are known.
 
-    runs: name and course, or why there is none. Raises nothing: a run that cannot count is left out with a reason.
+    runs: name and summary, or why there is none. Raises nothing: a run that cannot count is left out with a reason.
     """
-    courses = [course for _, course in runs if isinstance(course, Course)]
-    if not courses:
+    summaries = [summary for _, summary in runs if isinstance(summary, RunSummary)]
+    if not summaries:
         return RunsPrior(tuple(EarlierUse(name, 0.0, str(why)) for name, why in runs))
     now = float(np.log2(curve.now))
     at = curve.first_trained
     back = max(now - 1.0, float(np.log2(curve.compute[at])))
     own_back = smoothed(np.log2(curve.compute[at:]), curve.reward[at:], np.array([back]), WINDOW)
-    back_i, level_i, *ahead_i = np.array([c.level([back, now, *(now + AHEAD)]) for c in courses]).T
+    back_i, level_i, *ahead_i = np.array([c.level([back, now, *(now + AHEAD)]) for c in summaries]).T
     alike, reasons = _likeness(level_i, level_i - back_i, local.level, local.level - float(own_back[0]))
-    covered = np.clip(np.array([c.end for c in courses]) - now, 0.0, 1.0)
+    covered = np.array([np.clip(c.end - now, 0.0, 1.0) * (now >= c.doubling_k[0]) for c in summaries])
     weight = alike * covered
-    told = iter([_use(w, c, r, k) for w, c, r, k in zip(weight, covered, reasons, courses, strict=True)])
+    used = iter([_use(w, c, r, k) for w, c, r, k in zip(weight, covered, reasons, summaries, strict=True)])
     uses = tuple(
-        EarlierUse(name, 0.0, found) if isinstance(found, str) else EarlierUse(name, *next(told))
+        EarlierUse(name, 0.0, found) if isinstance(found, str) else EarlierUse(name, *next(used))
         for name, found in runs
     )
     total = float(weight.sum())
     if total < FEWEST:
         return RunsPrior(uses)
     share = weight / total
-    doublings, rises = (float(weight @ np.array([c.late[i] for c in courses])) for i in (0, 1))
+    doublings, rises = (float(weight @ np.array([c.late[i] for c in summaries])) for i in (0, 1))
     public, watched = LATE_DOUBLINGS * settings.late_rise, LATE_DOUBLINGS + doublings
     return RunsPrior(
         uses,
         # What rose late in an earlier run is among its gains.
-        gains=_gains(courses, np.array(ahead_i).T - level_i[:, None], weight, now, public / watched),
-        shape=_shape(courses, weight),
+        gains=_gains(summaries, np.array(ahead_i).T - level_i[:, None], weight, now, public / watched),
+        shape=_shape(summaries, weight),
         noise=(
-            float(np.exp(share @ np.log([max(c.sigma, settings.noise_floor) for c in courses]))),
+            float(np.exp(share @ np.log([max(c.sigma, settings.noise_floor) for c in summaries]))),
             min(NOISE_DOF * total, MOST_NOISE_DOF),
         ),
         late_rise=(public + rises) / watched,
         now=now,
-        courses=tuple(courses),
+        summaries=tuple(summaries),
         weight=weight,
     )
 
@@ -246,29 +246,29 @@ def _likeness(
     return np.exp(-0.5 * (z_level**2 + z_gain**2)), reasons
 
 
-def _use(weight: float, covered: float, differs: str, course: Course) -> tuple[float, str]:
+def _use(weight: float, covered: float, differs: str, summary: RunSummary) -> tuple[float, str]:
     """Weight and reason of one run's `EarlierUse`."""
     why = [] if weight >= LIKE * covered else [differs]
     if covered < LIKE:
         why.append(
             f"its points cover {covered:.2f} of the next doubling"
             if covered > 0
-            else "its points end before this run's"
+            else "its points end before this run's last one, or begin after it: check that compute is in one unit"
         )
-    if course.fell is not None:
-        why.append(f"it fell at compute {course.fell:g}, and counts up to there")
+    if summary.fell is not None:
+        why.append(f"it fell at compute {summary.fell:g}, and counts up to there")
     return float(weight), "; ".join(why)
 
 
 def _gains(
-    courses: Sequence[Course], gain_ik: FloatArray, weight: FloatArray, now: float, late_rise: float
+    summaries: Sequence[RunSummary], gain_ik: FloatArray, weight: FloatArray, now: float, late_rise: float
 ) -> Gains:
     total = float(weight.sum())
     mean_k = weight @ gain_ik / total
     dof = PSEUDO + max(total - 1.0, 0.0)
     spread_k = PSEUDO * (SPREAD * AHEAD) ** 2 + weight @ (gain_ik - mean_k) ** 2
-    beyond_ik = np.maximum(now + AHEAD - np.array([[c.end] for c in courses]), 0.0)
-    departs_k = weight @ (np.array([[c.departure] for c in courses]) * beyond_ik) ** 2 / total
+    beyond_ik = np.maximum(now + AHEAD - np.array([[c.end] for c in summaries]), 0.0)
+    departs_k = weight @ (np.array([[c.departure] for c in summaries]) * beyond_ik) ** 2 / total
     sd_k = np.sqrt(spread_k / dof * (1.0 + 1.0 / total) + departs_k)
     start = np.zeros(1)
     return Gains(
@@ -280,9 +280,9 @@ def _gains(
     )
 
 
-def _shape(courses: Sequence[Course], weight: FloatArray) -> Shape:
+def _shape(summaries: Sequence[RunSummary], weight: FloatArray) -> Shape:
     """Random effects: the spread between runs is what their own uncertainty leaves of their scatter."""
-    shape_i3, sd_i3 = np.array([c.shape for c in courses]), np.array([c.shape_sd for c in courses])
+    shape_i3, sd_i3 = np.array([c.shape for c in summaries]), np.array([c.shape_sd for c in summaries])
     total = float(weight.sum())
     middle = weight @ shape_i3 / total
     scatter = weight @ (shape_i3 - middle) ** 2 / total - weight @ sd_i3**2 / total

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from .curve import Curve, FloatArray
-from .earlier import Course, EarlierRun, EarlierUse, RunsPrior, course, runs_prior
+from .earlier import EarlierRun, EarlierUse, RunsPrior, RunSummary, runs_prior, summarise
 from .errors import ConstantRewardError, CurveError, RequestError, TooFewPointsError
 from .guard import guard
 from .moments import Moments, moments
@@ -75,7 +75,7 @@ class Fit:
     identifiable: whether A may be believed; if not, `doubts` says why. edges: bounds that were met.
     points_used: points at compute > 0; burn_in_points: how many of them, the first, count less; now: the last compute.
     nodes: the posterior of each of `settings.families`. trend: level and gain at the last point.
-    drawn: DRAWS curves of the first family, behind the estimates. pooled: as many courses, behind the forecasts.
+    drawn: DRAWS curves of the first family, behind the estimates. pooled: as many draws of the pool, behind the forecasts.
     prior: what earlier runs say; None without any. seed: hash of points, settings and earlier runs; all draws follow
     from it.
     """
@@ -141,8 +141,8 @@ def fit(curve: Curve, settings: FitSettings | None = None, earlier: Sequence[Ear
     _require_points(curve)
     at = curve.first_trained
     local = trend(curve.compute[at:], curve.reward[at:], settings)
-    courses = [(run.name, _course(run.curve, curve, settings)) for run in earlier]
-    prior = runs_prior(courses, curve, local, settings) if earlier else None
+    summaries = [(run.name, _summary(run.curve, curve, settings)) for run in earlier]
+    prior = runs_prior(summaries, curve, local, settings) if earlier else None
     points = _prepare(curve, settings, prior)
     sums = points.moments(settings)
     nodes = tuple(
@@ -193,7 +193,7 @@ def draws(fitted: Fit, n: int = DRAWS) -> Draws:
 
 
 def pool(fitted: Fit, n: int = DRAWS) -> Pool:
-    """`n` courses that the run may take; the same ones for the same fit and n."""
+    """`n` draws of what the run may do; the same ones for the same fit and n."""
     _check_draws(n)
     if n == DRAWS:
         return fitted.pooled
@@ -215,7 +215,7 @@ def _pool(
     return drawn_pool(nodes, local, now, settings, n, random, prior.gains, prior.late_rise)
 
 
-def _course(earlier: Curve, curve: Curve, settings: FitSettings) -> Course | str:
+def _summary(earlier: Curve, curve: Curve, settings: FitSettings) -> RunSummary | str:
     """An earlier run for the prior of `curve`, or why it is none."""
     of = [c.eval_version[-1] if c.eval_version else None for c in (earlier, curve)]
     if None not in of and of[0] != of[1]:
@@ -223,13 +223,15 @@ def _course(earlier: Curve, curve: Curve, settings: FitSettings) -> Course | str
     try:
         earlier.require_one_segment()
         samples = None if earlier.samples is None else earlier.samples.tobytes()
-        return _cached_course(earlier.compute.tobytes(), earlier.reward.tobytes(), samples, settings)
+        return _cached_summary(earlier.compute.tobytes(), earlier.reward.tobytes(), samples, settings)
     except CurveError as error:
         return str(error)
 
 
 @lru_cache(maxsize=512)
-def _cached_course(compute: bytes, reward: bytes, samples: bytes | None, settings: FitSettings) -> Course:
+def _cached_summary(
+    compute: bytes, reward: bytes, samples: bytes | None, settings: FitSettings
+) -> RunSummary:
     """By content: a run under way asks again after each evaluation, with the same earlier runs."""
     rewards = np.frombuffer(reward).copy()
     if np.ptp(rewards) == 0.0:  # it learned nothing, which says much; a fit needs some change
@@ -239,7 +241,7 @@ def _cached_course(compute: bytes, reward: bytes, samples: bytes | None, setting
     if fall is not None:
         curve = curve.head(fall.points)
     fitted = fit(curve, settings)
-    return course(curve, fitted.pooled, settings, None if fall is None else fall.compute)
+    return summarise(curve, fitted.pooled, settings, None if fall is None else fall.compute)
 
 
 def _check_draws(n: int) -> None:
