@@ -160,6 +160,54 @@ async def test_bad_requests_are_refused_by_code(start, body: str, status: int, c
         assert answer["message"]
 
 
+async def test_earlier_runs_count_and_what_is_no_curve_is_reported(start) -> None:
+    url = await start(Sidecar().application())
+    points = json.loads(GOOD)["points"]
+    whole = simulated(n=40, reach=8)
+    head = {"compute": whole.compute[:12].tolist(), "reward": whole.reward[:12].tolist()}
+    like = {"compute": whole.compute.tolist(), "reward": whole.reward.tolist()}
+    runs = [
+        {"name": "broken", "points": {**points, "reward": [0.1, -7.0, 0.3, 0.35, 0.4]}},
+        {"name": "like", "points": like},
+        {"name": "empty", "points": {"compute": [], "reward": []}},
+    ]
+    _, alone = await post(url + wire.FORECAST, json.dumps({"points": head}).encode())
+    status, answer = await post(url + wire.FORECAST, json.dumps({"points": head, "earlier": runs}).encode())
+    assert status == 200
+    assert "earlier" not in alone
+    assert [use["name"] for use in answer["earlier"]] == ["broken", "like", "empty"]
+    assert [round(use["weight"], 1) for use in answer["earlier"]] == [0.0, 1.0, 0.0]
+    assert "outside [0, 1]" in answer["earlier"][0]["reason"]
+    assert "non-empty" in answer["earlier"][2]["reason"]
+    assert answer["forecasts"] != alone["forecasts"]
+
+
+@pytest.mark.parametrize(
+    "runs", [["same", "same"], [str(i) for i in range(wire.MAX_EARLIER_RUNS + 1)]], ids=["names", "runs"]
+)
+async def test_limits_on_earlier_runs(start, runs: list[str]) -> None:
+    url = await start(Sidecar().application())
+    request = json.loads(GOOD)
+    request["earlier"] = [{"name": name, "points": request["points"]} for name in runs]
+    status, answer = await post(url + wire.FORECAST, json.dumps(request).encode())
+    assert (status, answer["code"]) == (422, "request")
+
+
+async def test_a_flat_run_may_rise_where_earlier_ones_did(start) -> None:
+    url = await start(Sidecar().application())
+    compute = list(range(1, 41))
+    rises = [0.1 if c <= 24 else 0.5 for c in compute]
+    head = {"points": {"compute": compute[:20], "reward": [*rises[:19], 0.101]}, "budget": 40.0}
+    runs = [
+        {"name": str(i), "points": {"compute": compute, "reward": [r + 1e-3 * i for r in rises]}}
+        for i in range(5)
+    ]
+    _, alone = await post(url + wire.FORECAST, json.dumps(head).encode())
+    _, answer = await post(url + wire.FORECAST, json.dumps({**head, "earlier": runs}).encode())
+    assert alone["flat"]["p_gain"] < 0.18
+    assert answer["flat"]["p_late"] > 0.6
+
+
 @pytest.mark.parametrize("change", [{"draws": 0}, {"horizon": 1.0}, {"at": [1.0] * 201}, {"at": [-1.0]}])
 async def test_forecast_limits(start, change: dict[str, object]) -> None:
     url = await start(Sidecar().application())

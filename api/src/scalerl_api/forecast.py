@@ -21,9 +21,11 @@ OPENAPI = "/openapi.json"
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 MAX_POINTS = 200_000
+"""Of a request, those of earlier runs included."""
 MAX_FORECASTS = 200
 """Computes that one request may ask forecasts at."""
 MAX_DRAWS = 20_000
+MAX_EARLIER_RUNS = 50
 METHOD = 2
 """Version of what is answered. 1: an alarm held the last evaluations against a forecast. 2: against the best before."""
 
@@ -66,6 +68,13 @@ class FitRequest(Message, frozen=True, kw_only=True):
     points: Points
 
 
+class EarlierRun(Message, frozen=True, kw_only=True):
+    """A finished run of the same task and model, as a prior: its last segment, on the same axis of compute."""
+
+    name: str
+    points: Points
+
+
 class ForecastRequest(Message, frozen=True, kw_only=True):
     """``POST /v1/forecast``."""
 
@@ -90,6 +99,8 @@ class ForecastRequest(Message, frozen=True, kw_only=True):
     alarms_after: float = 0.0
     """Evaluations up to this compute set no best and raise no alarm of a fall: somebody knows of them."""
     draws: int = 2000
+    earlier: list[EarlierRun] = []
+    """What they gained from the same compute on counts, as far as they are like this run."""
 
 
 # --- answered ------------------------------------------------------------------------------------
@@ -244,6 +255,14 @@ class Flat(Message, frozen=True, kw_only=True):
     """P(gain > min_gain): either."""
 
 
+class EarlierUse(Message, frozen=True, kw_only=True):
+    """What an earlier run counted for: ``weight`` from 0 to 1, and why less than nearly all, else empty."""
+
+    name: str
+    weight: float
+    reason: str
+
+
 class ForecastAnswer(Message, frozen=True, kw_only=True):
     """A broken run gets no forecasts and no outlook: a curve says nothing about a run that left it."""
 
@@ -255,6 +274,8 @@ class ForecastAnswer(Message, frozen=True, kw_only=True):
     """``METHOD`` of the program that answered; not given by method 1. Recorded decisions are replayed by it."""
     flat: Flat | msgspec.UnsetType = msgspec.UNSET
     """With a budget, 10 evaluations in the last two doublings, and no alarm."""
+    earlier: list[EarlierUse] | msgspec.UnsetType = msgspec.UNSET
+    """Those of the request, in its order; not given where there were none."""
 
 
 class ErrorAnswer(Message, frozen=True, kw_only=True):

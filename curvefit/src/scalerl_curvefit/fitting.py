@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final
 
@@ -222,21 +222,28 @@ def _summary(earlier: Curve, curve: Curve, settings: FitSettings) -> RunSummary 
         return f"its rewards are of evaluation version {of[0]}, this run's of {of[1]}"
     try:
         earlier.require_one_segment()
-        samples = None if earlier.samples is None else earlier.samples.tobytes()
-        return _cached_summary(earlier.compute.tobytes(), earlier.reward.tobytes(), samples, settings)
+        return _summary_by_content(_Content(content_seed(earlier, settings), earlier), settings)
     except CurveError as error:
         return str(error)
 
 
-@lru_cache(maxsize=512)
-def _cached_summary(
-    compute: bytes, reward: bytes, samples: bytes | None, settings: FitSettings
-) -> RunSummary:
-    """By content: a run under way asks again after each evaluation, with the same earlier runs."""
-    rewards = np.frombuffer(reward).copy()
-    if np.ptp(rewards) == 0.0:  # it learned nothing, which says much; a fit needs some change
+@dataclass(unsafe_hash=True)
+class _Content:
+    """A curve by a hash of its points: a run under way asks again after each evaluation, with the same earlier runs."""
+
+    seed: int
+    curve: Curve | None = field(compare=False)
+
+
+@lru_cache(maxsize=1024)
+def _summary_by_content(content: _Content, settings: FitSettings) -> RunSummary:
+    curve, content.curve = content.curve, None  # what is cached holds no points
+    assert curve is not None
+    if np.ptp(curve.reward[curve.first_trained :]) == 0.0:
+        # It learned nothing, which says much; a fit needs some change.
+        rewards = curve.reward.copy()
         rewards[-1] += SMALLEST if rewards[-1] < 0.5 else -SMALLEST
-    curve = Curve(np.frombuffer(compute), rewards, None if samples is None else np.frombuffer(samples))
+        curve = Curve(curve.compute, rewards, curve.samples)
     fall = guard(curve).fall
     if fall is not None:
         curve = curve.head(fall.points)

@@ -91,6 +91,14 @@ class Pool:
         """(d,) whether a draw is of the earlier runs' gains."""
         return np.asarray(self.expert == len(self.curves.families) + 1)
 
+    @property
+    def mean_late_rise(self) -> float:
+        """Probability of a late rise in a doubling, over all draws."""
+        if self.gains is None:
+            return self.late_rise
+        share = float(np.mean(self.by_earlier))
+        return share * self.gains.late_rise + (1.0 - share) * self.late_rise
+
     def doublings(self, compute: FloatArray) -> FloatArray:
         """Of compute beyond now, 0 before."""
         return np.asarray(np.maximum(np.log2(np.maximum(compute, self.now) / self.now), 0.0))

@@ -92,10 +92,13 @@ def record_means(curve: Curve) -> tuple[FloatArray, FloatArray]:
     return curve.compute[at:] / curve.now, (totals[n] - totals[first]) / (n - first)
 
 
-def p_late_rise(doublings: float, least: float) -> float:
-    """Probability that a rise by `least` or more, which nothing announces, begins within so many doublings."""
+def p_late_rise(doublings: float, least: float, times: float = 1.0) -> float:
+    """Probability that a rise by `least` or more, which nothing announces, begins within so many doublings.
+
+    times: how often such rises come, as a multiple of how often they do in public curves.
+    """
     seen = sum(size >= least for size in SIZES)
-    hazard = (seen + 0.5) / (DOUBLINGS + 1.0)
+    hazard = min(times * (seen + 0.5) / (DOUBLINGS + 1.0), 1.0)
     return float(1.0 - (1.0 - hazard) ** max(doublings, 0.0))
 
 

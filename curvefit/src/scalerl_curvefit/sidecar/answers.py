@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import msgspec
 
 from scalerl_api import forecast as wire
 
 from ..curve import Curve, Segment
+from ..earlier import EarlierRun, EarlierUse, RunsPrior
 from ..errors import ConstantRewardError, CurveError, RequestError
 from ..fitting import Estimate, Fit, fit
 from ..forecasting import forecast
@@ -46,8 +48,10 @@ def answer_forecast(request: wire.ForecastRequest) -> wire.ForecastAnswer:
         raise RequestError(f"budget is {request.budget:g}; it is the total compute that may be used")
     if not (math.isfinite(request.horizon) and request.horizon > 1.0):
         raise RequestError(f"horizon is {request.horizon:g}; it must be a multiple of now above 1")
+    _check_earlier(request)
     segment = _last_segment(request.points)
-    fitted = _fit(segment.curve, request)
+    earlier, unread = _earlier_runs(request)
+    fitted = _fit(segment.curve, request, earlier)
     checked = guard(
         segment.curve,
         request.truncation,
@@ -77,7 +81,8 @@ def answer_forecast(request: wire.ForecastRequest) -> wire.ForecastAnswer:
         forecasts=ahead,
         outlook=outlook,
         method=wire.METHOD,
-        flat=msgspec.UNSET if checked.broken else _flat(segment, request),
+        flat=msgspec.UNSET if checked.broken else _flat(segment, request, fitted.prior),
+        earlier=_earlier_uses(request, fitted, unread) if request.earlier else msgspec.UNSET,
     )
 
 
@@ -87,24 +92,64 @@ def error_code(error: CurveError) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
-def _fit(curve: Curve, request: wire.ForecastRequest) -> Fit:
+def _check_earlier(request: wire.ForecastRequest) -> None:
+    runs = request.earlier
+    if len(runs) > wire.MAX_EARLIER_RUNS:
+        raise RequestError(f"{len(runs)} earlier runs; at most {wire.MAX_EARLIER_RUNS} a request")
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        raise RequestError(f"two earlier runs have the name {max(names, key=names.count)!r}")
+    points = len(request.points.compute) + sum(len(run.points.compute) for run in runs)
+    if points > wire.MAX_POINTS:
+        raise RequestError(
+            f"{points} points, those of earlier runs included; at most {wire.MAX_POINTS} a request, thin them out"
+        )
+
+
+def _earlier_runs(request: wire.ForecastRequest) -> tuple[list[EarlierRun], dict[str, str]]:
+    """The runs of the request, and of those that are no curve the reason."""
+    runs, unread = list[EarlierRun](), dict[str, str]()
+    for run in request.earlier:
+        try:
+            runs.append(EarlierRun(run.name, _last_segment(run.points).curve))
+        except CurveError as error:
+            unread[run.name] = str(error)
+    return runs, unread
+
+
+def _earlier_uses(
+    request: wire.ForecastRequest, fitted: Fit, unread: dict[str, str]
+) -> list[wire.EarlierUse]:
+    uses = {use.name: use for use in fitted.earlier}
+    uses |= {name: EarlierUse(name, 0.0, reason) for name, reason in unread.items()}
+    return [
+        wire.EarlierUse(name=use.name, weight=use.weight, reason=use.reason)
+        for use in (uses[run.name] for run in request.earlier)
+    ]
+
+
+def _fit(curve: Curve, request: wire.ForecastRequest, earlier: list[EarlierRun]) -> Fit:
     """The fit of one segment; of equal rewards, where it is asked how flat the run is, with one of them moved a hair."""
     try:
-        return fit(curve)
+        return fit(curve, earlier=earlier)
     except ConstantRewardError:
         if request.budget is None or len(curve) - curve.first_trained < ENOUGH:
             raise
     reward = curve.reward.copy()
     reward[-1] += HAIR if reward[-1] < 0.5 else -HAIR
-    return fit(Curve(curve.compute, reward, curve.samples))
+    return fit(Curve(curve.compute, reward, curve.samples, curve.eval_version), earlier=earlier)
 
 
-def _flat(segment: Segment, request: wire.ForecastRequest) -> wire.Flat | msgspec.UnsetType:
+def _flat(
+    segment: Segment, request: wire.ForecastRequest, prior: RunsPrior | None
+) -> wire.Flat | msgspec.UnsetType:
     if request.budget is None or request.budget <= segment.start:
         return msgspec.UNSET
     found = flatness(segment.curve, request.min_gain, request.horizon, request.budget - segment.start)
     if found is None:
         return msgspec.UNSET
+    if prior is not None:
+        found = replace(found, p_late=prior.p_first_rise(found.p_late, request.min_gain))
     half = WITHIN_NOISE * found.slope_sd
     return wire.Flat(
         share=found.share,
@@ -149,7 +194,9 @@ def _outlook(fitted: Fit, start: float, request: wire.ForecastRequest) -> wire.O
     if request.value is not None and request.price is not None:
         best = best_block(fitted, request.value, request.price, horizon)
         block = wire.BestBlock(compute=best.compute, gain=best.gain, net=best.net)
-    late = p_late_rise(math.log2(request.horizon), request.min_gain)
+    late = p_late_rise(
+        math.log2(request.horizon), request.min_gain, fitted.pooled.mean_late_rise / fitted.settings.late_rise
+    )
     sizes = late_rise_sizes(request.min_gain)
     return wire.Outlook(
         marginal_gain=_interval(marginal_gain(fitted)),
