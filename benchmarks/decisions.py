@@ -23,7 +23,10 @@ Terms
   has really come back.
 - Brier: mean of (P(gain > minGain) − whether it came)², at every fourth evaluation with a forecast.
 
-    OMP_NUM_THREADS=1 python benchmarks/decisions.py [--quick] [--each 20] [--only NAME] [--frontier] [--jobs 2]
+With --earlier N each simulated run has N finished runs of its family as a prior: the same curve with its speed changed by
+a factor of sd .1 and its gains by one of sd .05, and noise of their own.
+
+    OMP_NUM_THREADS=1 python benchmarks/decisions.py [--earlier 5] [--quick] [--each 20] [--only NAME] [--frontier] [--jobs 2]
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ from msgspec.structs import replace
 from run_families import FAMILIES, Shape
 
 from scalerl_api.autoscaling import AutoscalingSpec
-from scalerl_api.forecast import ForecastAnswer, ForecastRequest
+from scalerl_api.forecast import EarlierRun, ForecastAnswer, ForecastRequest, Points
 from scalerl_curvefit import CurveError
 from scalerl_curvefit.sidecar.answers import answer_forecast, error_code
 from scalerl_curvefit.simulate import ar1_noise
@@ -154,7 +157,7 @@ class Result:
         return count
 
 
-def one_run(job: int, only: str = "") -> Result:
+def one_run(job: int, only: str = "", earlier: int = 0) -> Result:
     """One run from its first evaluation to its last."""
     names = [only] if only else list(FAMILIES)
     name = names[job % len(names)]
@@ -170,7 +173,23 @@ def one_run(job: int, only: str = "") -> Result:
     truncated = None if shape.truncated is None else shape.truncated(u)
     falls_at = None if shape.falls_at is None else round(shape.falls_at * EVALUATIONS)
     down = np.array(fallen(clean)) | (False if truncated is None else truncated >= 0.1)
-    return _result(name, kind, seen, samples, to_come(shape, u), down.tolist(), falls_at, truncated)
+    runs = [_earlier_run(shape, u, sigma, rho, str(i), random) for i in range(earlier)]
+    return _result(
+        name, kind, seen, samples, to_come(shape, u), down.tolist(), falls_at, truncated, earlier=runs
+    )
+
+
+def _earlier_run(
+    shape: Shape, u: np.ndarray, sigma: float, rho: float, name: str, random: np.random.Generator
+) -> EarlierRun:
+    """A finished run like one of this shape."""
+    speed, gains = np.exp(0.1 * random.standard_normal()), 1.0 + 0.05 * random.standard_normal()
+    curve = shape.trend(u * speed) + shape.wave(u * speed)
+    curve = curve[0] + (curve - curve[0]) * gains + ar1_noise(len(u), sigma, rho, random)
+    compute = u * PLAN_DEVICE_HOURS * TOKENS_PER_DEVICE_HOUR
+    return EarlierRun(
+        name=name, points=Points(compute=compute.tolist(), reward=np.clip(curve, 0, 1).tolist())
+    )
 
 
 def _samples(how: str, clean: np.ndarray, sigma: float, random: np.random.Generator) -> int:
@@ -227,9 +246,10 @@ def _result(
     falls_at: int | None,
     truncated: np.ndarray | None,
     compute: Sequence[float] | None = None,
+    earlier: Sequence[EarlierRun] = (),
 ) -> Result:
     share = np.arange(1, len(seen) + 1) / len(seen) if compute is None else np.array(compute) / compute[-1]
-    states, held, looks = driven(share * PLAN_DEVICE_HOURS, seen, samples, truncated)
+    states, held, looks = driven(share * PLAN_DEVICE_HOURS, seen, samples, truncated, earlier)
     outlooks = [None if look.forecast is None else look.forecast.outlook for look in looks]
     return Result(
         name,
@@ -261,7 +281,11 @@ def stopped_with(patience: float, looks: Sequence[Observation]) -> int | None:
 
 
 def driven(
-    compute_device_hours: np.ndarray, rewards: np.ndarray, samples: int, truncated: np.ndarray | None
+    compute_device_hours: np.ndarray,
+    rewards: np.ndarray,
+    samples: int,
+    truncated: np.ndarray | None,
+    earlier: Sequence[EarlierRun] = (),
 ) -> tuple[list[State], list[int], list[Observation]]:
     """The states that the operator's policy goes through, after which evaluations it would have held the run, what it saw."""
     points: list[Point] = []
@@ -284,7 +308,7 @@ def driven(
                 device_seconds=3600.0 * hours,
             )
         )
-        look = observed(points, history, compute_device_hours[-1])
+        look = observed(points, history, compute_device_hours[-1], earlier)
         decision = decide(SPEC, look, history)
         if decision.action.kind == "hold":
             held.append(version)
@@ -294,7 +318,9 @@ def driven(
     return states, held, looks
 
 
-def observed(points: list[Point], history: History, budget_device_hours: float) -> Observation:
+def observed(
+    points: list[Point], history: History, budget_device_hours: float, earlier: Sequence[EarlierRun] = ()
+) -> Observation:
     """What the policy sees after the last of these points, the forecast included."""
     last = points[-1]
     seen = Observation(
@@ -313,7 +339,7 @@ def observed(points: list[Point], history: History, budget_device_hours: float) 
     )
     asked = question(SPEC, points, seen, history)
     assert isinstance(asked, ForecastRequest)
-    answer, trouble = answered(asked)
+    answer, trouble = answered(replace(asked, earlier=list(earlier)))
     return replace(seen, forecast=answer, trouble=trouble)
 
 
@@ -334,17 +360,22 @@ def main() -> None:
     parser.add_argument(
         "--frontier", action="store_true", help="stops by the patience with runs that show nothing"
     )
+    parser.add_argument("--earlier", type=int, default=0, help="finished runs of its family for each run")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     arguments = parser.parse_args()
     started = time.perf_counter()
     each = QUICK_EACH if arguments.quick else arguments.each
     runs = each * (1 if arguments.only else len(FAMILIES))
     with ProcessPoolExecutor(arguments.jobs) as pool:
-        results = list(pool.map(partial(one_run, only=arguments.only), range(runs), chunksize=2))
+        results = list(
+            pool.map(
+                partial(one_run, only=arguments.only, earlier=arguments.earlier), range(runs), chunksize=2
+            )
+        )
     figures = report(results)
     if arguments.frontier:
         frontier(results)
-    if not arguments.only and not arguments.quick:
+    if not (arguments.only or arguments.quick or arguments.earlier):
         print("\nreal curves, each as far as its record goes")
         families(real_runs(), lambda r: r.kind)
     print(f"{runs} runs of {EVALUATIONS} evaluations in {time.perf_counter() - started:.0f} s")
