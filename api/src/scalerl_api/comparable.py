@@ -1,0 +1,51 @@
+"""Whether a finished run may serve as a prior for another: the same model on the same task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from scalerl_api.spec import RunSpec
+
+MAY_DIFFER: Final = frozenset(
+    {
+        "model.dtype",
+        "model.attention",
+        "model.contextTokens",
+        "task.verifier.timeoutSeconds",
+        "task.verifier.memory",
+        "task.verifier.workers",
+    }
+)
+"""Fields of model and task that change what a run costs, not what it learns. All others of theirs must agree."""
+
+
+def comparable(earlier: RunSpec, run: RunSpec) -> str:
+    """Why a finished run of spec ``earlier`` is no prior for ``run``, naming the field; empty if it may be one.
+
+    Model, task and warm start must agree. Recipe, seed, budget and sizes may differ: how much runs differ by those is
+    what a prior says. Evaluations are compared by the digest that each point carries, not here.
+    """
+    one, other = (dict(_fields(spec)) for spec in (earlier, run))
+    for path in [*one, *(path for path in other if path not in one)]:
+        if one.get(path) != other.get(path):
+            return f"{path} is {_shown(one.get(path))}, this run's is {_shown(other.get(path))}"
+    return ""
+
+
+def _fields(spec: RunSpec) -> Iterator[tuple[str, Any]]:
+    dumped = spec.model_dump(mode="json", by_alias=True)
+    yield from _leaves({name: dumped[name] for name in ("model", "task", "warmStart")}, "")
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{path}.{name}" if path else name)
+    elif path not in MAY_DIFFER and value is not None:
+        yield path, value
+
+
+def _shown(value: Any) -> str:
+    text = "not set" if value is None else repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= 60 else text[:57] + "…"
