@@ -96,7 +96,7 @@ def test_runs_that_cannot_count_are_left_out_with_their_reasons():
     assert [uses[name].weight for name in ("short", "mixed", "ended")] == [0, 0, 0]
     assert "3 points" in uses["short"].reason
     assert "recipe" in uses["mixed"].reason
-    assert "points end before" in uses["ended"].reason
+    assert "no further" in uses["ended"].reason
     assert uses["good"].weight > 0.5
     assert uses["good"].reason == ""
 

@@ -253,7 +253,7 @@ def _use(weight: float, covered: float, differs: str, summary: RunSummary) -> tu
         why.append(
             f"its points cover {covered:.2f} of the next doubling"
             if covered > 0
-            else "its points end before this run's last one, or begin after it: check that compute is in one unit"
+            else "its points go no further than this run's, or begin after it: check that compute is in one unit"
         )
     if summary.fell is not None:
         why.append(f"it fell at compute {summary.fell:g}, and counts up to there")

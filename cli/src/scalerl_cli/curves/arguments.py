@@ -106,6 +106,14 @@ def _add_common(command: argparse.ArgumentParser) -> None:
         help="column with the samples behind each evaluation, or their number where it is always the same "
         "(default: samples, if the file has it)",
     )
+    command.add_argument(
+        "--prior",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="RUN",
+        help="earlier runs of the same task and model: directories (runs/*) or files with the same columns",
+    )
     command.add_argument("--plot", type=Path, metavar="OUT.png", help="draw a picture (.png, .pdf or .svg)")
     command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     command.add_argument(

@@ -9,6 +9,7 @@ from scalerl_cli.curves.canvas import check_target
 from scalerl_cli.curves.columns import Columns
 from scalerl_cli.curves.comparison import comparison_report, pair
 from scalerl_cli.curves.pace import pace_of
+from scalerl_cli.curves.prior import Prior, read_prior
 from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.report import report
 from scalerl_cli.curves.source import CurveFile, read_curve
@@ -22,7 +23,7 @@ def run_fit(arguments: argparse.Namespace) -> int:
     try:
         check_target(arguments.plot)
         _check_together(arguments)
-        made = study(_read(arguments), arguments.at)
+        made = study(file := _read(arguments), arguments.at, _prior(arguments, file))
         text = _compared(arguments, made) if arguments.compare else _alone(arguments, made)
     except CurveProblem as problem:
         say(str(problem), error=True)
@@ -38,6 +39,7 @@ def _check_together(arguments: argparse.Namespace) -> None:
         "--budget": arguments.budget is not None,
         "--alternatives": arguments.alternatives,
         "--log": arguments.log,
+        "--prior": bool(arguments.prior),
     }
     asked = [option for option, given in alone.items() if given]
     if arguments.compare and asked:
@@ -52,6 +54,11 @@ def _read(arguments: argparse.Namespace, *, other: bool = False) -> CurveFile:
         arguments.device_hours_column,
         Columns(arguments.x, arguments.y, arguments.samples),
     )
+
+
+def _prior(arguments: argparse.Namespace, file: CurveFile) -> Prior:
+    columns = Columns(arguments.x, arguments.y, arguments.samples)
+    return read_prior(arguments.prior, file, arguments.scale, arguments.unit, columns)
 
 
 def _alone(arguments: argparse.Namespace, made: Study) -> str:

@@ -14,8 +14,9 @@ from scalerl_cli.curves.canvas import check_target
 from scalerl_cli.curves.columns import Columns
 from scalerl_cli.curves.money import Growth, Money, Option, growths, options, paying_block
 from scalerl_cli.curves.pace import Pace, pace_of
+from scalerl_cli.curves.prior import read_prior
 from scalerl_cli.curves.problem import CurveProblem
-from scalerl_cli.curves.report import left_out
+from scalerl_cli.curves.report import left_out, prior
 from scalerl_cli.curves.source import read_curve
 from scalerl_cli.curves.study import State, Study, interval_json, study
 from scalerl_cli.exits import BAD_INPUT, DONE
@@ -63,7 +64,8 @@ def _outlook(arguments: argparse.Namespace, when: datetime) -> Outlook:
         arguments.device_hours_column,
         Columns(arguments.x, arguments.y, arguments.samples),
     )
-    made = study(file)
+    columns = Columns(arguments.x, arguments.y, arguments.samples)
+    made = study(file, prior=read_prior(arguments.prior, file, arguments.scale, arguments.unit, columns))
     pace = pace_of(file, arguments.rate, arguments.devices)
     money = Money(arguments.price, arguments.value_per_point)
     if money.value is not None and money.price is None:
@@ -83,6 +85,7 @@ def plan_report(outlook: Outlook) -> Iterator[str]:
     made, pace = outlook.made, outlook.pace
     yield f"{made.file.path}: now at {words.compute(made.now, made.file.unit)}"
     yield from left_out(made)
+    yield from prior(made)
     if made.file.segments > 1:
         yield f"  only the last recipe or evaluation version is fitted, from line {made.file.first_line} on"
     yield (
@@ -208,6 +211,7 @@ def as_json(outlook: Outlook) -> dict[str, Any]:
             for o in outlook.options
         ],
         **({"skipped": made.file.skipped} if made.file.skipped else {}),
+        **({"prior": made.prior_json} if made.earlier else {}),
         "generators": [
             {
                 "generators": g.generators,

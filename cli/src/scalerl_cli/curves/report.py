@@ -48,6 +48,7 @@ def _points(made: Study) -> Iterator[str]:
     file, fitted = made.file, made.fitted
     yield f"{file.path}: {words.count(fitted.points_used + made.fallen, 'point')} up to {words.compute(made.now, file.unit)}"
     yield from left_out(made)
+    yield from prior(made)
     if made.fallen:
         yield (
             f"  fitted are the {fitted.points_used} before the fall, up to {words.amount(fitted.now + made.start)}: "
@@ -75,6 +76,19 @@ def left_out(made: Study) -> Iterator[str]:
         yield f"  {words.count(file.skipped, 'row')} skipped, empty in {file.x} or {file.y}"
     if file.mixed:
         yield f"  {words.count(file.mixed, 'evaluation')} left out, for the weights changed meanwhile (mixed_versions)"
+
+
+def prior(made: Study) -> Iterator[str]:
+    """Which earlier runs count, for how much where it is not nearly all, and which do not."""
+    if not made.earlier:
+        return
+    counting = [use for use in made.earlier if use.weight > 0]
+    names = f" ({', '.join(use.name for use in counting)})" if counting else ""
+    yield f"  prior: {words.count(len(counting), 'earlier run')}{names}"
+    for use in made.earlier:
+        if use.reason:
+            how = f"counts for {words.reward(use.weight)}" if use.weight > 0 else "left out"
+            yield f"    {use.name} {how}: {use.reason}"
 
 
 def _headline(made: Study) -> Iterator[str]:

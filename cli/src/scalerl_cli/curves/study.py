@@ -11,11 +11,13 @@ from typing import Any, Final
 import numpy as np
 
 from scalerl_cli.curves import words
+from scalerl_cli.curves.prior import Prior
 from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.scale import RewardScale
 from scalerl_cli.curves.source import CurveFile
 from scalerl_curvefit import (
     CurveError,
+    EarlierUse,
     Edge,
     Estimate,
     Fall,
@@ -66,7 +68,7 @@ class Study:
     after is not of that curve.
     guarded: with the alarms that still stand.
     hindcasts: forecasts that the fitted points allow to check. forecasts: at 2× now first, then as asked; none if
-    the run is broken.
+    the run is broken. not_in_prior: earlier runs that were given and cannot count, with the reason.
     """
 
     file: CurveFile
@@ -74,6 +76,7 @@ class Study:
     guarded: GuardResult
     hindcasts: tuple[Hindcast, ...]
     forecasts: tuple[Forecast, ...]
+    not_in_prior: tuple[tuple[str, str], ...] = ()
 
     @property
     def state(self) -> State:
@@ -169,6 +172,16 @@ class Study:
         return Estimate(float(median), float(low), float(high))
 
     @property
+    def earlier(self) -> tuple[EarlierUse, ...]:
+        """All earlier runs that were given, those that cannot count last."""
+        return (*self.fitted.earlier, *(EarlierUse(name, 0.0, reason) for name, reason in self.not_in_prior))
+
+    @property
+    def prior_json(self) -> list[dict[str, Any]]:
+        """`earlier` as ``--json`` prints it."""
+        return [{"run": use.name, "weight": use.weight, "reason": use.reason} for use in self.earlier]
+
+    @property
     def power_law(self) -> PowerLaw:
         """By least squares, for comparison only."""
         return power_law(self.fitted.curve)
@@ -219,6 +232,8 @@ class Study:
         }
         if self.file.skipped:
             shown["skipped"] = self.file.skipped
+        if self.earlier:
+            shown["prior"] = self.prior_json
         if target is not None and going:
             reached = self.reach(target)
             ends = {name: end if math.isfinite(end) else None for name, end in interval_json(reached).items()}
@@ -233,8 +248,8 @@ class Study:
         return shown
 
 
-def study(file: CurveFile, at: Sequence[float] = ()) -> Study:
-    """Fit the last segment, ask the guard, and forecast at 2× now and at each of ``at``.
+def study(file: CurveFile, at: Sequence[float] = (), prior: Prior | None = None) -> Study:
+    """Fit the last segment with the runs of ``prior``, ask the guard, and forecast at 2× now and at each of ``at``.
 
     Raises:
         CurveProblem: points that no curve can be fitted to, or a compute that cannot be forecast at.
@@ -245,7 +260,10 @@ def study(file: CurveFile, at: Sequence[float] = ()) -> Study:
         fall = guarded.fall
         before = segment if fall is None else segment.head(fall.points)
         # A run that fell at once has no curve before the fall: it is BROKEN all the same.
-        fitted = fit(before if len(before) - before.first_trained >= MIN_POINTS else segment)
+        fitted = fit(
+            before if len(before) - before.first_trained >= MIN_POINTS else segment,
+            earlier=() if prior is None else prior.runs,
+        )
     except CurveError as error:
         part = f", from line {file.first_line} on (the last recipe)" if file.segments > 1 else ""
         few = f" ({file.skipped:,} rows are empty in {file.x} or {file.y})" if file.skipped else ""
@@ -257,6 +275,7 @@ def study(file: CurveFile, at: Sequence[float] = ()) -> Study:
         replace(guarded, broken=bool(reasons), reasons=tuple(reasons)),
         hindcasts(fitted.curve),
         (),
+        () if prior is None else prior.left_out,
     )
     points = made.ahead([made.twice], "forecast") + (made.ahead(at, "--at") if at else [])
     return made if reasons else replace(made, forecasts=tuple(points))

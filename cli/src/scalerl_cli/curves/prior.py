@@ -1,0 +1,97 @@
+"""``--prior``: earlier runs that count in a fit, and those that cannot, each with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from scalerl_api.comparable import comparable
+from scalerl_api.load import SpecError, load_accepted_run
+from scalerl_api.paths import RunPaths
+from scalerl_api.spec import RunSpec
+from scalerl_cli.curves.columns import Columns
+from scalerl_cli.curves.problem import CurveProblem
+from scalerl_cli.curves.source import CurveFile, read_curve
+from scalerl_curvefit import EarlierRun
+
+MOST_RUNS: Final = 50
+"""The newest count."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prior:
+    """runs: to fit with. left_out: name and reason of the others, in the order given."""
+
+    runs: tuple[EarlierRun, ...] = ()
+    left_out: tuple[tuple[str, str], ...] = ()
+
+
+def read_prior(
+    paths: Sequence[Path],
+    file: CurveFile,
+    scale: tuple[float, float],
+    unit: str | None,
+    columns: Columns,
+) -> Prior:
+    """The runs at ``paths``, directories or files as ``read_curve`` takes them, as a prior for the run of ``file``.
+
+    Raises:
+        CurveProblem: none of them can count; each is named with its reason.
+    """
+    found: list[tuple[float, str, CurveFile]] = []
+    left_out: dict[str, str] = {}
+    spec = _spec(file.path.parent) if paths and file.path.name == "curve.csv" else None
+    for path in dict.fromkeys(paths):
+        try:
+            earlier = _earlier(path, file, spec, scale, unit, columns)
+            found.append((earlier.path.stat().st_mtime, str(path), earlier))
+        except (CurveProblem, OSError) as problem:
+            left_out[str(path)] = str(problem)
+    newest = {name for _, name, _ in sorted(found, key=lambda one: one[0])[-MOST_RUNS:]}
+    left_out |= {
+        name: f"older than {MOST_RUNS} others, which count" for _, name, _ in found if name not in newest
+    }
+    runs = tuple(EarlierRun(name, one.segment.curve) for _, name, one in found if name in newest)
+    if not runs and paths:
+        reasons = "\n".join(f"  {name}: {reason}" for name, reason in left_out.items())
+        raise CurveProblem(f"--prior: none of the {len(left_out)} given can count:\n{reasons}")
+    ordered = [(str(path), left_out[str(path)]) for path in dict.fromkeys(paths) if str(path) in left_out]
+    return Prior(runs, tuple(ordered))
+
+
+def _earlier(
+    path: Path,
+    file: CurveFile,
+    spec: RunSpec | None,
+    scale: tuple[float, float],
+    unit: str | None,
+    columns: Columns,
+) -> CurveFile:
+    """Raise CurveProblem, with the reason, where it cannot count."""
+    if (path / "curve.csv" if path.is_dir() else path).resolve() == file.path.resolve():
+        raise CurveProblem("the run itself")
+    earlier = read_curve(path, scale, unit, None, columns)
+    if earlier.named_unit and file.named_unit and earlier.unit != file.unit:
+        raise CurveProblem(f"its compute is in {earlier.unit}, this run's in {file.unit}")
+    if spec is not None and earlier.path.name == "curve.csv":
+        other = _spec(earlier.path.parent)
+        if other is not None and (differs := comparable(other, spec)):
+            raise CurveProblem(differs)
+    return earlier
+
+
+def _spec(directory: Path) -> RunSpec | None:
+    """Of a run's directory; None where there is none: then task and model are the caller's word.
+
+    Raises:
+        CurveProblem: it cannot be read.
+    """
+    file = RunPaths(directory).run_file
+    if not file.exists():
+        return None
+    try:
+        return load_accepted_run(file).spec
+    except SpecError as error:
+        raise CurveProblem(f"{file}: {error}") from error
