@@ -14,19 +14,16 @@ resolves the mass, each time turned into the principal axes of the mass and shru
 between them is long and thin, and a fixed grid mis-covers it. While the grid is still too coarse for
 the data, its weights are tempered, so that the best node of a coarse grid cannot hide a better region.
 
-Fits of one family go through together, one a row, for what they cost is NumPy's calls more than its sums.
-
-Legend of suffixes: p fits, g shape nodes (Cmid, B) of a grid, r values of ρ, s surviving (node, ρ) pairs,
+Legend of suffixes: g shape nodes (Cmid, B) of a grid, r values of ρ, s surviving (node, ρ) pairs,
 j quadrature points of A, k knots. The long index comes last: NumPy is several times slower over rows of four.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,42 +113,35 @@ class Nodes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fits:
-    """Moments and priors, one fit a row; m: sums with 1 for each ρ, then with y. Missing knots weigh nothing."""
+class _Sums:
+    """Moments and prior; m: sums with 1 for each ρ, then with y."""
 
-    ln_compute_pk1: FloatArray
-    ss_diagonal_prk: FloatArray
-    ss_neighbour_prk: FloatArray
-    s_one_y_pmk: FloatArray
-    one_one_pr1: FloatArray
-    one_y_pr1: FloatArray
-    e0_pr1: FloatArray
-    ln_prior_pr1: FloatArray
-    lam_pr1: FloatArray
-    lam_r0_pr1: FloatArray
-    dof_p11: FloatArray
-    ln_b_mean_p1: FloatArray
-    ln_b_sd_p1: FloatArray
-    low_p21: FloatArray
-    high_p21: FloatArray
-    a_lowest_p11: FloatArray
-    a_highest_p11: FloatArray
-
-    def rows(self, which_p: NDArray[np.bool_]) -> Self:
-        """Some of the fits."""
-        return type(self)(*(getattr(self, field.name)[which_p] for field in fields(self)))
+    ln_compute_k1: FloatArray
+    ss_diagonal_rk: FloatArray
+    ss_neighbour_rk: FloatArray
+    s_one_y_mk: FloatArray
+    one_one_r1: FloatArray
+    one_y_r1: FloatArray
+    e0_r1: FloatArray
+    ln_prior_r1: FloatArray
+    lam_r1: FloatArray
+    lam_r0_r1: FloatArray
+    dof: float
+    low_21: FloatArray
+    high_21: FloatArray
+    prior: Prior
 
 
 class _Forms(NamedTuple):
-    """The closed forms of the module docstring for every fit p, at every (ρ r, shape node g)."""
+    """The closed forms of the module docstring at every (ρ r, shape node g)."""
 
-    ln_prior_prg: FloatArray
-    e0_prg: FloatArray
-    b_prg: FloatArray
-    q_prg: FloatArray
-    zero_prg: FloatArray
-    slope_prg: FloatArray
-    precision_prg: FloatArray
+    ln_prior_rg: FloatArray
+    e0_rg: FloatArray
+    b_rg: FloatArray
+    q_rg: FloatArray
+    zero_rg: FloatArray
+    slope_rg: FloatArray
+    precision_rg: FloatArray
 
 
 def make_prior(
@@ -177,38 +167,19 @@ def make_prior(
 
 def grid_posterior(points: Moments, prior: Prior, family: Family, effort: Effort = FULL) -> Nodes:
     """Lay the grid, refine it around the mass until it resolves it, then integrate over A."""
-    return grid_posteriors([(points, prior)], family, effort)[0]
-
-
-def grid_posteriors(
-    fits: Sequence[tuple[Moments, Prior]], family: Family, effort: Effort = FULL
-) -> list[Nodes]:
-    """`grid_posterior` of each, in the time of not much more than one. All have the same values of ρ."""
-    rows = _rows(fits)
-    step_p21 = (rows.high_p21 - rows.low_p21) / np.array([effort.coarse]).T
-    frame_p22 = step_p21 * np.eye(2)
-    shape_p2g = rows.low_p21 + _mesh(*effort.coarse) * step_p21
-    todo, nodes = np.arange(len(fits)), dict[int, Nodes]()
+    sums = _sums(points, prior)
+    step_21 = (sums.high_21 - sums.low_21) / np.array([effort.coarse]).T
+    frame_22 = step_21 * np.eye(2)
+    shape_2g = sums.low_21 + _mesh(*effort.coarse) * step_21
     for stage in range(1, MAX_STAGES + 1):
-        forms = _forms(rows, family, shape_p2g)
-        ln_weight_prg = _ln_weight(rows, forms)
-        weight_pg, tempered_p = _tempered(_ln_sum(ln_weight_prg), effort.nodes)
-        done_p = ~tempered_p if stage >= effort.stages else np.zeros_like(tempered_p)
-        for p in range(todo.size) if stage == MAX_STAGES else np.flatnonzero(done_p):
-            points, prior = fits[todo[p]]
-            one = _Forms(*(values_prg[p] for values_prg in forms))
-            nodes[todo[p]] = _integrate_a(
-                points, prior, family, shape_p2g[p], one, ln_weight_prg[p], effort.a_points
-            )
-        if len(nodes) == len(fits):
+        forms = _forms(sums, family, shape_2g)
+        ln_weight_rg = _ln_weight(sums, forms)
+        weight_g, tempered = _tempered(_ln_sum(ln_weight_rg), effort.nodes)
+        if stage == MAX_STAGES or (stage >= effort.stages and not tempered):
             break
-        if done_p.any():
-            more_p = ~done_p
-            todo, rows, tempered_p = todo[more_p], rows.rows(more_p), tempered_p[more_p]
-            shape_p2g, frame_p22, weight_pg = shape_p2g[more_p], frame_p22[more_p], weight_pg[more_p]
-        heavy_pg = weight_pg > np.where(tempered_p, CUT[True], CUT[False])[:, None]
-        shape_p2g, frame_p22 = _refined(shape_p2g, weight_pg, heavy_pg, frame_p22, effort.fine)
-    return [nodes[i] for i in range(len(fits))]
+        heavy_g = weight_g > CUT[tempered]
+        shape_2g, frame_22 = _refined(shape_2g, weight_g, heavy_g, frame_22, effort.fine)
+    return _integrate_a(points, prior, family, shape_2g, forms, ln_weight_rg, effort.a_points)
 
 
 @lru_cache(maxsize=8)
@@ -220,109 +191,82 @@ def _mesh(rows: int, columns: int) -> FloatArray:
     return mesh_2g
 
 
-def _rows(fits: Sequence[tuple[Moments, Prior]]) -> _Fits:
-    moments, priors = zip(*fits, strict=True)
-    k_count = max(points.ln_compute_k.size for points in moments)
-
-    def padded(columns: Iterable[FloatArray], length: int = k_count) -> FloatArray:
-        """(k, r) each → (p, r, length), with zeros."""
-        filled_prk = np.zeros((len(fits), moments[0].rho_r.size, length))
-        for filled_rk, column_kr in zip(filled_prk, columns, strict=True):
-            filled_rk[:, : len(column_kr)] = column_kr.T
-        return filled_prk
-
-    ln_compute_pk1 = np.zeros((len(fits), k_count, 1))
-    for row_k1, points in zip(ln_compute_pk1, moments, strict=True):
-        row_k1[: points.ln_compute_k.size, 0] = points.ln_compute_k
-    s_one_prk, s_y_prk = padded(m.s_one_kr for m in moments), padded(m.s_y_kr for m in moments)
-    one_one_pr1, one_y_pr1, y_y_pr1, rho_pr1, ln_rho_weight_pr1 = np.array(
-        [(m.one_one_r, m.one_y_r, m.y_y_r, m.rho_r, prior.ln_rho_weight_r) for m, prior in fits]
-    ).swapaxes(0, 1)[:, :, :, None]
-    noise_sd, noise_dof, r0, r0_sd, ln_b_mean, ln_b_sd, a_lowest, a_highest = np.array(
-        [
-            (q.noise_sd, q.noise_dof, q.r0, q.r0_sd, q.ln_b_mean, q.ln_b_sd, q.a_lowest, q.a_highest)
-            for q in priors
-        ]
-    ).T[:, :, None, None]
-    innovation_share_pr1 = 1.0 - rho_pr1**2
-    lam_pr1 = noise_sd**2 * innovation_share_pr1 / r0_sd**2
+def _sums(points: Moments, prior: Prior) -> _Sums:
+    innovation_share_r1 = 1.0 - points.rho_r[:, None] ** 2
+    lam_r1 = prior.noise_sd**2 * innovation_share_r1 / prior.r0_sd**2
     # The prior's part of the spread of v: it is added to E0 once, so that SSE(A) always comes with it.
-    v0_pr1 = noise_dof * noise_sd**2 * innovation_share_pr1
-    return _Fits(
-        ln_compute_pk1=ln_compute_pk1,
-        ss_diagonal_prk=padded(m.ss_diagonal_kr for m in moments),
-        ss_neighbour_prk=padded((m.ss_neighbour_kr for m in moments), k_count - 1),
-        s_one_y_pmk=np.concatenate([s_one_prk, s_y_prk], axis=1),
-        one_one_pr1=one_one_pr1,
-        one_y_pr1=one_y_pr1,
-        e0_pr1=y_y_pr1 + lam_pr1 * r0**2 + v0_pr1,
-        ln_prior_pr1=ln_rho_weight_pr1
-        + 0.5 * (np.log(innovation_share_pr1) + np.log(lam_pr1) + noise_dof * np.log(v0_pr1)),
-        lam_pr1=lam_pr1,
-        lam_r0_pr1=lam_pr1 * r0,
-        dof_p11=np.array([m.n for m in moments])[:, None, None] + noise_dof,
-        ln_b_mean_p1=ln_b_mean[:, 0],
-        ln_b_sd_p1=ln_b_sd[:, 0],
-        low_p21=np.array([[[q.ln_cmid[0]], [q.ln_b[0]]] for q in priors]),
-        high_p21=np.array([[[q.ln_cmid[1]], [q.ln_b[1]]] for q in priors]),
-        a_lowest_p11=a_lowest,
-        a_highest_p11=a_highest,
+    v0_r1 = prior.noise_dof * prior.noise_sd**2 * innovation_share_r1
+    return _Sums(
+        ln_compute_k1=points.ln_compute_k[:, None],
+        ss_diagonal_rk=np.ascontiguousarray(points.ss_diagonal_kr.T),
+        ss_neighbour_rk=np.ascontiguousarray(points.ss_neighbour_kr.T),
+        s_one_y_mk=np.concatenate([points.s_one_kr.T, points.s_y_kr.T]),
+        one_one_r1=points.one_one_r[:, None],
+        one_y_r1=points.one_y_r[:, None],
+        e0_r1=points.y_y_r[:, None] + lam_r1 * prior.r0**2 + v0_r1,
+        ln_prior_r1=prior.ln_rho_weight_r[:, None]
+        + 0.5 * (np.log(innovation_share_r1) + np.log(lam_r1) + prior.noise_dof * np.log(v0_r1)),
+        lam_r1=lam_r1,
+        lam_r0_r1=lam_r1 * prior.r0,
+        dof=points.n + prior.noise_dof,
+        low_21=np.array([[prior.ln_cmid[0]], [prior.ln_b[0]]]),
+        high_21=np.array([[prior.ln_cmid[1]], [prior.ln_b[1]]]),
+        prior=prior,
     )
 
 
-def _forms(rows: _Fits, family: Family, shape_p2g: FloatArray) -> _Forms:
-    ln_cmid_pg, ln_b_pg = shape_p2g[:, 0], shape_p2g[:, 1]
-    s_pkg = gain_share(family, rows.ln_compute_pk1, ln_cmid_pg[:, None], ln_b_pg[:, None])
-    s_one, s_y = np.split(rows.s_one_y_pmk @ s_pkg, 2, axis=1)
-    ss = 2.0 * (rows.ss_neighbour_prk @ (s_pkg[:, 1:] * s_pkg[:, :-1]))
-    ss += rows.ss_diagonal_prk @ np.multiply(s_pkg, s_pkg, out=s_pkg)
+def _forms(sums: _Sums, family: Family, shape_2g: FloatArray) -> _Forms:
+    ln_cmid_g, ln_b_g = shape_2g
+    s_kg = gain_share(family, sums.ln_compute_k1, ln_cmid_g, ln_b_g)
+    s_one, s_y = np.split(sums.s_one_y_mk @ s_kg, 2)
+    ss = 2.0 * (sums.ss_neighbour_rk @ (s_kg[1:] * s_kg[:-1]))
+    ss += sums.ss_diagonal_rk @ np.multiply(s_kg, s_kg, out=s_kg)
     ts = s_one - ss
-    tt, ty = rows.one_one_pr1 - s_one - ts, rows.one_y_pr1 - s_y
-    precision = tt + rows.lam_pr1
-    g = ty + rows.lam_r0_pr1
+    tt, ty = sums.one_one_r1 - s_one - ts, sums.one_y_r1 - s_y
+    precision = tt + sums.lam_r1
+    g = ty + sums.lam_r0_r1
     zero, slope = g / precision, ts / precision
-    ln_prior_pg = -0.5 * ((ln_b_pg - rows.ln_b_mean_p1) / rows.ln_b_sd_p1) ** 2
-    inside_pg = ((shape_p2g >= rows.low_p21) & (shape_p2g <= rows.high_p21)).all(axis=1)
-    ln_prior_pg[~inside_pg] = OUTSIDE
+    ln_prior_g = -0.5 * ((ln_b_g - sums.prior.ln_b_mean) / sums.prior.ln_b_sd) ** 2
+    inside_g = ((shape_2g >= sums.low_21) & (shape_2g <= sums.high_21)).all(axis=0)
+    ln_prior_g[~inside_g] = OUTSIDE
     return _Forms(
-        ln_prior_prg=rows.ln_prior_pr1 + ln_prior_pg[:, None] - 0.5 * np.log(precision),
-        e0_prg=rows.e0_pr1 - g * zero,
-        b_prg=s_y - ts * zero,
-        q_prg=np.maximum(ss - ts * slope, 1e-12),
-        zero_prg=zero,
-        slope_prg=slope,
-        precision_prg=precision,
+        ln_prior_rg=sums.ln_prior_r1 + ln_prior_g - 0.5 * np.log(precision),
+        e0_rg=sums.e0_r1 - g * zero,
+        b_rg=s_y - ts * zero,
+        q_rg=np.maximum(ss - ts * slope, 1e-12),
+        zero_rg=zero,
+        slope_rg=slope,
+        precision_rg=precision,
     )
 
 
-def _ln_weight(rows: _Fits, forms: _Forms) -> FloatArray:
+def _ln_weight(sums: _Sums, forms: _Forms) -> FloatArray:
     """ln of the node's mass, with the integral over A as peak × width (exact enough to steer the grid)."""
-    low, high = rows.a_lowest_p11, rows.a_highest_p11
-    peak = np.minimum(np.maximum(forms.b_prg / forms.q_prg, low), high)
-    spread = forms.e0_prg + peak * (forms.q_prg * peak - 2.0 * forms.b_prg)
-    width = np.minimum(np.sqrt((2.0 * np.pi) * spread / (forms.q_prg * rows.dof_p11)), high - low)
-    return np.asarray(forms.ln_prior_prg - (0.5 * rows.dof_p11) * np.log(spread) + np.log(width))
+    low, high = sums.prior.a_lowest, sums.prior.a_highest
+    peak = np.minimum(np.maximum(forms.b_rg / forms.q_rg, low), high)
+    spread = forms.e0_rg + peak * (forms.q_rg * peak - 2.0 * forms.b_rg)
+    width = np.minimum(np.sqrt((2.0 * np.pi) * spread / (forms.q_rg * sums.dof)), high - low)
+    return np.asarray(forms.ln_prior_rg - (0.5 * sums.dof) * np.log(spread) + np.log(width))
 
 
-def _ln_sum(ln_weight_prg: FloatArray) -> FloatArray:
+def _ln_sum(ln_weight_rg: FloatArray) -> FloatArray:
     """ln Σ_r exp: one maximum for each node, in a third of the time of `logaddexp.reduce`."""
-    top_pg = ln_weight_prg.max(axis=1)
-    return np.asarray(top_pg + np.log(np.exp(ln_weight_prg - top_pg[:, None]).sum(axis=1)))
+    top_g = ln_weight_rg.max(axis=0)
+    return np.asarray(top_g + np.log(np.exp(ln_weight_rg - top_g).sum(axis=0)))
 
 
-def _tempered(ln_weight_pg: FloatArray, enough: float) -> tuple[FloatArray, NDArray[np.bool_]]:
-    """Weights (max 1) for the next grid, flattened where too few nodes share the mass, and where they were."""
-    relative_pg = ln_weight_pg - ln_weight_pg.max(axis=1, keepdims=True)
-    weight_pg = np.exp(relative_pg)
-    tempered_p = np.array([_effective(weight_g) < enough for weight_g in weight_pg])
-    for p in np.flatnonzero(tempered_p):
-        low, high = -14.0, 0.0
-        for _ in range(8):
-            middle = 0.5 * (low + high)
-            wide = _effective(np.exp(math.exp(middle) * relative_pg[p])) >= TEMPERED_NODES
-            low, high = (middle, high) if wide else (low, middle)
-        weight_pg[p] = np.exp(math.exp(low) * relative_pg[p])
-    return weight_pg, tempered_p
+def _tempered(ln_weight_g: FloatArray, enough: float) -> tuple[FloatArray, bool]:
+    """Weights (max 1) for the next grid, flattened where too few nodes share the mass, and whether they were."""
+    relative_g = ln_weight_g - ln_weight_g.max()
+    weight_g = np.exp(relative_g)
+    if _effective(weight_g) >= enough:
+        return weight_g, False
+    low, high = -14.0, 0.0
+    for _ in range(8):
+        middle = 0.5 * (low + high)
+        wide = _effective(np.exp(math.exp(middle) * relative_g)) >= TEMPERED_NODES
+        low, high = (middle, high) if wide else (low, middle)
+    return np.exp(math.exp(low) * relative_g), True
 
 
 def _effective(weight_g: FloatArray) -> float:
@@ -331,32 +275,29 @@ def _effective(weight_g: FloatArray) -> float:
 
 
 def _refined(
-    shape_p2g: FloatArray,
-    weight_pg: FloatArray,
-    heavy_pg: NDArray[np.bool_],
-    frame_p22: FloatArray,
+    shape_2g: FloatArray,
+    weight_g: FloatArray,
+    heavy_g: NDArray[np.bool_],
+    frame_22: FloatArray,
     fine: tuple[int, int],
 ) -> tuple[FloatArray, FloatArray]:
-    """Finer grids in the principal axes of the mass, around all that is heavy.
+    """A finer grid in the principal axes of the mass, around all that is heavy.
 
-    Returns their nodes and their cells' two edge vectors, the columns of `frame_p22`.
+    Returns its nodes and its cell's two edge vectors, the columns of `frame_22`.
     """
-    share_pg1 = (weight_pg / weight_pg.sum(axis=1, keepdims=True))[:, :, None]
-    centre_p21 = shape_p2g @ share_pg1
-    offset_p2g = shape_p2g - centre_p21
-    covariance_p22 = offset_p2g @ (share_pg1 * offset_p2g.swapaxes(1, 2))
-    covariance_p22 += frame_p22 @ frame_p22.swapaxes(1, 2) / 12.0
-    _, axes_p22 = np.linalg.eigh(covariance_p22)
-    axes_p22 = axes_p22[:, :, ::-1]  # the long axis first, as in Effort.fine
-    across_p22 = axes_p22.swapaxes(1, 2)
-    along_p2g, heavy_p1g = across_p22 @ offset_p2g, heavy_pg[:, None]
-    margin_p2 = 0.5 * np.abs(across_p22 @ frame_p22).sum(axis=2)
-    start_p2 = np.where(heavy_p1g, along_p2g, np.inf).min(axis=2) - margin_p2
-    stop_p2 = np.where(heavy_p1g, along_p2g, -np.inf).max(axis=2) + margin_p2
-    step_p2 = (stop_p2 - start_p2) / np.array(fine)
-    refined_p2g = axes_p22 @ (start_p2[:, :, None] + _mesh(*fine) * step_p2[:, :, None])
-    refined_p2g += centre_p21
-    return refined_p2g, axes_p22 * step_p2[:, None]
+    share_g = weight_g / weight_g.sum()
+    centre_21 = (shape_2g @ share_g)[:, None]
+    offset_2g = shape_2g - centre_21
+    covariance_22 = (offset_2g * share_g) @ offset_2g.T + frame_22 @ frame_22.T / 12.0
+    _, axes_22 = np.linalg.eigh(covariance_22)
+    axes_22 = axes_22[:, ::-1]  # the long axis first, as in Effort.fine
+    along_2g = axes_22.T @ offset_2g[:, heavy_g]
+    margin_2 = 0.5 * np.abs(axes_22.T @ frame_22).sum(axis=1)
+    start_2, stop_2 = along_2g.min(axis=1) - margin_2, along_2g.max(axis=1) + margin_2
+    step_2 = (stop_2 - start_2) / np.array(fine)
+    refined_2g = axes_22 @ (start_2[:, None] + _mesh(*fine) * step_2[:, None])
+    refined_2g += centre_21
+    return refined_2g, axes_22 * step_2
 
 
 def _integrate_a(
@@ -364,14 +305,14 @@ def _integrate_a(
     prior: Prior,
     family: Family,
     shape_2g: FloatArray,
-    forms_rg: _Forms,
+    forms: _Forms,
     ln_weight_rg: FloatArray,
     a_points: int,
 ) -> Nodes:
     g, r = np.nonzero((ln_weight_rg > ln_weight_rg.max() - NEGLIGIBLE).T)
     dof = points.n + prior.noise_dof
     kept = r * shape_2g.shape[1] + g
-    ln_prior, e0, b, q, zero, slope, precision = (values_rg.take(kept) for values_rg in forms_rg)
+    ln_prior, e0, b, q, zero, slope, precision = (values_rg.take(kept) for values_rg in forms)
     mode = np.clip(b / q, prior.a_lowest, prior.a_highest)
     reach = A_REACH * np.sqrt((e0 - 2.0 * b * mode + q * mode * mode) / (q * dof))
     lowest, highest = np.maximum(mode - reach, prior.a_lowest), np.minimum(mode + reach, prior.a_highest)
