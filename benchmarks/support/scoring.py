@@ -171,7 +171,7 @@ class Scores:
 
     coverage_90, coverage_50: share inside the central intervals. width: median width of the 90 % one. median_error:
     median |median − actual|. crps: mean. bias: mean of median − actual. rmse_gain: 1 − RMSE over that of persistence.
-    brier: of `p_gain`; base_brier: of the share that gained, told beforehand. slope: of actual on predicted gain.
+    brier: of `p_gain`; base_brier: of a forecast that says the share that gained each time. slope: of actual on predicted gain.
     """
 
     n: int

@@ -104,7 +104,7 @@ def test_an_alarm_stands_until_the_run_has_come_back_to_its_best() -> None:
 
 
 def test_what_somebody_knows_of_raises_no_alarm_again() -> None:
-    """After a held run is let go on, at the lower reward: only a new fall counts."""
+    """After a held run is resumed, at the lower reward: only a new fall counts."""
     curve = _sagging()
     assert not cf.guard(curve, after=float(curve.compute[31])).broken
     again = cf.Curve(curve.compute, curve.reward - 0.1 * (np.arange(40) >= 37))

@@ -43,7 +43,7 @@ MIN_HISTORY: Final = 8
 PAIRED: Final = 0.43
 """Of the binomial sd: the least noise that evaluations on the same prompts were seen with, in six sources."""
 GROWTH: Final = 1.15
-"""The noise is estimated anew whenever there are so many times the evaluations."""
+"""The noise is estimated again whenever there are so many times the evaluations."""
 WINDOW: Final = 400
 """From at most so many of them, the newest."""
 MAD_TO_SD: Final = 1.4826

@@ -63,7 +63,7 @@ class Gains:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pool:
-    """Courses of one run, drawn; all arrays (d,), one entry a draw.
+    """Draws of what one run may do; all arrays (d,), one entry a draw.
 
     curves: up to now, and beyond it where they are of a family. expert: which forecast a draw is of, an index into
     the families, their number for the trend, or one more for the earlier runs. departure: from what is expected, in units

@@ -8,7 +8,7 @@ agents (`curvefit/data`; `benchmarks/late_rises.py` counts them). Rewards are me
   models, 4 of 72 with game agents.
 - *First rises*: how many of the 59 curves stood less than .02 above their start at each share of their record. All of
   them rise at some time, for nobody publishes the others; a run of one's own that has shown nothing is taken to be one
-  that never learns with an even chance beforehand.
+  that never learns with probability .5, before its evaluations count.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NEVER_LEARNS: Final = 0.5
 BACK: Final = 4.0
 """The trend of a flat run is that of its last two doublings."""
 ENOUGH: Final = 10
-"""Evaluations without which no trend is told."""
+"""Fewest evaluations of a trend."""
 
 
 @dataclass(frozen=True, slots=True)

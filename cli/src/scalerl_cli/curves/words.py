@@ -21,7 +21,7 @@ class Interval(Protocol):
 
 LEADING_ZERO: Final = re.compile(r"(?<![\d.,])0(?=\.\d)")
 LOOK: Final = 100.0
-"""Times the compute so far: what needs more than this is not told apart from what never comes."""
+"""Times the compute so far: what needs more than this is printed as what never comes."""
 
 
 def plain(text: str) -> str:

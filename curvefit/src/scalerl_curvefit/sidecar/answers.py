@@ -27,7 +27,7 @@ from ..outlook import (
 )
 from ..rises import ENOUGH, flatness, late_rise_sizes, p_late_rise
 
-HAIR = 1e-6
+SMALLEST = 1e-6
 
 
 def answer_fit(request: wire.FitRequest) -> wire.FitAnswer:
@@ -129,14 +129,14 @@ def _earlier_uses(
 
 
 def _fit(curve: Curve, request: wire.ForecastRequest, earlier: list[EarlierRun]) -> Fit:
-    """The fit of one segment; of equal rewards, where it is asked how flat the run is, with one of them moved a hair."""
+    """The fit of one segment; of equal rewards, where it is asked how flat the run is, with one of them changed by the smallest amount."""
     try:
         return fit(curve, earlier=earlier)
     except ConstantRewardError:
         if request.budget is None or len(curve) - curve.first_trained < ENOUGH:
             raise
     reward = curve.reward.copy()
-    reward[-1] += HAIR if reward[-1] < 0.5 else -HAIR
+    reward[-1] += SMALLEST if reward[-1] < 0.5 else -SMALLEST
     return fit(Curve(curve.compute, reward, curve.samples, curve.eval_version), earlier=earlier)
 
 
