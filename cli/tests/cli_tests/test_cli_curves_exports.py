@@ -302,6 +302,19 @@ def test_verls_json_lines(tmp_path: Path) -> None:
 # --- names ---------------------------------------------------------------------------------------
 
 
+def test_a_last_line_that_is_still_being_written_is_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "log.jsonl"
+    rows = "".join(f'{{"step": {i}, "acc": {0.2 + 0.01 * i}}}\n' for i in range(1, 13))
+    file.write_text(rows + '{"step": 13, "ac')
+    assert len(read_curve(file, columns=Columns("step", "acc")).curve) == 12
+    assert "1 row skipped" in text(capsys, str(file), "--x", "step", "--y", "acc")
+    file.write_text(rows + '{"step": 13, "ac\n')
+    assert main(["fit", str(file), "--x", "step", "--y", "acc"]) == 2
+    assert "line 13: not JSON" in capsys.readouterr().err
+
+
 def test_named_columns_and_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "c.csv"
     rows = [f"{s};{r};{s // 2 + 7};1,5" for s, r in zip(STEPS, REWARDS, strict=True)]

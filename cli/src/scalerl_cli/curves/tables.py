@@ -123,13 +123,17 @@ def _from_json(path: Path, text: str) -> Table | None:
 def _from_json_lines(path: Path, text: str) -> Table | None:
     rows: list[tuple[int, dict[str, str]]] = []
     # Not splitlines: JSON may hold other ends of lines in its words, and progress bars return without a new line.
-    for line, row in enumerate(text.split("\n"), start=1):
+    every = text.split("\n")
+    for line, row in enumerate(every, start=1):
         if row.strip():
             try:
                 entry = json.loads(row)
             except ValueError as error:
                 if not rows:
                     return None
+                if line == len(every):  # still being written: an entry without cells, counted among those skipped
+                    rows.append((line, {}))
+                    break
                 raise CurveProblem(f"{path}, line {line}: not JSON: {error}; delete the line") from error
             if not isinstance(entry, dict):
                 raise CurveProblem(f"{path}, line {line}: not a JSON object; delete the line")
