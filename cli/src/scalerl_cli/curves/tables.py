@@ -131,7 +131,9 @@ def _from_json_lines(path: Path, text: str) -> Table | None:
             except ValueError as error:
                 if not rows:
                     return None
-                if line == len(every):  # still being written: an entry without cells, counted among those skipped
+                if line == len(
+                    every
+                ):  # still being written: an entry without cells, counted among those skipped
                     rows.append((line, {}))
                     break
                 raise CurveProblem(f"{path}, line {line}: not JSON: {error}; delete the line") from error
