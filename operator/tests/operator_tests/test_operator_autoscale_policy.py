@@ -92,6 +92,14 @@ def test_a_run_that_shows_nothing_has_time(looks: list[Observation]) -> None:
     assert states(chain(decide, spec(), looks)) == ["INSUFFICIENT"] * 3
 
 
+def test_a_run_whose_fit_expects_a_gain_is_not_flat() -> None:
+    """A rise that gains speed has a low mean trend, and no believable asymptote."""
+    forecast = replace(answer(0.7, width=0.5), flat=flat(0.05))
+    decisions = chain(decide, spec(), [seen(v, forecast=forecast) for v in (200, 210, 220)])
+    assert states(decisions) == ["INSUFFICIENT"] * 3
+    assert "nothing happens" not in "; ".join(decisions[-1].reasons)
+
+
 def test_a_price_decides_in_place_of_what_shows_nothing() -> None:
     rules = spec(pricePerDeviceHour="2", valuePerPoint="10")
     assert states(chain(decide, rules, shown(0.01, 0.01, 0.01))) == ["INSUFFICIENT"] * 3

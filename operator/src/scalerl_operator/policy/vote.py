@@ -34,6 +34,9 @@ RELEASE_RETURN: Final = 0.1
 PATIENCE: Final = 0.5
 """Share of what may be used from where a run that shows nothing can be stopped; see docs/autoscaling.md for the
 frontier between reward lost and compute saved that it was chosen on."""
+FIT_EXPECTS_GAIN: Final = 0.7
+"""P(gain at the horizon > minGain) of a fit from where the run is not flat, however uncertain its asymptote is: a rise
+that gains speed has a low mean trend too."""
 WORTH_MORE_DEVICES: Final = 0.5
 """P(gain at the horizon > minGain), or P(A > target), from which going on is worth more devices."""
 
@@ -126,6 +129,7 @@ def flat_vote(spec: AutoscalingSpec, answer: ForecastAnswer) -> Vote | None:
         or spec.price_per_device_hour is not None
         or answer.fit.points_used < ENOUGH_POINTS
         or flat.share < PATIENCE
+        or answer.outlook.p_gain_above_min >= FIT_EXPECTS_GAIN
     ):
         return None
     side = _by_probability(flat.p_gain, STOP_BELOW, RELEASE_AT)
