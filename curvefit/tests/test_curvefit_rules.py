@@ -53,6 +53,29 @@ def test_two_low_evaluations_are_no_collapse() -> None:
     assert cf.guard(cf.Curve(curve.compute, fallen)).broken
 
 
+def test_one_bad_evaluation_after_two_a_little_low_is_no_collapse() -> None:
+    steady = np.tile([0.58, 0.62], 16)
+    low = [*steady, 0.585, 0.58, 0.3]
+    assert not cf.guard(cf.Curve(np.arange(1.0, 36.0), low)).broken
+    assert cf.guard(cf.Curve(np.arange(1.0, 37.0), [*low, 0.3])).broken
+
+
+def test_a_fall_soon_after_a_fast_rise_is_found() -> None:
+    """The bend of the rise is no noise that would explain the fall."""
+    u = np.arange(20)
+    rise = 0.5 + 0.3 * (1.0 - np.exp(-u / 2.0)) + ar1_noise(20, 0.004, 0.0, np.random.default_rng(1))
+    fallen = rise - 0.02 * np.clip(u - 11, 0, 4)
+    assert not any(cf.guard(cf.Curve(u[:n] + 1.0, rise[:n])).broken for n in range(8, 21))
+    assert cf.guard(cf.Curve(u + 1.0, fallen)).broken
+
+
+def test_evaluations_at_zero_say_nothing_of_the_noise_further_up() -> None:
+    """With 100 samples at .4 the binomial sd is .05, whatever the mean of all rewards so far is."""
+    reward = np.concatenate([np.zeros(40), np.linspace(0.1, 0.4, 4), np.repeat([0.43, 0.36, 0.42], 6)])
+    curve = cf.Curve(np.arange(1.0, reward.size + 1.0), reward, np.full(reward.size, 100.0))
+    assert not any(cf.guard(curve.head(n)).broken for n in range(44, reward.size + 1))
+
+
 @pytest.mark.parametrize(
     ("truncation", "broken"), [(0.04, False), ([0.2, 0.099], False), ([0.01, 0.10], True)]
 )

@@ -104,7 +104,7 @@ def test_a_past_forecast_far_above_what_came_is_a_doubt(tmp_path: Path) -> None:
     """A slow sag that no three evaluations show: the hindcast does."""
     random = np.random.default_rng(3)
     compute = np.linspace(250.0, 10_000.0, 40)
-    reward = 0.2 + 0.4 / (1 + (2000.0 / compute) ** 2.5) - 0.07 * np.clip(compute / 5000 - 1, 0, 1)
+    reward = 0.2 + 0.4 / (1 + (2000.0 / compute) ** 2.5) - 0.06 * np.clip(compute / 5000 - 1, 0, 1)
     path = tmp_path / "c.csv"
     noisy = reward + random.normal(0.0, 0.006, 40)
     path.write_text("compute,reward\n" + "".join(f"{c},{r}\n" for c, r in zip(compute, noisy, strict=True)))

@@ -7,11 +7,12 @@ with it, and the fall f = best − newest counts if it exceeds what noise makes 
     f ≥ max(least, t·s),    t: Student's t with k/3 degrees of freedom at 1 − α/(k²/9),  k evaluations so far,
 
 for twice (k/3)²/2 pairs of means, the neighbours among them alike, have been compared by then. α is the chance that a
-run which never falls raises an alarm at any time; over 40 evaluations of a flat line, the hardest case, 2 % did with
-independent noise, 8 % with an autocorrelation of .3. s is the sd of the difference of two such means, from the
-evaluations before the last three alone: the larger of what differences of neighbours say, and what second differences of
-means of three say, which see slow noise too and no trend, both without outliers. Evaluations on the same prompts vary
-less than the binomial sd of their samples says, so that serves as a lower bound only, at .43 of it.
+run which never falls raises an alarm at any time; over 40 evaluations of a flat line, the hardest case, 1 % did with
+independent noise, 3 % with an autocorrelation of .3. s is the sd of the difference of two such means, from the
+evaluations before the last three alone: the larger of what differences of neighbours say, first or second, whichever are
+smaller, and what third differences of means of three say, which see slow noise too and no trend, both without outliers.
+Evaluations on the same prompts vary less than the binomial sd of their samples at the best mean says, so that serves as a
+lower bound only, at .43 of it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .errors import RequestError
 
 CONSECUTIVE: Final = 3
 """Evaluations that are averaged."""
-ERROR_RATE: Final = 0.05
+ERROR_RATE: Final = 0.01
 """α: chance of an alarm, at any time, of a run that never falls."""
 WITHIN_NOISE: Final = 1.645
 """An alarm is over once the newest mean is within so many s of the best: 5 % of a normal distribution."""
@@ -144,15 +145,16 @@ def _standing(last: Curve, first: int, least: float) -> Fall | None:
     if not deep.size:
         return None
     latest, highest = reward[count - 1], np.maximum.accumulate(reward)[count - 1]
-    last_three = np.max([reward[count - 1 - i] for i in range(CONSECUTIVE)], axis=0)
-    sd = _noise(last, first, count)
+    last_three = np.sort([reward[count - 1 - i] for i in range(CONSECUTIVE)], axis=0)
+    sd = _noise(last, first, count, best)
     noise = WITHIN_NOISE * sd
     stands = (best - newest > noise) & (latest < highest)
     pairs = count[deep] ** 2 / 9.0
     strict = stdtrit(count[deep] / 3.0, 1.0 - ERROR_RATE / pairs) * sd[deep]
     raised = np.zeros_like(stands)
     raised[deep] = (best - newest)[deep] >= strict
-    raised &= stands & (last_three < best) & (latest < best - noise)
+    # Of the last three the newest and another lie beyond noise: one bad evaluation is no fall.
+    raised &= stands & (last_three[-1] < best) & (np.maximum(latest, last_three[1]) < best - noise)
     quiet = np.flatnonzero(~stands)
     begin = int(quiet[-1]) + 1 if quiet.size else 0
     if not raised[begin:].any():
@@ -172,8 +174,8 @@ def _standing(last: Curve, first: int, least: float) -> Fall | None:
     )
 
 
-def _noise(last: Curve, first: int, count: NDArray[np.intp]) -> FloatArray:
-    """s after each `count` of evaluations from `first` on."""
+def _noise(last: Curve, first: int, count: NDArray[np.intp], best: FloatArray) -> FloatArray:
+    """s after each `count` of evaluations from `first` on, the binomial sd at the `best` mean before each."""
     reward = last.reward[first:]
     known = np.maximum(count - CONSECUTIVE, MIN_HISTORY)
     steps = np.unique(
@@ -183,7 +185,7 @@ def _noise(last: Curve, first: int, count: NDArray[np.intp]) -> FloatArray:
     sd = estimates[np.searchsorted(steps[: estimates.size], known, side="right") - 1]
     if last.samples is None:
         return np.asarray(sd)
-    rate = np.clip(np.cumsum(reward)[count - 1] / count, 0.02, 0.98)
+    rate = np.clip(best, 0.02, 0.98)
     binomial = np.sqrt(rate * (1.0 - rate) / last.samples[first:][count - 1] * 2.0 / CONSECUTIVE)
     return np.asarray(np.maximum(sd, PAIRED * binomial))
 
@@ -191,12 +193,19 @@ def _noise(last: Curve, first: int, count: NDArray[np.intp]) -> FloatArray:
 def difference_sd(reward: FloatArray) -> float:
     """s: sd of the difference of two means of three evaluations, from evaluations (n,) that may follow a trend."""
     steps = np.diff(reward)
-    fast = _robust_sd(steps - np.median(steps)) / math.sqrt(CONSECUTIVE)
+    # Of independent noise both say the same; where a trend bends, the second differences say less of it.
+    fast = min(
+        _robust_sd(steps - np.median(steps)) / math.sqrt(CONSECUTIVE),
+        _robust_sd(np.diff(steps)) / CONSECUTIVE,
+    )
     means = np.convolve(reward, np.full(CONSECUTIVE, 1.0 / CONSECUTIVE), "valid")
-    bends = means[2 * CONSECUTIVE :] - 2.0 * means[CONSECUTIVE:-CONSECUTIVE] + means[: -2 * CONSECUTIVE]
-    if bends.size < CONSECUTIVE + 1:
+    # Third differences: those of a fast rise at the start would pass for noise ten times as large in the second ones.
+    between = means[CONSECUTIVE:] - means[:-CONSECUTIVE]
+    for _ in range(2):
+        between = between[CONSECUTIVE:] - between[:-CONSECUTIVE]
+    if between.size < CONSECUTIVE + 1:
         return fast
-    return max(fast, _robust_sd(bends) / math.sqrt(3.0))
+    return max(fast, _robust_sd(between) / math.sqrt(10.0))
 
 
 def _robust_sd(deviations: FloatArray) -> float:
