@@ -53,6 +53,40 @@ def curve_csv(points: Iterable[EvaluationPoint]) -> str:
     return text.getvalue()
 
 
+def curve_points(text: str) -> list[EvaluationPoint]:
+    """The evaluations of such a table. Columns that an earlier release did not write are 0.
+
+    Raises:
+        ValueError: it is no such table, or a row of it is none.
+    """
+    points = []
+    for row in _rows(text):
+        value = {name: text for name, text in row.items() if isinstance(name, str)}
+        try:
+            points.append(
+                EvaluationPoint(
+                    version=int(value["version"]),
+                    work_tokens=int(value["compute"]),
+                    reward=float(value["reward"]),
+                    standard_error=float(value.get("standard_error", 0.0)),
+                    samples=int(value["samples"]),
+                    prompts=int(value.get("prompts", 0)),
+                    set_digest=value["eval_version"],
+                    mixed_versions=_figure(value["mixed_versions"]) == 1,
+                    truncated_fraction=float(value.get("truncated_fraction", 0.0)),
+                    mean_tokens=float(value.get("mean_tokens", 0.0)),
+                    wall_seconds=float(value.get("wall_seconds", 0.0)),
+                    device_seconds=float(value.get("device_seconds", 0.0)),
+                    given_up_prompts=int(value.get("given_up_prompts", 0)),
+                )
+            )
+        except KeyError as error:
+            raise ValueError(f"the curve has no column {error}") from error
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"row {len(points) + 1} of the curve is no evaluation: {error}") from error
+    return points
+
+
 def curve_figures(text: str) -> list[dict[str, int | float]]:
     """The numbers of each row of such a table, by column; ``mixed_versions`` as 0 or 1, ``eval_version`` is none.
 
@@ -64,11 +98,16 @@ def curve_figures(text: str) -> list[dict[str, int | float]]:
     >>> curve_figures("reward,version,mixed_versions,eval_version\\n0.25,40,true,12\\n")
     [{'reward': 0.25, 'version': 40, 'mixed_versions': 1}]
     """
+    return [
+        {name: _figure(value) for name, value in row.items() if name != "eval_version"} for row in _rows(text)
+    ]
+
+
+def _rows(text: str) -> list[dict[str, str]]:
     try:
-        rows = list(csv.DictReader(io.StringIO(text), strict=True))
+        return list(csv.DictReader(io.StringIO(text), strict=True))
     except csv.Error as error:
         raise ValueError(f"this is no curve: {error}") from error
-    return [{name: _figure(value) for name, value in row.items() if name != "eval_version"} for row in rows]
 
 
 def _figure(value: str | None) -> int | float:

@@ -12,6 +12,7 @@ from scalerl_cli.output import say
 from scalerl_cli.records import RecordProblem, recorded
 from scalerl_operator.autoscaling.record import Line
 from scalerl_operator.autoscaling.replay import Other, under, verify
+from scalerl_operator.policy.earlier import counted
 from scalerl_operator.policy.facts import Decision
 
 _SHOWN = 20
@@ -52,7 +53,7 @@ def _say_changes(lines: Sequence[Line]) -> None:
     before = ""
     for line in lines:
         if line.decision.state != before or line.decision.action.kind == "scale":
-            say(f"  {_when(line)}: {_words(line.decision)}")
+            say(f"  {_when(line)}: {_words(line.decision)}{_prior(line)}")
         before = line.decision.state
 
 
@@ -68,7 +69,7 @@ def _other(lines: Sequence[Line], policy: Path) -> int:
     others = list(under(spec, list(lines), _forecast))
     different = [other for other in others if other.differs]
     for other in different:
-        say(f"  {_when(other.line)}: recorded {_words(other.line.decision)}")
+        say(f"  {_when(other.line)}: recorded {_words(other.line.decision)}{_prior(other.line)}")
         say(f"  {' ' * len(_when(other.line))}    other {_words(other.decision)}")
     say(f"{len(different)} of {len(others)} decisions would have been others under {policy}")
     say(
@@ -102,6 +103,11 @@ def _first_stop(others: Sequence[Other], *, recorded: bool) -> str:
 
 def _when(line: Line) -> str:
     return f"line {line.sequence + 1}, {line.policy}, version {line.observation.points.version}"
+
+
+def _prior(line: Line) -> str:
+    number = len(counted(line.observation.forecast))
+    return f" ({number} earlier run{'s' if number > 1 else ''} as prior)" if number else ""
 
 
 def _words(decision: Decision) -> str:

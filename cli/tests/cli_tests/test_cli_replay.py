@@ -8,11 +8,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 from msgspec.structs import replace
 
 from scalerl_api.autoscaling import AutoscalingSpec
+from scalerl_api.forecast import EarlierUse
 from scalerl_api.load import parse_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.wire import Counts, EvaluationPoint, Phase, Status
@@ -21,9 +23,10 @@ from scalerl_curvefit.sidecar.answers import answer_forecast
 from scalerl_curvefit.simulate import simulated
 from scalerl_operator.autoscaling.observation import observe, point
 from scalerl_operator.autoscaling.question import question
-from scalerl_operator.autoscaling.record import DecisionRecord
+from scalerl_operator.autoscaling.record import DecisionRecord, seal
+from scalerl_operator.autoscaling.replay import verify
 from scalerl_operator.policy.autoscale import decide
-from scalerl_operator.policy.facts import Generators
+from scalerl_operator.policy.facts import Generators, History
 
 RUN = """
 metadata: {{name: replayed}}
@@ -116,6 +119,25 @@ def test_a_record_that_holds(directory: Path, capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr().out
     assert "13 decisions, each the same when made again" in said
     assert "STOP, stop (Suspend): P(gain at 2× the compute > 0.02) is" in said
+
+
+def test_earlier_runs_that_counted_are_shown(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines, _ = verify(RunPaths(directory).decisions.read_bytes())
+    known, sealed = "", []
+    for line in lines:
+        assert line.observation.forecast is not None
+        earlier = [EarlierUse(name=n, weight=w, reason="") for n, w in (("a", 0.9), ("b", 0.3), ("c", 0.0))]
+        seen = replace(line.observation, forecast=replace(line.observation.forecast, earlier=earlier))
+        before = sealed[-1].decision.history if sealed else History()
+        decision = decide(AutoscalingSpec(mode="Auto"), seen, before)
+        sealed.append(seal(replace(line, observation=seen, before=before, decision=decision), known))
+        known = sealed[-1].digest
+    RunPaths(directory).decisions.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in sealed))
+    assert main(["replay", str(directory)]) == 0
+    said = capsys.readouterr().out
+    stops = [line for line in said.splitlines() if "STOP" in line]
+    assert stops
+    assert all(line.endswith(" (2 earlier runs as prior)") for line in stops)
 
 
 def test_a_changed_byte_fails_and_names_line_and_field(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.wire import BROKEN, FORECAST, INTERRUPTED, Phase, Status
 from scalerl_operator.autoscaling.record import DecisionRecord
+from scalerl_operator.finished import FinishedRuns
 from scalerl_operator.observe.errors import CoordinatorUnreachable
 from scalerl_operator.observe.snapshot import RateMeter, Rates, Snapshot, eta_seconds
 from scalerl_operator.plan import forecaster
@@ -131,7 +132,12 @@ class LocalRun:
         self._steering = None
         if record is not None:
             self._steering = Steering(
-                run.spec, self._runtime, record, token=directory.token, on_event=on_event
+                run.spec,
+                self._runtime,
+                record,
+                token=directory.token,
+                earlier=FinishedRuns(directory.paths.root, lambda text: on_event(Event("autoscaler", text))),
+                on_event=on_event,
             )
         # A run that its forecast has completed is over; one that was suspended goes on when it is resumed.
         final = run.spec.autoscaling.on_stop == "Complete"

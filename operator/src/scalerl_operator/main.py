@@ -34,6 +34,7 @@ from scalerl_operator.autoscaling.sidecar import Sidecar
 from scalerl_operator.cluster import connection
 from scalerl_operator.cluster.api import KubeApi
 from scalerl_operator.cluster.cache import Cache
+from scalerl_operator.cluster.finished import FinishedRuns
 from scalerl_operator.cluster.handlers import Resync, Watches
 from scalerl_operator.cluster.informer import Informer
 from scalerl_operator.cluster.kinds import KINDS, RUN
@@ -311,7 +312,14 @@ async def reconciler(parts: Parts) -> AsyncIterator[Reconcile]:
             return RunScaling(uid, None)
         return RunScaling(
             uid,
-            lambda: ClusterSteering(run, uid, parts.api, sidecar, wake=lambda: parts.wake(key)),
+            lambda: ClusterSteering(
+                run,
+                uid,
+                parts.api,
+                sidecar,
+                wake=lambda: parts.wake(key),
+                earlier=FinishedRuns(parts.cache, key[0], uid),
+            ),
             parts.metrics.decision,
         )
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import BROKEN, FORECAST, Status
 from scalerl_operator.autoscaling.controller import Autoscaler, Step
+from scalerl_operator.autoscaling.earlier import ReadEarlier
 from scalerl_operator.autoscaling.record import DecisionRecord
 from scalerl_operator.autoscaling.sidecar import Sidecar
 from scalerl_operator.policy import replicas
@@ -50,6 +51,7 @@ def gone_on_with(plan: Plan, spec: RunSpec, record: DecisionRecord) -> tuple[Pla
 class Steering:
     """The autoscaler of one local run. It closes the record.
 
+    earlier: reads the finished runs that are a prior of the forecast.
     stop: why the run is to end; empty while it is not.
     decision: the last one; None before the first.
     """
@@ -61,6 +63,7 @@ class Steering:
         record: DecisionRecord,
         *,
         token: str,
+        earlier: ReadEarlier | None = None,
         on_event: Callable[[Event], None],
     ) -> None:
         self.stop = ""
@@ -70,7 +73,7 @@ class Steering:
         self._on_event = on_event
         self._record = record
         sidecar = Sidecar(lambda: runtime.url(Role.FORECASTER), token=token)
-        self._autoscaler = Autoscaler(spec, record, sidecar)
+        self._autoscaler = Autoscaler(spec, record, sidecar, earlier=earlier)
         self._status: Status | None = None
         self._trouble = ""
         for note in self._record.notes:

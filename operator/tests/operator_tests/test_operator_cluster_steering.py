@@ -14,7 +14,9 @@ from operator_tests.scaling import evaluations, flat_curve, status
 from scalerl_api import forecast as wire
 from scalerl_api.conditions import Reason
 from scalerl_api.wire import FORECAST, Counts, EvaluationPoint
+from scalerl_operator.autoscaling import record
 from scalerl_operator.autoscaling.controller import FIRST_RETRY_SECONDS, Autoscaler
+from scalerl_operator.autoscaling.record import as_recorded
 from scalerl_operator.autoscaling.replay import verify
 from scalerl_operator.autoscaling.sidecar import Sidecar
 from scalerl_operator.cluster.steering import ClusterSteering, Word
@@ -110,6 +112,28 @@ async def test_an_operator_that_starts_anew_knows_as_much(url: str) -> None:
     await asyncio.wait_for(again.woken.wait(), 120)
     assert again.look(curve, stop_reason=FORECAST) == before
     assert again.steering._task is None, "a run that ends is not steered any more"
+
+
+async def test_a_stop_of_a_release_without_a_field_stands(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    steered, curve = Steered(url), flat_curve()
+    with monkeypatch.context() as before:
+        old = {
+            name: value
+            for name, value in as_recorded(steered.run.spec.autoscaling).items()
+            if name != "prior"
+        }
+        before.setattr(record, "as_recorded", lambda spec: old)
+        for count in (40, 41):
+            await steered.settled(curve[:count])
+    steered.steering.close()
+    again = Steered(url, steered.api)
+    again.look(curve, stop_reason=FORECAST)
+    await asyncio.wait_for(again.woken.wait(), 120)
+    assert again.look(curve, stop_reason=FORECAST).stop
+    other = Steered(url, steered.api, prior="None")
+    other.look(curve, stop_reason=FORECAST)
+    await asyncio.wait_for(other.woken.wait(), 120)
+    assert not other.look(curve, stop_reason=FORECAST).stop, "made with another prior"
 
 
 async def test_a_stop_that_is_taken_back_stays_back(url: str) -> None:

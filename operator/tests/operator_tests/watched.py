@@ -9,6 +9,7 @@ from typing import Any
 from operator_tests.scaling import EVERY, run, status
 from scalerl_api.wire import EvaluationPoint
 from scalerl_operator.autoscaling.controller import Autoscaler, Step
+from scalerl_operator.autoscaling.earlier import ReadEarlier
 from scalerl_operator.autoscaling.record import DecisionRecord
 from scalerl_operator.autoscaling.replay import verify
 from scalerl_operator.autoscaling.sidecar import Sidecar
@@ -32,6 +33,7 @@ class Watched:
         autoscaling: dict[str, Any] | None = None,
         *,
         resumed: bool = False,
+        earlier: ReadEarlier | None = None,
         **sidecar: Any,
     ) -> None:
         self.path, self.clock = path, Clock()
@@ -42,6 +44,7 @@ class Watched:
             self.record,
             Sidecar(lambda: url, **quick),
             resumed=resumed,
+            earlier=earlier,
             unix=lambda: self.clock.unix,
             monotonic=lambda: self.clock.monotonic,
         )

@@ -1,7 +1,7 @@
 """The autoscaler around its policies: what they are asked with, and what becomes of their answer.
 
 Lives here: the observation of a run (:mod:`.observation`) and of how busy it is (:mod:`.load`), the
-question to the forecast (:mod:`.question`) and the asking (:mod:`.sidecar`, by :mod:`.client`), the record
+question to the forecast (:mod:`.question`), finished runs as its prior (:mod:`.earlier`) and the asking (:mod:`.sidecar`, by :mod:`.client`), the record
 (:mod:`.record`) and where it is kept (:mod:`.storage`), its replay (:mod:`.replay`), and the step that joins them
 (:mod:`.controller`).
 

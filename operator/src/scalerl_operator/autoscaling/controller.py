@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from msgspec.structs import replace
 
+from scalerl_api.forecast import EarlierRun
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import Status
+from scalerl_operator.autoscaling.earlier import ReadEarlier
 from scalerl_operator.autoscaling.load import LoadMeter
 from scalerl_operator.autoscaling.observation import Point, observe, point
 from scalerl_operator.autoscaling.question import question
@@ -24,6 +27,8 @@ from scalerl_operator.policy.facts import Action, Decision, Generators, Load, Ob
 FIRST_RETRY_SECONDS: Final = 15.0
 LAST_RETRY_SECONDS: Final = 600.0
 """After a failure the same evaluation is looked at again: first after so long, then twice that, up to the last."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,7 @@ class Autoscaler:
     spec: the run as it is now; assign a new one when its budget or autoscaling has changed.
     record: open, see :meth:`DecisionRecord.open`; its history is gone on with.
     resumed: the user has asked a run to go on that the forecast had stopped.
+    earlier: reads the finished runs that are a prior of the forecast; None: no run is.
     unix: the machine's clock. monotonic: one that only goes forward, for retries.
     """
 
@@ -58,6 +64,7 @@ class Autoscaler:
         sidecar: Sidecar,
         *,
         resumed: bool = False,
+        earlier: ReadEarlier | None = None,
         unix: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -65,6 +72,8 @@ class Autoscaler:
         self._record = record
         self._sidecar = sidecar
         self._resumed = resumed
+        self._read_earlier = earlier
+        self._earlier: Sequence[EarlierRun] | None = None
         self._unix = unix
         self._meter = LoadMeter(spec)
         self._seen: object = None
@@ -127,6 +136,7 @@ class Autoscaler:
         asked = question(self.spec.autoscaling, points, seen, self._record.known.history)
         answer, trouble = None, asked if isinstance(asked, str) else ""
         if not isinstance(asked, str):
+            asked = replace(asked, earlier=list(await self._prior()))
             answer, trouble = await self._sidecar.forecast(asked)
             if rules != (self.spec.autoscaling, self.spec.budget):
                 return None
@@ -136,6 +146,23 @@ class Autoscaler:
         if resumed and not step.trouble:
             self._resumed = False
         return step
+
+    async def _prior(self) -> Sequence[EarlierRun]:
+        """The earlier runs to ask with.
+
+        They are read once: a forecast must not jump because another run has ended, for then agreeing evaluations would
+        agree on different questions.
+        """
+        if self._read_earlier is None or self.spec.autoscaling.prior == "None":
+            return []
+        if self._earlier is None:
+            try:
+                self._earlier = await self._read_earlier(self.spec)
+            except Exception:
+                # What other runs left behind must not cost this one its forecast.
+                log.exception("finished runs cannot be read; the forecast goes on without them as a prior")
+                self._earlier = []
+        return self._earlier
 
     async def _finish(self, policy: Policy, points: list[Point], seen: Observation) -> Step:
         spec, before = self.spec.autoscaling, self._record.known.history

@@ -17,6 +17,7 @@ from scalerl_operator.autoscaling.question import question
 from scalerl_operator.autoscaling.record import Known, Line, read, seal
 from scalerl_operator.policy.autoscale import decide
 from scalerl_operator.policy.balance import balance
+from scalerl_operator.policy.earlier import counted
 from scalerl_operator.policy.facts import Decision, Fact, History, Observation
 
 _LONGEST = 60
@@ -91,7 +92,7 @@ def under(
     """Each recorded moment under another policy, its history chained from the start.
 
     Where the other policy asks the forecast something else than was asked, ``forecast`` answers from
-    the recorded points; where the sidecar gave no answer, there is none here either. What was seen
+    the recorded points, without earlier runs as a prior; where the sidecar gave no answer, there is none here either. What was seen
     stays what was seen: a run that would have been stopped or scaled goes on as recorded.
     """
     history, known = History(), Known()
@@ -102,7 +103,9 @@ def under(
         if line.policy == "autoscale" and seen.forecast is not None:
             theirs = question(AutoscalingSpec.model_validate(line.spec), points, seen, line.before)
             ours = question(spec, points, seen, history)
-            if ours != theirs and not isinstance(ours, str):
+            # Their points are not in the record: asked anew, a forecast has no prior.
+            without = spec.prior == "None" and bool(counted(seen.forecast))
+            if (ours != theirs or without) and not isinstance(ours, str):
                 answer, trouble = forecast(ours)
                 seen = replace(seen, forecast=answer, trouble=trouble)
         decision = _decide(line, spec, seen, history)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
+
+from msgspec import UNSET
 
 from scalerl_api.forecast import Flat, ForecastAnswer, ForecastRequest
 
@@ -16,6 +18,7 @@ NO_ANSWER: Final = "no forecast"
 UNBELIEVABLE: Final = "the forecast cannot be believed"
 REFUSED: Final = "the forecast was refused"
 """How the reasons begin for which there is none: nobody answers as one should, or the points are the matter."""
+_LONGEST: Final = 80
 SAME: Final = 1e-9
 """Relative difference of two computes that are one."""
 
@@ -98,10 +101,20 @@ def unbelievable(request: ForecastRequest, answer: ForecastAnswer) -> str:
             return "no best block, which was asked for"
         if outlook.best_block is not None and outlook.best_block.compute < 0:
             return f"a block of {outlook.best_block.compute:g} tokens"
+    uses = [] if answer.earlier is UNSET else answer.earlier
+    named, wanted = [use.name for use in uses], [run.name for run in request.earlier]
+    if named != wanted:
+        return f"it weighs the earlier runs {_listed(named)}, asked with {_listed(wanted)}"
+    chances |= {f"the weight of the earlier run {use.name}": use.weight for use in uses}
     for name, chance in chances.items():
         if not 0.0 <= chance <= 1.0:
             return f"{name} is {chance:g}"
     return ""
+
+
+def _listed(names: Sequence[str]) -> str:
+    text = ", ".join(names) or "(none)"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
 def _given(value: float | None) -> float:

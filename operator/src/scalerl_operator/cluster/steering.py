@@ -26,6 +26,7 @@ from scalerl_operator.autoscaling.controller import (
     Autoscaler,
     Step,
 )
+from scalerl_operator.autoscaling.earlier import ReadEarlier
 from scalerl_operator.autoscaling.record import Brief, DecisionRecord, Line, as_recorded
 from scalerl_operator.autoscaling.sidecar import NO_ANSWER, UNBELIEVABLE, Sidecar
 from scalerl_operator.autoscaling.storage import RecordError
@@ -69,6 +70,7 @@ class ClusterSteering:
     """The autoscaler of one run.
 
     api: for the record. sidecar: may be shared by all runs. wake: called when there is something new to look at.
+    earlier: reads the finished runs that are a prior of the forecast; None: no run is.
     unix: the machine's clock. monotonic: one that only goes forward.
     """
 
@@ -80,12 +82,14 @@ class ClusterSteering:
         sidecar: Sidecar,
         *,
         wake: Callable[[], None],
+        earlier: ReadEarlier | None = None,
         unix: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._storage = ConfigMapStorage(run, uid, api)
         self._sidecar = sidecar
         self._wake = wake
+        self._earlier = earlier
         self._unix = unix
         self._monotonic = monotonic
         self._name = f"{run.metadata.namespace}/{run.metadata.name}"
@@ -169,6 +173,7 @@ class ClusterSteering:
             record,
             self._sidecar,
             resumed=self._taken_back,
+            earlier=self._earlier,
             unix=self._unix,
             monotonic=self._monotonic,
         )
@@ -226,7 +231,10 @@ class ClusterSteering:
 
 def _acted_on(spec: AutoscalingSpec, line: Line | None) -> bool:
     """Whether a decision was made under the spec as it is, by somebody who may act."""
-    return spec.mode == "Auto" and line is not None and line.spec == as_recorded(spec)
+    if spec.mode != "Auto" or line is None:
+        return False
+    # A field that the release which made it did not have: it decided as the default says.
+    return as_recorded(AutoscalingSpec()) | line.spec == as_recorded(spec)
 
 
 def _shown(brief: Brief) -> DecisionStatus:

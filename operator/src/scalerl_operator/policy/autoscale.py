@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_operator.policy.advice import advice
 from scalerl_operator.policy.alarm import alarm, is_healthy
+from scalerl_operator.policy.earlier import with_earlier
 from scalerl_operator.policy.elasticity import left, pace, pace_now, reach
 from scalerl_operator.policy.facts import Action, Alarm, Decision, History, Observation, State
 from scalerl_operator.policy.memory import remember, scaled, why_not
@@ -73,7 +74,9 @@ def decide(spec: AutoscalingSpec, seen: Observation, history: History) -> Decisi
 
 def _stop(spec: AutoscalingSpec, seen: Observation, history: History, cast: Vote) -> Decision:
     assert seen.forecast is not None
-    agree = f"{history.streak} new evaluations in a row agree"
+    agree = ", ".join(
+        filter(None, [f"{history.streak} new evaluations in a row agree", with_earlier(seen.forecast)])
+    )
     reasons = [*cast.reasons, agree, *if_wrong(seen.forecast)]
     decision = _decided(seen, history, State.STOP, reasons, Action(kind="stop", on_stop=spec.on_stop))
     return replace(decision, advice=advice(seen.recipe), pays=0.0)

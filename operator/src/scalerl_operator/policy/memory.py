@@ -18,7 +18,9 @@ def rules(spec: AutoscalingSpec) -> str:
     """The fields that a stop is counted under: with others, the count starts anew."""
     names = ("min_gain", "horizon", "target", "price_per_device_hour", "value_per_point", "stop_after")
     given = ((name, getattr(spec, name)) for name in names)
-    return " ".join(f"{name}={value}" for name, value in given if value is not None)
+    text = " ".join(f"{name}={value}" for name, value in given if value is not None)
+    # Not where it is the default: records from before the field are made again with the same rules.
+    return text if spec.prior == "OwnRuns" else f"{text} prior={spec.prior}"
 
 
 def remember(spec: AutoscalingSpec, seen: Observation, history: History) -> History:

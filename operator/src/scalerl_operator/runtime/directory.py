@@ -118,6 +118,15 @@ def stored_manifest(root: Path) -> dict[str, Any]:
     return manifest
 
 
+def in_use(root: Path) -> bool:
+    """Whether the process that last claimed ``root`` is alive. Takes no lock, so that it keeps nobody out."""
+    try:
+        holder = (root / LOCK_FILE).read_text().strip()
+    except (OSError, ValueError):
+        return False
+    return _is_alive(holder)
+
+
 def next_directory(parent: Path, name: str) -> Path:
     """``parent/name-n`` for the smallest n above all there are.
 
@@ -146,6 +155,10 @@ def _numbers(parent: Path, name: str) -> list[int]:
     return [int(suffix) for suffix in suffixes if suffix.isdecimal()]
 
 
+def _is_alive(holder: str) -> bool:
+    return holder.isdecimal() and Path(f"/proc/{holder}").exists()
+
+
 def _lock(root: Path, *, wait_seconds: float) -> int:
     """Lock the directory; the descriptor. Processes that inherit it share the lock.
 
@@ -159,7 +172,7 @@ def _lock(root: Path, *, wait_seconds: float) -> int:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 holder = os.pread(fd, 32, 0).decode().strip()
-                alive = holder.isdecimal() and Path(f"/proc/{holder}").exists()
+                alive = _is_alive(holder)
                 if alive or time.monotonic() >= deadline:
                     who = f"process {holder}" if alive else "processes that a killed run has left"
                     raise DirectoryProblem(

@@ -1,0 +1,54 @@
+"""The table of a curve, written and read again."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scalerl_api.curve import curve_csv, curve_points
+from scalerl_api.wire import EvaluationPoint
+
+COUNT = st.integers(0, 10**12)
+THOUSANDTHS = st.integers(0, 10**9).map(lambda n: n / 1000)
+POINT = st.builds(
+    EvaluationPoint,
+    version=COUNT,
+    work_tokens=COUNT,
+    reward=st.floats(allow_nan=False),
+    standard_error=st.floats(0, 1),
+    samples=COUNT,
+    prompts=COUNT,
+    set_digest=st.text("0123456789abcdef", min_size=1, max_size=16),
+    mixed_versions=st.booleans(),
+    truncated_fraction=st.integers(0, 10**6).map(lambda n: n / 10**6),
+    mean_tokens=THOUSANDTHS,
+    wall_seconds=THOUSANDTHS,
+    device_seconds=THOUSANDTHS,
+    given_up_prompts=COUNT,
+)
+
+
+@given(st.lists(POINT, max_size=5))
+def test_a_curve_is_read_as_it_was_written(points: list[EvaluationPoint]) -> None:
+    assert curve_points(curve_csv(points)) == points
+
+
+def test_columns_that_an_earlier_release_did_not_write_are_0() -> None:
+    (point,) = curve_points("compute,reward,samples,version,mixed_versions,eval_version\n9,0.5,16,3,true,a\n")
+    assert (point.work_tokens, point.reward, point.mixed_versions, point.set_digest) == (9, 0.5, True, "a")
+    assert (point.prompts, point.wall_seconds) == (0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("reward,compute\n0.5,10\n", "no column"),
+        ("compute,reward,samples,version,mixed_versions,eval_version\n9,much,16,3,true,a\n", "row 1"),
+        ("compute,reward,samples,version,mixed_versions,eval_version\n9,0.5\n", "row 1"),
+        ('"', "no curve"),
+    ],
+)
+def test_what_is_no_curve_is_refused(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        curve_points(text)
