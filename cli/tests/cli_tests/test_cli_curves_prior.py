@@ -81,6 +81,26 @@ def test_none_that_can_count_is_an_error_that_lists_all(
         assert f"{now}.gone: " in said
 
 
+def test_none_that_the_fit_can_use_is_an_error_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another evaluation set, too few points, no point ahead: the fit finds these, not the reading."""
+    now, other = write_seed(tmp_path / "now.csv", 0, n=14), write_seed(tmp_path / "other.csv", 1)
+    short, behind = write_seed(tmp_path / "short.csv", 2, n=3), write_seed(tmp_path / "behind.csv", 3, n=12)
+    for path, version in ((now, "v1"), (other, "v2")):
+        head, *rows = path.read_text().splitlines()
+        path.write_text("\n".join([f"{head},eval_version", *(f"{row},{version}" for row in rows)]) + "\n")
+    earlier = [str(other), str(short), str(behind)]
+    for command in (["fit", str(now)], ["fit", str(now), "--json"], ["plan", "--from", str(now)]):
+        assert main([*command, "--prior", *earlier]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert "none of the 3 given can count" in printed.err
+        assert f"{other}: its rewards are of evaluation version v2, this run's of v1" in printed.err
+        assert f"{short}: 3 points" in printed.err
+        assert f"{behind}: its points go no further than this run's" in printed.err
+
+
 def test_another_unit_of_compute_is_left_out(
     files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

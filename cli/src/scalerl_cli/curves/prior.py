@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -55,10 +55,15 @@ def read_prior(
     }
     runs = tuple(EarlierRun(name, one.segment.curve) for _, name, one in found if name in newest)
     if not runs and paths:
-        reasons = "\n".join(f"  {name}: {reason}" for name, reason in left_out.items())
-        raise CurveProblem(f"--prior: none of the {len(left_out)} given can count:\n{reasons}")
+        raise none_counts(left_out.items())
     ordered = [(str(path), left_out[str(path)]) for path in dict.fromkeys(paths) if str(path) in left_out]
     return Prior(runs, tuple(ordered))
+
+
+def none_counts(left_out: Iterable[tuple[str, str]]) -> CurveProblem:
+    """The error for earlier runs, as name and reason, of which each is left out."""
+    reasons = [f"  {name}: {reason}" for name, reason in left_out]
+    return CurveProblem("\n".join([f"--prior: none of the {len(reasons)} given can count:", *reasons]))
 
 
 def _earlier(

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from scalerl_cli.curves import words
-from scalerl_cli.curves.prior import Prior
+from scalerl_cli.curves.prior import Prior, none_counts
 from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.scale import RewardScale
 from scalerl_cli.curves.source import CurveFile
@@ -252,7 +252,8 @@ def study(file: CurveFile, at: Sequence[float] = (), prior: Prior | None = None)
     """Fit the last segment with the runs of ``prior``, ask the guard, and forecast at 2× now and at each of ``at``.
 
     Raises:
-        CurveProblem: points that no curve can be fitted to, or a compute that cannot be forecast at.
+        CurveProblem: points that no curve can be fitted to, a compute that cannot be forecast at, or earlier runs
+            none of which can count.
     """
     segment = file.segment.curve
     try:
@@ -277,6 +278,8 @@ def study(file: CurveFile, at: Sequence[float] = (), prior: Prior | None = None)
         (),
         () if prior is None else prior.left_out,
     )
+    if made.earlier and not any(use.weight > 0 for use in made.earlier):
+        raise none_counts((use.name, use.reason) for use in made.earlier)
     points = made.ahead([made.twice], "forecast") + (made.ahead(at, "--at") if at else [])
     return made if reasons else replace(made, forecasts=tuple(points))
 
