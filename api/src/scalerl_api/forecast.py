@@ -26,8 +26,9 @@ MAX_FORECASTS = 200
 """Computes that one request may ask forecasts at."""
 MAX_DRAWS = 20_000
 MAX_EARLIER_RUNS = 50
-METHOD = 2
-"""Version of what is answered. 1: an alarm held the last evaluations against a forecast. 2: against the best before."""
+METHOD = 3
+"""Version of what is answered and decided. 1: an alarm held the last evaluations against a forecast. 2: against the best
+before. 3: a run whose fit expects a gain is not flat."""
 
 REQUESTS_METRIC = "scalerl_curvefit_requests"
 """Counter by ``path`` and ``status``."""

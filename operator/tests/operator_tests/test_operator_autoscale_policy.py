@@ -98,6 +98,9 @@ def test_a_run_whose_fit_expects_a_gain_is_not_flat() -> None:
     decisions = chain(decide, spec(), [seen(v, forecast=forecast) for v in (200, 210, 220)])
     assert states(decisions) == ["INSUFFICIENT"] * 3
     assert "nothing happens" not in "; ".join(decisions[-1].reasons)
+    earlier = replace(forecast, method=2)
+    decisions = chain(decide, spec(), [seen(v, forecast=earlier) for v in (200, 210, 220)])
+    assert states(decisions) == ["INSUFFICIENT", "INSUFFICIENT", "STOP"], "as a record of method 2 has it"
 
 
 def test_a_price_decides_in_place_of_what_shows_nothing() -> None:

@@ -129,7 +129,7 @@ def flat_vote(spec: AutoscalingSpec, answer: ForecastAnswer) -> Vote | None:
         or spec.price_per_device_hour is not None
         or answer.fit.points_used < ENOUGH_POINTS
         or flat.share < PATIENCE
-        or answer.outlook.p_gain_above_min >= FIT_EXPECTS_GAIN
+        or (answer.method != 2 and answer.outlook.p_gain_above_min >= FIT_EXPECTS_GAIN)
     ):
         return None
     side = _by_probability(flat.p_gain, STOP_BELOW, RELEASE_AT)
