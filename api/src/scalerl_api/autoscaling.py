@@ -78,7 +78,7 @@ class AutoscalingSpec(Model):
     """Of one point, .01 of reward, in the currency of the price. With both, money decides in place of minGain."""
     prior: Literal["OwnRuns", "None"] = "OwnRuns"
     """Finished runs that the forecast also learns from. ``OwnRuns``: those of the same namespace (locally: beside the run's
-    directory) with the same task, model and evaluation, the newest 50; ``None``: no run but this one."""
+    directory) of the same task and model, the newest 50; ``None``: no run but this one."""
     max_device_hours: PositiveDecimal | None = None
     """What the autoscaler may plan with, if that is less than the budget's own."""
     deadline: Timestamp | None = None

@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from msgspec.structs import replace
 
-from cli_tests.test_cli_run import Shell, shell
+from cli_tests.test_cli_run import RUN, Shell, shell
 from scalerl_api.autoscaling import AutoscalingSpec
+from scalerl_api.curve import curve_csv
+from scalerl_api.load import parse_run, to_yaml
+from scalerl_api.wire import EvaluationPoint
 from scalerl_cli.main import main
 from scalerl_operator.autoscaling.record import DecisionRecord
 from scalerl_operator.policy.facts import Action
@@ -56,13 +60,43 @@ def test_a_flat_curve_ends_the_run_and_a_resume_goes_on(
     assert decisions(again)[before]["decision"]["action"]["kind"] == "none", "a stop that was taken back"
 
 
-def test_advisory_says_so_and_changes_nothing(tmp_path: Path) -> None:
+def finished_before(root: Path, spec: dict[str, Any]) -> None:
+    """A run that has ended, on the curve that ``flattens`` has."""
+    root.mkdir()
+    made = parse_run(yaml.safe_dump(RUN | {"spec": RUN["spec"] | spec}), "test")
+    (root / "run.yaml").write_text(to_yaml(made.to_manifest()))
+    points = [
+        EvaluationPoint(
+            version=v,
+            work_tokens=v * 1000,
+            reward=0.2 + 0.4 / (1 + (30 / max(v, 1e-9)) ** 2) + 0.004 * (v * 13 % 11 / 5 - 1),
+            standard_error=0.02,
+            samples=128,
+            prompts=32,
+            set_digest="x",
+            mixed_versions=False,
+            truncated_fraction=0.0,
+            mean_tokens=6.0,
+            wall_seconds=v,
+            device_seconds=v,
+        )
+        for v in range(0, 100_000, 10)
+    ]
+    (root / "curve.csv").write_text(curve_csv(points))
+    (root / "summary.json").write_text("{}")
+
+
+def test_advisory_says_so_and_changes_nothing_with_a_finished_run_as_prior(tmp_path: Path) -> None:
     spec = {"autoscaling": AUTO | {"mode": "Advisory"}, "budget": LONG}
+    finished_before(tmp_path / "before", spec)
     with shell(tmp_path, spec=spec, SMALL_COORDINATOR="flattens") as run:
         run.until(lambda: "autoscaler: STOP: " in run.text(), 120)
+        assert "autoscaler: 1 finished run may be a prior of the forecast: before" in run.text()
         assert run.process.poll() is None
         run.process.send_signal(signal.SIGINT)
         assert run.finish(120) == 130
+    (use,) = decisions(run)[-1]["observation"]["forecast"]["earlier"]
+    assert (use["name"], use["weight"] > 0.1) == ("before", True)
 
 
 def test_without_its_sidecar_the_run_goes_on_and_says_why(tmp_path: Path) -> None:

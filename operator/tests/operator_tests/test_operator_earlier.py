@@ -20,6 +20,7 @@ from scalerl_api.curve import curve_csv
 from scalerl_api.forecast import MAX_EARLIER_RUNS, EarlierRun, EarlierUse, ForecastRequest, Points
 from scalerl_api.load import to_yaml
 from scalerl_api.spec import RunSpec
+from scalerl_api.status import Phase, RunStatus
 from scalerl_operator.autoscaling.earlier import MOST_EXAMINED, MOST_POINTS, earlier_run, evenly
 from scalerl_operator.autoscaling.record import as_recorded
 from scalerl_operator.autoscaling.replay import under, verify
@@ -35,11 +36,6 @@ from scalerl_operator.policy.memory import rules
 
 REWARDS = [0.2 + 0.01 * i for i in range(12)]
 TABLE = curve_csv(evaluations(REWARDS))
-OTHER_TASK = {
-    "task": {"reasoningGym": {"dataset": "leg_counting", "size": 8}, "heldOut": {"size": 2}},
-}
-
-
 # --- one run ----------------------------------------------------------------------------------------
 
 
@@ -106,7 +102,8 @@ class Namespace:
         )
         manifest = made.to_manifest()
         manifest["metadata"] |= {"uid": uid}
-        manifest["status"] = {"phase": phase, "completionTime": f"2026-08-01T{end:06d}"} | status
+        written = RunStatus(phase=Phase(phase), completion_time=f"2026-08-01T{end:06d}").to_object()
+        manifest["status"] = written | status
         self.put(manifest)
         if table is not None:
             curve = curve_config_map(made, uid, evaluations(REWARDS))
@@ -141,8 +138,8 @@ async def test_finished_runs_of_the_same_task_and_model_count_the_newest_first()
 
 async def test_what_a_run_ran_with_counts_not_an_edit_since() -> None:
     there = Namespace()
-    ran = json.dumps(cluster_run().to_manifest()["spec"])
-    there.add("edited", model={"scratch": {"layers": 3}}, status={"acceptedSpec": ran})
+    ran = RunStatus(accepted_spec=json.dumps(cluster_run().to_manifest()["spec"])).to_object()
+    there.add("edited", model={"scratch": {"layers": 3}}, status={"acceptedSpec": ran["acceptedSpec"]})
     assert await there.names() == ["edited"]
 
 
@@ -169,7 +166,7 @@ async def test_garbage_is_left_out_and_said_once(
         assert await there.names() == ["good"]
     (line,) = (record.getMessage() for record in caplog.records)
     assert line.startswith(
-        "namespace team: 1 finished runs may be a prior of the forecast: good; 1 are left out: bad ("
+        "namespace team: 1 finished run may be a prior of the forecast: good; 1 left out: bad ("
     )
 
 
@@ -188,7 +185,7 @@ async def test_a_run_that_is_deleted_meanwhile_is_left_out() -> None:
     newest = await reader._newest()
     assert newest == ["goes", "stays"]
     there.cache.observe("DELETED", there.cache.run("team", "goes") or {})
-    assert reader._consider("goes", cluster_run().spec) == ""
+    assert await reader._consider("goes", cluster_run().spec) == ""
     assert await there.names() == ["stays"]
 
 
@@ -246,7 +243,7 @@ async def test_finished_runs_beside_a_runs_directory(tmp_path: Path) -> None:
     found = await LocalFinishedRuns(own, said.append)(run_spec().spec)
     assert [one.name for one in found] == ["tiny-2", "tiny-1"]
     (text,) = said
-    assert text.startswith("2 finished runs may be a prior of the forecast: tiny-2, tiny-1; 4 are left out: ")
+    assert text.startswith("2 finished runs may be a prior of the forecast: tiny-2, tiny-1; 4 left out: ")
     assert "another-model (model.scratch.layers is 3, this run's is" in text
 
 

@@ -14,7 +14,7 @@ from scalerl_api.spec import RunSpec
 from scalerl_operator.autoscaling.observation import point, usable
 
 MOST_EXAMINED: Final = 200
-"""Finished runs whose spec is compared, the newest first: so many take a tenth of a second on a cluster."""
+"""Finished runs whose spec is compared, the newest first: each costs some milliseconds."""
 _SHOWN: Final = 5
 MOST_POINTS: Final = 100
 """Of one run: more say no more of where it came to."""
@@ -44,12 +44,13 @@ def consider(name: str, load: Callable[[], tuple[RunSpec, str]], run: RunSpec) -
 def words(runs: Sequence[EarlierRun], left_out: Mapping[str, str]) -> str:
     """What a person reads of the runs considered, once."""
     names = ", ".join(run.name for run in runs[:_SHOWN]) + (", …" if len(runs) > _SHOWN else "")
-    found = f"{len(runs)} finished runs may be a prior of the forecast" + (f": {names}" if runs else "")
+    count = f"{len(runs)} finished run{'s' if len(runs) != 1 else ''}"
+    found = f"{count} may be a prior of the forecast" + (f": {names}" if runs else "")
     if not left_out:
         return found
     shown = [f"{name} ({why})" for name, why in itertools.islice(left_out.items(), _SHOWN)]
     more = ", …" if len(left_out) > _SHOWN else ""
-    return f"{found}; {len(left_out)} are left out: {', '.join(shown)}{more}"
+    return f"{found}; {len(left_out)} left out: {', '.join(shown)}{more}"
 
 
 def earlier_run(name: str, table: str) -> EarlierRun | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 from typing import Final
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 class FinishedRuns:
     """Reads the finished runs of one namespace; uid: of the run that asks.
 
-    The curve's ConfigMap is among the objects that the cache holds anyway. After each object the event loop has its turn.
+    The curve's ConfigMap is among the objects that the cache holds anyway. After each run the event loop has its turn.
     """
 
     def __init__(self, cache: Cache, namespace: str, uid: str) -> None:
@@ -39,14 +40,13 @@ class FinishedRuns:
         """Those that may be a prior of a run of this spec: the newest first, at most ``MAX_EARLIER_RUNS``."""
         runs, left_out = list[EarlierRun](), dict[str, str]()
         for name in (await self._newest())[:MOST_EXAMINED]:
-            found = self._consider(name, spec)
+            found = await self._consider(name, spec)
             if isinstance(found, EarlierRun):
                 runs.append(found)
             elif found:
                 left_out[name] = found
             if len(runs) == MAX_EARLIER_RUNS:
                 break
-            await asyncio.sleep(0)
         if runs or left_out:
             log.info("namespace %s: %s", self._namespace, words(runs, left_out))
         return runs
@@ -66,20 +66,18 @@ class FinishedRuns:
             await asyncio.sleep(0)
         return [name for _, name in sorted(finished, reverse=True)]
 
-    def _consider(self, name: str, spec: RunSpec) -> EarlierRun | str:
+    async def _consider(self, name: str, spec: RunSpec) -> EarlierRun | str:
         run = self._cache.run(self._namespace, name)
         if run is None:
             return ""  # deleted meanwhile
-        return consider(name, lambda: (_accepted(run), self._table(run)), spec)
-
-    def _table(self, run: Object) -> str:
-        found = self._cache.get("ConfigMap", self._namespace, Names(run["metadata"]["name"]).curve)
-        if found is None or (found["metadata"].get("labels") or {}).get(RUN_UID) != run["metadata"]["uid"]:
-            raise ValueError("it has no curve")
-        return str(found["data"][KEY])
+        curve = self._cache.get("ConfigMap", self._namespace, Names(name).curve)
+        # In a thread: a curve has up to 900 KiB.
+        return await asyncio.to_thread(consider, name, functools.partial(_load, run, curve), spec)
 
 
-def _accepted(run: Object) -> RunSpec:
-    """What it ran with: its spec may have been edited since."""
+def _load(run: Object, curve: Object | None) -> tuple[RunSpec, str]:
+    """What it ran with (its spec may have been edited since), and its curve."""
+    if curve is None or (curve["metadata"].get("labels") or {}).get(RUN_UID) != run["metadata"]["uid"]:
+        raise ValueError("it has no curve")
     kept = (run.get("status") or {}).get("acceptedSpec") or json.dumps(run["spec"])
-    return accepted_run(with_spec(run, kept)).spec
+    return accepted_run(with_spec(run, kept)).spec, str(curve["data"][KEY])
