@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import yaml
-from stage import ROOT, Stage, condition, own_control_plane, stage, tiny
+from stage import ROOT, Stage, condition, evaluations, own_control_plane, stage, tiny
 from testcluster import Cluster
 
 from scalerl_api import wire
+from scalerl_api.load import run_from_object
+from scalerl_operator.cluster.finished import FinishedRuns
 from scalerl_operator.cluster.observed import rfc3339
 
 pytestmark = pytest.mark.cluster
@@ -43,6 +45,31 @@ def phase(name: str) -> Any:
 async def names(there: Stage, *kinds: str) -> set[str]:
     found = [o for kind in kinds for o in await there.all(kind)]
     return {o["metadata"]["name"] for o in found if "scalerl.dev/run" in o["metadata"].get("labels", {})}
+
+
+async def test_a_run_that_has_ended_is_a_prior_of_the_next(there: Stage) -> None:
+    there.coordinator.points = evaluations(8)
+    await there.start(tiny())
+    await there.create(tiny("next", seed=7), tiny("another-model", model={"scratch": {"layers": 3}}))
+    next_run = await there.get("ScaleRLRun", "next")
+    assert next_run is not None
+    spec, uid = run_from_object(next_run).spec, next_run["metadata"]["uid"]
+    await there.look()
+    assert await FinishedRuns(there.cache, there.namespace, uid)(spec) == [], "it works still"
+    there.coordinator.phase, there.coordinator.stop_reason = wire.Phase.FINISHED, "maxSteps"
+    await there.end("trainer", 0, count=2)
+    await there.looks(phase("Completed"))
+    await there.watch()
+    asked = there.calls.counts.total()
+    (found,) = await FinishedRuns(there.cache, there.namespace, uid)(spec)
+    assert (found.name, found.points.compute) == (
+        "tiny-addition",
+        [1000.0 * i for i in range(1, 9)],
+    )
+    other = await there.get("ScaleRLRun", "another-model")
+    assert other is not None
+    assert await FinishedRuns(there.cache, there.namespace, "")(run_from_object(other).spec) == []
+    assert there.calls.counts.total() == asked, "nothing is asked of the API server"
 
 
 async def test_from_nothing_to_completed(there: Stage) -> None:
