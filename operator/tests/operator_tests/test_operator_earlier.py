@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from operator_tests.children import run_spec
-from operator_tests.config_maps import UID, cluster_run
-from operator_tests.scaling import answer, chain, evaluations, flat_curve, run, seen, spec
+from operator_tests.config_maps import UID, ConfigMaps, cluster_run
+from operator_tests.scaling import answer, chain, evaluations, flat_curve, run, seen, spec, status
 from operator_tests.watched import Watched
 from scalerl_api.curve import curve_csv
 from scalerl_api.forecast import MAX_EARLIER_RUNS, EarlierRun, EarlierUse, ForecastRequest, Points
@@ -28,7 +29,11 @@ from scalerl_operator.autoscaling.sidecar import unbelievable
 from scalerl_operator.cluster.cache import Cache
 from scalerl_operator.cluster.curve import curve_config_map
 from scalerl_operator.cluster.finished import FinishedRuns
+from scalerl_operator.cluster.metrics import Metrics
+from scalerl_operator.cluster.settings import Settings
+from scalerl_operator.cluster.types import Images
 from scalerl_operator.finished import FinishedRuns as LocalFinishedRuns
+from scalerl_operator.main import Parts, reconciler
 from scalerl_operator.policy.autoscale import decide
 from scalerl_operator.policy.earlier import with_earlier
 from scalerl_operator.policy.facts import State
@@ -213,6 +218,26 @@ async def test_a_thousand_finished_runs_are_bounded() -> None:
         there.add(f"run-{i}", end=i)
     found = await there.names()
     assert found == [f"run-{i}" for i in range(59, 9, -1)]
+
+
+async def test_the_operator_asks_with_the_runs_of_its_cache(url: str) -> None:
+    there, api, woken = Namespace(), ConfigMaps(), asyncio.Event()
+    curve = flat_curve()
+    there.add("before", table=curve_csv(evaluations([p.reward for p in curve] + [0.6] * 60)))
+    settings = Settings(images=Images("trainer:1", "generator:1", "coordinator:1"), sidecar_url=url)
+    parts = Parts(settings, cast(Any, api), there.cache, Metrics(), lambda key: woken.set())
+    async with reconciler(parts) as reconcile:
+        steered = cluster_run(autoscaling={"mode": "Advisory"}, budget={"maxSeconds": 1_000_000})
+        scaling = cast(Any, reconcile).__self__._make_scaling(steered, UID)
+        for _ in ("opens the record", "asks"):
+            woken.clear()
+            scaling.steer(steered, RunStatus(), status(curve), 1, resumed=False)
+            await asyncio.wait_for(woken.wait(), 120)
+        scaling.close()
+    (line,), differences = verify(api.content())
+    assert differences == []
+    assert line.observation.forecast is not None
+    assert [use.name for use in line.observation.forecast.earlier or []] == ["before"]
 
 
 # --- on this machine --------------------------------------------------------------------------------
