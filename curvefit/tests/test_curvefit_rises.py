@@ -81,3 +81,16 @@ def test_too_few_evaluations_have_no_trend_and_what_was_gained_is_told() -> None
     assert flat(log_linear(0.06, 0)).gained > 0.1
     silent = cf.Curve(COMPUTE, np.zeros(20), samples=1000)
     assert flat(silent).p_trend == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_slope_of_a_rise_that_bends_is_less_sure() -> None:
+    """What the guard leaves out of its noise, the bend, says that a line is no good description here."""
+    compute, noise = np.arange(1.0, 41.0), ar1_noise(40, 0.004, 0.0, np.random.default_rng(0))
+    bending, level = 0.2 + 0.4 / (1 + (10 / compute) ** 2), np.full(40, 0.4)
+    bent, straight = (
+        rises.flatness(cf.Curve(compute, reward + noise), least=0.02, horizon=2.0, budget=80.0)
+        for reward in (bending, level)
+    )
+    assert bent is not None
+    assert straight is not None
+    assert bent.slope_sd > 1.5 * straight.slope_sd

@@ -190,8 +190,11 @@ def _noise(last: Curve, first: int, count: NDArray[np.intp], best: FloatArray) -
     return np.asarray(np.maximum(sd, PAIRED * binomial))
 
 
-def difference_sd(reward: FloatArray) -> float:
-    """s: sd of the difference of two means of three evaluations, from evaluations (n,) that may follow a trend."""
+def difference_sd(reward: FloatArray, order: int = 3) -> float:
+    """s: sd of the difference of two means of three evaluations, from evaluations (n,) that may follow a trend.
+
+    order: of the differences that see slow noise; 2 takes the bend of a trend for noise too.
+    """
     steps = np.diff(reward)
     # Of independent noise both say the same; where a trend bends, the second differences say less of it.
     fast = min(
@@ -201,11 +204,11 @@ def difference_sd(reward: FloatArray) -> float:
     means = np.convolve(reward, np.full(CONSECUTIVE, 1.0 / CONSECUTIVE), "valid")
     # Third differences: those of a fast rise at the start would pass for noise ten times as large in the second ones.
     between = means[CONSECUTIVE:] - means[:-CONSECUTIVE]
-    for _ in range(2):
+    for _ in range(order - 1):
         between = between[CONSECUTIVE:] - between[:-CONSECUTIVE]
     if between.size < CONSECUTIVE + 1:
         return fast
-    return max(fast, _robust_sd(between) / math.sqrt(10.0))
+    return max(fast, _robust_sd(between) / math.sqrt(math.comb(2 * order, order) / 2.0))
 
 
 def _robust_sd(deviations: FloatArray) -> float:

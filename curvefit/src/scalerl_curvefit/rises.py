@@ -132,7 +132,8 @@ def flatness(curve: Curve, least: float, horizon: float, budget: float) -> Flat 
     doubling = np.log2(curve.compute[last])
     doubling -= doubling.mean()
     spread = float(doubling @ doubling)
-    noise = difference_sd(reward) * math.sqrt(CONSECUTIVE / 2.0)
+    # What bends is no line, and its slope is the less known.
+    noise = difference_sd(reward, order=2) * math.sqrt(CONSECUTIVE / 2.0)
     if curve.samples is not None:
         rate = float(np.clip(reward.mean(), 1.0 / float(np.max(curve.samples)), 0.98))
         noise = max(noise, PAIRED * math.sqrt(rate * (1.0 - rate) / float(np.mean(curve.samples[last]))))
