@@ -23,10 +23,12 @@ Terms
   has really come back.
 - Brier: mean of (P(gain > minGain) − whether it came)², at every fourth evaluation with a forecast.
 
+With --held-out the runs are of the 35 families of ``held_out_families.py``, which nothing was chosen on.
+
 With --earlier N each simulated run has N finished runs of its family as a prior: the same curve with its speed changed by
 a factor of sd .1 and its gains by one of sd .05, and noise of their own.
 
-    OMP_NUM_THREADS=1 python benchmarks/decisions.py [--earlier 5] [--quick] [--each 20] [--only NAME] [--frontier] [--jobs 2]
+    OMP_NUM_THREADS=1 python benchmarks/decisions.py [--held-out | --earlier 5] [--quick] [--each 20] [--only NAME] [--frontier] [--jobs 2]
 """
 
 from __future__ import annotations
@@ -43,6 +45,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from held_out_families import HELD_OUT, seen_run
+from held_out_families import Shape as HeldOutShape
 from msgspec.structs import replace
 from run_families import FAMILIES, Shape
 
@@ -179,6 +183,24 @@ def one_run(job: int, only: str = "", earlier: int = 0) -> Result:
     )
 
 
+def held_out_run(job: int) -> Result:
+    """One run of a family that nothing was chosen on."""
+    seen = seen_run(list(HELD_OUT)[job % len(HELD_OUT)], job // len(HELD_OUT), seed=0)
+    shape = seen.shape
+    truncated = None if shape.truncated is None else np.clip(shape.truncated(seen.u), 0, 1)
+    return _result(
+        seen.name,
+        seen.kind,
+        seen.rewards,
+        seen.samples,
+        to_come(shape, seen.u),
+        (np.array(fallen(seen.clean)) | (False if truncated is None else truncated >= 0.1)).tolist(),
+        None if shape.falls_at is None else round(shape.falls_at * len(seen.u)),
+        truncated,
+        seen.u,
+    )
+
+
 def _earlier_run(
     shape: Shape, u: np.ndarray, sigma: float, rho: float, name: str, random: np.random.Generator
 ) -> EarlierRun:
@@ -202,7 +224,7 @@ def _samples(how: str, clean: np.ndarray, sigma: float, random: np.random.Genera
     }[how]
 
 
-def to_come(shape: Shape, u: np.ndarray) -> list[float]:
+def to_come(shape: Shape | HeldOutShape, u: np.ndarray) -> list[float]:
     """Gain to come at each u."""
     ahead = [np.linspace(now, max(2 * now, 1.0), 200) for now in u]
     before = 1.0 if shape.falls_at is None else shape.falls_at
@@ -360,25 +382,23 @@ def main() -> None:
     parser.add_argument(
         "--frontier", action="store_true", help="stops by the patience with runs that show nothing"
     )
+    parser.add_argument("--held-out", action="store_true", help="the families that nothing was chosen on")
     parser.add_argument("--earlier", type=int, default=0, help="finished runs of its family for each run")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     arguments = parser.parse_args()
     started = time.perf_counter()
     each = QUICK_EACH if arguments.quick else arguments.each
-    runs = each * (1 if arguments.only else len(FAMILIES))
+    runs = each * (1 if arguments.only else len(HELD_OUT if arguments.held_out else FAMILIES))
+    run = partial(one_run, only=arguments.only, earlier=arguments.earlier)
     with ProcessPoolExecutor(arguments.jobs) as pool:
-        results = list(
-            pool.map(
-                partial(one_run, only=arguments.only, earlier=arguments.earlier), range(runs), chunksize=2
-            )
-        )
+        results = list(pool.map(held_out_run if arguments.held_out else run, range(runs), chunksize=2))
     figures = report(results)
     if arguments.frontier:
         frontier(results)
-    if not (arguments.only or arguments.quick or arguments.earlier):
+    if not (arguments.only or arguments.quick or arguments.earlier or arguments.held_out):
         print("\nreal curves, each as far as its record goes")
         families(real_runs(), lambda r: r.kind)
-    print(f"{runs} runs of {EVALUATIONS} evaluations in {time.perf_counter() - started:.0f} s")
+    print(f"{runs} runs in {time.perf_counter() - started:.0f} s")
     print(json.dumps({"benchmark": "decisions", "figures": figures}))
 
 
