@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 import scalerl_curvefit as cf
 from scalerl_api import forecast as wire
@@ -474,7 +475,11 @@ def sidecar(size: Size, figures: dict[str, float]) -> None:
         assert process.stderr is not None
         url = re.search(r"http://\S+", process.stderr.readline())
         assert url is not None, "the sidecar did not start"
-        rate = asyncio.run(asked(url[0], [request_of(simulated(seed=i)) for i in range(size.requests)]))
+        requests = [request_of(simulated(seed=i)) for i in range(size.requests)]
+        rate, _ = asyncio.run(asked(url[0], requests))
+        with_runs, slow = asyncio.run(
+            asked(url[0], [replace(request, earlier=EARLIER) for request in requests])
+        )
         status = Path(f"/proc/{process.pid}/status").read_text()
         spent = sum(os.sysconf("SC_CLK_TCK") ** -1 * int(t) for t in stat_of(process.pid)[13:15])
     finally:
@@ -491,6 +496,20 @@ def sidecar(size: Size, figures: dict[str, float]) -> None:
         f"{spent:.1f} CPU s in all, start-up included",
     )
     check(
+        figures,
+        "sidecar_forecasts_per_second_with_50_runs",
+        with_runs,
+        "≥ 100",
+        "the same with 50 earlier runs as a prior, known to it",
+    )
+    check(
+        figures,
+        "sidecar_ms_p99_with_50_runs",
+        slow,
+        "≤ 50",
+        "milliseconds a request, p99, four callers at once",
+    )
+    check(
         figures, "sidecar_peak_mib", int(peak[1]) / 1024, "< 150", "peak memory, MiB, 10,000 points included"
     )
 
@@ -499,27 +518,36 @@ def stat_of(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text().split()
 
 
-async def asked(url: str, requests: list[wire.ForecastRequest]) -> float:
-    """Forecasts a second; then one of 10,000 points, for the memory."""
+async def asked(url: str, requests: list[wire.ForecastRequest]) -> tuple[float, float]:
+    """Forecasts a second, and milliseconds of one, p99; then one of 10,000 points, for the memory."""
     async with SidecarClient(url, timeout_seconds=30) as client:
         await client.forecast(requests[0])
-        waiting = iter(requests)
+        waiting, took = iter(requests), list[float]()
 
         async def caller() -> None:
             for request in waiting:
+                begun = time.perf_counter()
                 await client.forecast(request)
+                took.append(1000 * (time.perf_counter() - begun))
 
         started = time.perf_counter()
         await asyncio.gather(*(caller() for _ in range(4)))
         rate = len(requests) / (time.perf_counter() - started)
         await client.forecast(request_of(simulated(n=10_000)))
-    return rate
+    return rate, float(np.quantile(took, 0.99))
 
 
 def request_of(curve: cf.Curve) -> wire.ForecastRequest:
     return wire.ForecastRequest(
         points=wire.Points(compute=curve.compute.tolist(), reward=curve.reward.tolist()), at=[2 * curve.now]
     )
+
+
+EARLIER = [
+    wire.EarlierRun(name=str(seed), points=request_of(simulated(n=60, reach=8, seed=seed)).points)
+    for seed in range(1000, 1050)
+]
+"""Runs like those that are asked about, twice as long."""
 
 
 if __name__ == "__main__":

@@ -171,8 +171,9 @@ def _column(name: str, values: ArrayLike) -> FloatArray:
         raise ShapeError(f"{name} is not a column of numbers: {error}") from error
     if column.ndim != 1 or column.size == 0:
         raise ShapeError(f"{name} must be one non-empty column, got shape {column.shape}")
-    bad = np.flatnonzero(~np.isfinite(column))
-    if bad.size:
+    finite = np.isfinite(column)
+    if not finite.all():
+        bad = np.flatnonzero(~finite)
         raise NonFiniteError(
             f"{name}[{bad[0]}] is {column[bad[0]]} ({bad.size} such); drop the point or mend its evaluation"
         )
@@ -185,10 +186,12 @@ def _frozen(values: FloatArray) -> FloatArray:
 
 
 def _check_compute(compute: FloatArray) -> None:
+    step = np.diff(compute)
+    if compute[0] >= 0 and step.min(initial=1.0) > 0:
+        return
     if compute[compute < 0].size:
         i = int(np.argmax(compute < 0))
         raise NegativeComputeError(f"compute[{i}] is {compute[i]:g}; compute is work done and starts at 0")
-    step = np.diff(compute)
     if np.any(step < 0):
         i = int(np.argmax(step < 0)) + 1
         raise UnsortedComputeError(
@@ -206,8 +209,8 @@ def _to_unit(reward: FloatArray, scale: tuple[float, float]) -> FloatArray:
     low, high = float(scale[0]), float(scale[1])
     if not (np.isfinite(low) and np.isfinite(high) and low < high):
         raise RewardRangeError(f"scale must be (lowest, highest) with lowest < highest, got {scale}")
-    outside = (reward < low) | (reward > high)
-    if np.any(outside):
+    if reward.min() < low or reward.max() > high:
+        outside = (reward < low) | (reward > high)
         i = int(np.argmax(outside))
         hint = "pass scale=(lowest, highest), for ±1 rewards scale=SIGNED_SCALE"
         raise RewardRangeError(f"reward[{i}] is {reward[i]:g}, outside [{low:g}, {high:g}]; {hint}")

@@ -141,7 +141,11 @@ def fit(curve: Curve, settings: FitSettings | None = None, earlier: Sequence[Ear
     _require_points(curve)
     at = curve.first_trained
     local = trend(curve.compute[at:], curve.reward[at:], settings)
-    summaries = [(run.name, _summary(run.curve, curve, settings)) for run in earlier]
+    seeds = [content_seed(run.curve) for run in earlier]
+    summaries = [
+        (run.name, _summary(run.curve, seed, curve, settings))
+        for run, seed in zip(earlier, seeds, strict=True)
+    ]
     prior = runs_prior(summaries, curve, local, settings) if earlier else None
     points = _prepare(curve, settings, prior)
     sums = points.moments(settings)
@@ -152,7 +156,7 @@ def fit(curve: Curve, settings: FitSettings | None = None, earlier: Sequence[Ear
     main = nodes[0]
     if prior is not None and prior.shape is not None:
         nodes = (prior.shape.weigh(main), *nodes[1:])
-    seed = content_seed(curve, settings, earlier)
+    seed = content_seed(curve, settings, seeds)
     random = np.random.default_rng(seed)
     drawn = sample(nodes[:1], np.ones(1), DRAWS, random)
     a, before = _estimate(drawn.A), float(np.mean(drawn.Cmid > curve.now))
@@ -215,14 +219,14 @@ def _pool(
     return drawn_pool(nodes, local, now, settings, n, random, prior.gains, prior.late_rise)
 
 
-def _summary(earlier: Curve, curve: Curve, settings: FitSettings) -> RunSummary | str:
+def _summary(earlier: Curve, seed: int, curve: Curve, settings: FitSettings) -> RunSummary | str:
     """An earlier run for the prior of `curve`, or why it is none."""
     of = [c.eval_version[-1] if c.eval_version else None for c in (earlier, curve)]
     if None not in of and of[0] != of[1]:
         return f"its rewards are of evaluation version {of[0]}, this run's of {of[1]}"
     try:
         earlier.require_one_segment()
-        return _summary_by_content(_Content(content_seed(earlier, settings), earlier), settings)
+        return _summary_by_content(_Content(seed, earlier), settings)
     except CurveError as error:
         return str(error)
 
@@ -256,13 +260,15 @@ def _check_draws(n: int) -> None:
         raise RequestError(f"draws must be between 1 and 1,000,000, got {n}")
 
 
-def content_seed(curve: Curve, settings: FitSettings, earlier: Sequence[EarlierRun] = ()) -> int:
-    """64 bits of a hash over the points, the settings and the earlier runs' points."""
+def content_seed(curve: Curve, settings: FitSettings | None = None, earlier: Sequence[int] = ()) -> int:
+    """64 bits of a hash over the points, the settings if given, and the seeds of earlier runs."""
     digest = hashlib.blake2b(digest_size=8)
-    for one in (curve, *(run.curve for run in earlier)):
-        for column in (one.compute, one.reward, one.samples):
-            digest.update(b"-" if column is None else column.tobytes())
-    digest.update(repr(settings).encode())
+    for column in (curve.compute, curve.reward, curve.samples):
+        digest.update(b"-" if column is None else column.tobytes())
+    for seed in earlier:
+        digest.update(seed.to_bytes(8, "big"))
+    if settings is not None:
+        digest.update(repr(settings).encode())
     return int.from_bytes(digest.digest(), "big")
 
 
