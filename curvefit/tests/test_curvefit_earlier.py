@@ -195,3 +195,56 @@ def test_whatever_earlier_runs_are_the_forecast_stands(rewards, points):
     assert 0.0 <= at_twice.low <= at_twice.median <= at_twice.high <= 1.0
     assert 0.0 <= cf.p_gain_above(fitted, 2 * fitted.now, 0.02) <= 1.0
     assert np.all(np.isfinite(cf.pool(fitted).reward(fitted.now * np.array([0.5, 1.0, 3.0, 1000.0]))))
+
+
+def test_a_run_that_counts_for_nothing_lets_no_unlike_one_in():
+    """The spread between runs is that of those which can count."""
+    head = run_of(0).head(16)
+    unlike = cf.EarlierRun("unlike", run_of(1, start=0.6, asymptote=0.95))
+    zeros = cf.EarlierRun("zeros", cf.Curve(np.arange(1.0, 9.0), np.zeros(8)))
+    alone = cf.fit(head, earlier=[unlike]).earlier[0].weight
+    assert cf.fit(head, earlier=[unlike, zeros]).earlier[0].weight == pytest.approx(alone)
+    assert alone < 0.05
+
+
+def test_no_forecast_jumps_where_a_run_is_just_unlike():
+    head, whole = run_of(0, noise=1e-9).head(16), run_of(1, noise=1e-9)
+    shares, weights = [], []
+    for shift in np.arange(0.0, 0.16, 0.005):
+        fitted = cf.fit(head, earlier=[cf.EarlierRun("up", cf.Curve(whole.compute, whole.reward + shift))])
+        weights.append(fitted.earlier[0].weight)
+        shares.append(float(np.mean(fitted.pooled.by_earlier)))
+    assert max(weights) > 0.9
+    assert shares[-1] == 0.0
+    assert np.max(np.abs(np.diff(shares))) < 0.15
+
+
+def test_a_run_that_hardly_counts_hardly_changes_the_noise():
+    head = cf.Curve(run_of(0).compute[:12], run_of(0).reward[:12], samples=1000)
+    noisy = run_of(3, noise=0.06)
+    near = [cf.EarlierRun("noisy", cf.Curve(noisy.compute, np.clip(noisy.reward + 0.09, 0, 1), samples=40))]
+    fitted = cf.fit(head, earlier=near)
+    assert fitted.prior.noise[0] > 0.04
+    assert fitted.sigma.median < 3 * cf.fit(head).sigma.median
+
+
+def test_before_now_a_reward_is_that_of_the_draws():
+    fitted = cf.fit(run_of(0).head(16), earlier=earlier())
+    at = 0.6 * fitted.now
+    middle = float(np.median(cf.pool(fitted).reward(np.array([at]))))
+    assert cf.p_reward_above(fitted, at, middle) == pytest.approx(0.5, abs=0.1)
+
+
+def test_noise_of_flat_runs_is_no_rise():
+    flat_runs = [
+        cf.EarlierRun(
+            str(seed),
+            cf.Curve(
+                np.linspace(2.5, 100, 40),
+                np.clip(0.3 + ar1_noise(40, 0.02, 0.3, np.random.default_rng(seed)), 0, 1),
+            ),
+        )
+        for seed in range(8)
+    ]
+    head = cf.Curve(np.linspace(2.5, 50, 20), 0.3 + ar1_noise(20, 0.02, 0.3, np.random.default_rng(99)))
+    assert cf.fit(head, earlier=flat_runs).prior.p_first_rise(0.078, 0.02) < 0.078

@@ -158,3 +158,25 @@ def test_a_plan_names_its_prior(files: list[str], capsys: pytest.CaptureFixture[
     assert "prior: 5 earlier runs" in capsys.readouterr().out
     assert main(["plan", "--from", now, "--prior", *earlier, "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["prior"]) == 5
+
+
+def test_one_run_counts_once_whatever_its_spelling(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = tmp_path / "latest.csv"
+    link.symlink_to(files[1])
+    got = answer(capsys, files[0], "--prior", files[1], str(link), "--prior", files[2])
+    assert [use["run"] for use in got["prior"]] == [files[1], files[2], str(link)]
+    assert got["prior"][2]["reason"] == f"the same run as {files[1]}"
+
+
+def test_another_start_of_compute_is_left_out(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = Path(files[1]).read_text().splitlines()
+    recipes = ["recipe", *["a"] * 20, *["b"] * 20]
+    other = tmp_path / "switched.csv"
+    other.write_text("\n".join(f"{row},{name}" for row, name in zip(rows, recipes, strict=True)) + "\n")
+    got = answer(capsys, files[0], "--prior", files[2], str(other))
+    assert got["prior"][1]["weight"] == 0
+    assert "change of recipe" in got["prior"][1]["reason"]

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .curve import Curve, FloatArray
 from .pool import Gains, Pool, departure_sd
@@ -60,6 +61,8 @@ MOST_NOISE_DOF: Final = 8.0
 """Pseudo-points for the noise that each earlier run brings, and all together."""
 LATE_DOUBLINGS: Final = 12.0
 """Doublings that the rate of public curves weighs, beside those of earlier runs."""
+NOISE_SDS: Final = 2.0
+"""Sds of an evaluation that a rise of an earlier run has to exceed what matters by."""
 FLAT_RUNS: Final = 2.0
 """Runs that the public probability of a first rise weighs."""
 
@@ -108,18 +111,19 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shape:
-    """A, ln B, ln Cmid of the next run: Student's t with a centre and a spread each, (3,)."""
+    """A, ln B, ln Cmid of the next run: Student's t with a centre and a spread each, (3,). trust: from 0 to 1."""
 
     centre: FloatArray
     spread: FloatArray
     dof: float
+    trust: float = 1.0
 
     def weigh(self, nodes: Nodes) -> Nodes:
-        """The nodes of a sigmoid, weighted by this prior too."""
+        """The nodes of a sigmoid, weighted by this prior too, as far as it is trusted."""
         a, ln_b, ln_cmid = (
             self._density(i, x) for i, x in enumerate((nodes.a_js, nodes.ln_b_s, nodes.ln_cmid_s))
         )
-        weight_js = nodes.weight_js * (BROAD + a * (ln_b * ln_cmid))
+        weight_js = nodes.weight_js * (1.0 - self.trust + self.trust * (BROAD + a * (ln_b * ln_cmid)))
         return replace(nodes, weight_js=weight_js / weight_js.sum())
 
     def _density(self, i: int, x: FloatArray) -> FloatArray:
@@ -149,11 +153,13 @@ class RunsPrior:
         flat = rose = 0.0
         for weight, summary in zip(self.weight, self.summaries, strict=True):
             until = summary.doubling_k <= self.now
-            if summary.level_k[until].max(initial=summary.level_k[0]) - summary.level_k[0] >= least:
+            # Of many levels the highest is high by chance.
+            rise = least + NOISE_SDS * summary.sigma
+            if summary.level_k[until].max(initial=summary.level_k[0]) - summary.level_k[0] >= rise:
                 continue
             after = summary.level_k[~until & (summary.doubling_k <= summary.end)]
             flat += weight
-            rose += weight * (after.max(initial=0.0) - summary.level([self.now])[0] >= least)
+            rose += weight * (after.max(initial=0.0) - summary.level([self.now])[0] >= rise)
         return float((FLAT_RUNS * public + rose) / (FLAT_RUNS + flat))
 
 
@@ -198,8 +204,9 @@ def runs_prior(
     back = max(now - 1.0, float(np.log2(curve.compute[at])))
     own_back = smoothed(np.log2(curve.compute[at:]), curve.reward[at:], np.array([back]), WINDOW)
     back_i, level_i, *ahead_i = np.array([c.level([back, now, *(now + AHEAD)]) for c in summaries]).T
-    alike, reasons = _likeness(level_i, level_i - back_i, local.level, local.level - float(own_back[0]))
     covered = np.array([np.clip(c.end - now, 0.0, 1.0) * (now >= c.doubling_k[0]) for c in summaries])
+    own_gain = local.level - float(own_back[0])
+    alike, reasons = _likeness(level_i, level_i - back_i, local.level, own_gain, covered > 0)
     weight = alike * covered
     used = iter([_use(w, c, r, k) for w, c, r, k in zip(weight, covered, reasons, summaries, strict=True)])
     uses = tuple(
@@ -229,14 +236,15 @@ def runs_prior(
 
 
 def _likeness(
-    level: FloatArray, gain: FloatArray, own_level: float, own: float
+    level: FloatArray, gain: FloatArray, own_level: float, own: float, counts: NDArray[np.bool_]
 ) -> tuple[FloatArray, list[str]]:
     """How alike the earlier runs are to the run so far, from 0 to 1, and in words what differs most.
 
-    level: of each at the compute of now. gain: over the last doubling.
+    level: of each at the compute of now. gain: over the last doubling. counts: those whose spread is that between runs.
     """
-    z_level = (level - own_level) / np.hypot(BETWEEN_LEVEL, level.std())
-    z_gain = (gain - own) / np.hypot(BETWEEN_GAIN, gain.std()) * np.sqrt(GAIN_SHARE)
+    between_level, between_gain = (x[counts].std() if counts.any() else 0.0 for x in (level, gain))
+    z_level = (level - own_level) / np.hypot(BETWEEN_LEVEL, between_level)
+    z_gain = (gain - own) / np.hypot(BETWEEN_GAIN, between_gain) * np.sqrt(GAIN_SHARE)
     reasons = [
         f"it had {at_level:.2f} at this compute, this run has {own_level:.2f}"
         if abs(by_level) >= abs(by_gain)
@@ -277,6 +285,7 @@ def _gains(
         np.concatenate([start, sd_k]),
         dof,
         late_rise,
+        _trust(total),
     )
 
 
@@ -289,4 +298,10 @@ def _shape(summaries: Sequence[RunSummary], weight: FloatArray) -> Shape:
     between = np.maximum(scatter, 0.0) + SHAPE_FLOOR**2
     precision_i3 = weight[:, None] / (between + sd_i3**2)
     centre = (precision_i3 * shape_i3).sum(axis=0) / precision_i3.sum(axis=0)
-    return Shape(centre, np.sqrt(between + 1.0 / precision_i3.sum(axis=0)), PSEUDO + total)
+    spread = np.sqrt(between + 1.0 / precision_i3.sum(axis=0))
+    return Shape(centre, spread, PSEUDO + total, _trust(total))
+
+
+def _trust(total: float) -> float:
+    """0 at the least total weight that says something, 1 from one whole run on: no forecast jumps where a run is just unlike."""
+    return float(np.clip((total - FEWEST) / (1.0 - FEWEST), 0.0, 1.0))

@@ -311,8 +311,9 @@ def _prepare(curve: Curve, settings: FitSettings, earlier: RunsPrior | None) -> 
     noise_sd = float(np.sqrt(np.mean(noise_n**2)))
     precision = noise_sd / noise_n
     if earlier is not None and earlier.noise is not None:
-        noise_sd = earlier.noise[0]
-        noise_dof = max(noise_dof, earlier.noise[1])
+        theirs, dof = earlier.noise
+        noise_sd = math.sqrt((noise_dof * noise_sd**2 + dof * theirs**2) / (noise_dof + dof))
+        noise_dof += dof
     precision[:burnt] /= settings.burn_in_sd_factor
     prior = make_prior(
         settings, float(compute[0]), float(compute[-1]), float(curve.reward[0]), noise_sd, noise_dof

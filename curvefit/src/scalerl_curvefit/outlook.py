@@ -134,7 +134,7 @@ def _p_above(ahead: Pool, compute: float, level: FloatArray | float) -> float:
     above = _rises_above(
         ndtr, over / own, ahead.trend.headroom / own, 1.0 - (1.0 - ahead.late_rise) ** doublings
     )
-    if ahead.gains is not None:
+    if ahead.gains is not None and doublings > 0:
         # These draws expect the same of a compute: one stands for all.
         of, dof = np.flatnonzero(ahead.by_earlier), ahead.gains.dof
         rising = 1.0 - (1.0 - ahead.gains.late_rise) ** doublings

@@ -46,13 +46,14 @@ class Gains:
     """What earlier runs gained beyond this compute: Student's t of `dof` degrees of freedom, with mean and scale at each
     of `doublings`, which start at 0; linear between, constant beyond.
 
-    late_rise: probability in a doubling of one that no earlier run had."""
+    late_rise: probability in a doubling of one that no earlier run had. trust: from 0 to 1, in all of it."""
 
     doublings: FloatArray
     mean: FloatArray
     scale: FloatArray
     dof: float
     late_rise: float
+    trust: float
 
     def at(self, doublings: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Mean and scale."""
@@ -200,7 +201,7 @@ def _with_gains(own: Pool, gains: Gains, random: np.random.Generator) -> Pool:
     at, n = np.array([2.0 * own.now]), len(own)
     variance = float(np.var(own.expected(at)) + departure_sd(own.trend, own.settings) ** 2)
     scale = float(gains.at(np.ones(1))[1][0])
-    given = round(n * min(1.0 / (1.0 + OWN * scale**2 / variance), MOST_EARLIER))
+    given = round(n * gains.trust * min(1.0 / (1.0 + OWN * scale**2 / variance), MOST_EARLIER))
     of = random.permutation(n)[:given]
     expert, departure = own.expert.copy(), own.departure.copy()
     expert[of] = len(own.curves.families) + 1

@@ -110,6 +110,7 @@ def _add_common(command: argparse.ArgumentParser) -> None:
         "--prior",
         type=Path,
         nargs="+",
+        action="extend",
         default=[],
         metavar="RUN",
         help="earlier runs of the same task and model: directories (runs/*) or files with the same columns",

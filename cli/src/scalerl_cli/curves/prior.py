@@ -43,8 +43,12 @@ def read_prior(
     found: list[tuple[float, str, CurveFile]] = []
     left_out: dict[str, str] = {}
     spec = _spec(file.path.parent) if paths and file.path.name == "curve.csv" else None
+    seen: dict[Path, Path] = {}
     for path in dict.fromkeys(paths):
         try:
+            curve = (path / "curve.csv" if path.is_dir() else path).resolve()
+            if (same := seen.setdefault(curve, path)) != path:
+                raise CurveProblem(f"the same run as {same}")
             earlier = _earlier(path, file, spec, scale, unit, columns)
             found.append((earlier.path.stat().st_mtime, str(path), earlier))
         except (CurveProblem, OSError) as problem:
@@ -78,6 +82,8 @@ def _earlier(
     if (path / "curve.csv" if path.is_dir() else path).resolve() == file.path.resolve():
         raise CurveProblem("the run itself")
     earlier = read_curve(path, scale, unit, None, columns)
+    if (earlier.segment.start > 0) != (file.segment.start > 0):
+        raise CurveProblem("compute counts from a change of recipe in one of the two runs alone")
     if earlier.named_unit and file.named_unit and earlier.unit != file.unit:
         raise CurveProblem(f"its compute is in {earlier.unit}, this run's in {file.unit}")
     if spec is not None and earlier.path.name == "curve.csv":

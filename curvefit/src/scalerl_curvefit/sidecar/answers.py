@@ -50,7 +50,7 @@ def answer_forecast(request: wire.ForecastRequest) -> wire.ForecastAnswer:
         raise RequestError(f"horizon is {request.horizon:g}; it must be a multiple of now above 1")
     _check_earlier(request)
     segment = _last_segment(request.points)
-    earlier, unread = _earlier_runs(request)
+    earlier, unread = _earlier_runs(request, segment.start)
     fitted = _fit(segment.curve, request, earlier)
     checked = guard(
         segment.curve,
@@ -106,12 +106,15 @@ def _check_earlier(request: wire.ForecastRequest) -> None:
         )
 
 
-def _earlier_runs(request: wire.ForecastRequest) -> tuple[list[EarlierRun], dict[str, str]]:
+def _earlier_runs(request: wire.ForecastRequest, start: float) -> tuple[list[EarlierRun], dict[str, str]]:
     """The runs of the request, and of those that are no curve the reason."""
     runs, unread = list[EarlierRun](), dict[str, str]()
     for run in request.earlier:
         try:
-            runs.append(EarlierRun(run.name, _last_segment(run.points).curve))
+            segment = _last_segment(run.points)
+            if (segment.start > 0) != (start > 0):
+                raise RequestError("compute counts from a change of recipe in one of the two runs alone")
+            runs.append(EarlierRun(run.name, segment.curve))
         except CurveError as error:
             unread[run.name] = str(error)
     return runs, unread

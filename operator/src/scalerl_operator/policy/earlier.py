@@ -9,7 +9,7 @@ from msgspec import UNSET
 from scalerl_api.forecast import ForecastAnswer
 
 COUNTS: Final = 0.1
-"""Weight from which on an earlier run counts: the method does nothing with less in all."""
+"""Weight in all from which on the method uses earlier runs; one of its own is named from there on, or where none has so much."""
 MOST_NAMES: Final = 5
 
 
@@ -17,7 +17,12 @@ def counted(answer: ForecastAnswer | None) -> list[str]:
     """Names of the earlier runs that counted, by weight."""
     if answer is None or answer.earlier is UNSET:
         return []
-    uses = sorted((use for use in answer.earlier if use.weight >= COUNTS), key=lambda use: -use.weight)
+    if sum(use.weight for use in answer.earlier) < COUNTS:
+        return []
+    heavy = [use for use in answer.earlier if use.weight >= COUNTS] or [
+        u for u in answer.earlier if u.weight > 0
+    ]
+    uses = sorted(heavy, key=lambda use: -use.weight)
     return [use.name for use in uses]
 
 
