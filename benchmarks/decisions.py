@@ -23,12 +23,13 @@ Terms
   has really come back.
 - Brier: mean of (P(gain > minGain) − whether it came)², at every fourth evaluation with a forecast.
 
-With --held-out the runs are of the 35 families of ``held_out_families.py``, which nothing was chosen on.
+With --others the runs are of the 35 families of ``other_families.py``, which bounds and
+patience were not chosen on.
 
 With --earlier N each simulated run has N finished runs of its family as a prior: the same curve with its speed changed by
 a factor of sd .1 and its gains by one of sd .05, and noise of their own.
 
-    OMP_NUM_THREADS=1 python benchmarks/decisions.py [--held-out | --earlier 5] [--quick] [--each 20] [--only NAME] [--frontier] [--jobs 2]
+    OMP_NUM_THREADS=1 python benchmarks/decisions.py [--others | --earlier 5] [--quick] [--each 20] [--only NAME] [--frontier] [--jobs 2]
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from held_out_families import HELD_OUT, seen_run
-from held_out_families import Shape as HeldOutShape
 from msgspec.structs import replace
+from other_families import OTHERS, seen_run
+from other_families import Shape as OtherShape
 from run_families import FAMILIES, Shape
 
 from scalerl_api.autoscaling import AutoscalingSpec
@@ -183,9 +184,9 @@ def one_run(job: int, only: str = "", earlier: int = 0) -> Result:
     )
 
 
-def held_out_run(job: int) -> Result:
-    """One run of a family that nothing was chosen on."""
-    seen = seen_run(list(HELD_OUT)[job % len(HELD_OUT)], job // len(HELD_OUT), seed=0)
+def other_run(job: int) -> Result:
+    """One run of another family, of draws that nothing was chosen on."""
+    seen = seen_run(list(OTHERS)[job % len(OTHERS)], job // len(OTHERS), seed=2)
     shape = seen.shape
     truncated = None if shape.truncated is None else np.clip(shape.truncated(seen.u), 0, 1)
     return _result(
@@ -224,7 +225,7 @@ def _samples(how: str, clean: np.ndarray, sigma: float, random: np.random.Genera
     }[how]
 
 
-def to_come(shape: Shape | HeldOutShape, u: np.ndarray) -> list[float]:
+def to_come(shape: Shape | OtherShape, u: np.ndarray) -> list[float]:
     """Gain to come at each u."""
     ahead = [np.linspace(now, max(2 * now, 1.0), 200) for now in u]
     before = 1.0 if shape.falls_at is None else shape.falls_at
@@ -382,20 +383,20 @@ def main() -> None:
     parser.add_argument(
         "--frontier", action="store_true", help="stops by the patience with runs that show nothing"
     )
-    parser.add_argument("--held-out", action="store_true", help="the families that nothing was chosen on")
+    parser.add_argument("--others", action="store_true", help="the families of other_families.py")
     parser.add_argument("--earlier", type=int, default=0, help="finished runs of its family for each run")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     arguments = parser.parse_args()
     started = time.perf_counter()
     each = QUICK_EACH if arguments.quick else arguments.each
-    runs = each * (1 if arguments.only else len(HELD_OUT if arguments.held_out else FAMILIES))
+    runs = each * (1 if arguments.only else len(OTHERS if arguments.others else FAMILIES))
     run = partial(one_run, only=arguments.only, earlier=arguments.earlier)
     with ProcessPoolExecutor(arguments.jobs) as pool:
-        results = list(pool.map(held_out_run if arguments.held_out else run, range(runs), chunksize=2))
+        results = list(pool.map(other_run if arguments.others else run, range(runs), chunksize=2))
     figures = report(results)
     if arguments.frontier:
         frontier(results)
-    if not (arguments.only or arguments.quick or arguments.earlier or arguments.held_out):
+    if not (arguments.only or arguments.quick or arguments.earlier or arguments.others):
         print("\nreal curves, each as far as its record goes")
         families(real_runs(), lambda r: r.kind)
     print(f"{runs} runs in {time.perf_counter() - started:.0f} s")

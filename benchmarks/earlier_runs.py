@@ -6,7 +6,7 @@
 - games: the Procgen curves of `curvefit/data`, six of an environment: two more seeds of the same algorithm and three of
   the other one serve as earlier runs.
 - language models: the curves of `curvefit/data` that have others of their task beside them, each with all of those:
-  GSM8K (five sets of training prompts), Countdown on Llama (seven pretrained variants) and on Qwen (five).
+  GSM8K (five sets of training prompts), Countdown on Llama (six pretrained variants) and on Qwen (five).
 - another task: populations and games, each with the runs of the next task in order.
 
 Printed are coverage of the 90 and 50 % interval, median width, median |error|, CRPS and RMSE against persistence;
@@ -40,7 +40,7 @@ RUNS, EVALUATIONS = 6, 40
 SIGMA, RHO = 0.0075, 0.3
 EVERY = 4
 """Each so many cuts of a long record one forecast."""
-COUNTRIES = {
+LLM_TASKS = {
     "GSM8K": "cfw_gsm8k",
     "Countdown, Llama": "kanishk_llama",
     "Countdown, Qwen": "kanishk_qwen",
@@ -103,7 +103,7 @@ def all_cases(quick: bool) -> list[Case]:
     ]
     cases += [case for task in games for case in cases_of("games", task, task)]
     curves = llm_curves()
-    for name, start in COUNTRIES.items():
+    for name, start in LLM_TASKS.items():
         task = [c for c in curves if c.name.startswith(start)]
         cases += cases_of(name, task, task)
     strangers = tasks[BETWEEN[0]]

@@ -161,16 +161,20 @@ def test_late_rises_of_earlier_runs_are_counted():
     assert prior.gains.late_rise < cf.FitSettings().late_rise
 
 
+def moments_of_a(nodes):
+    mean = float((nodes.weight_js * nodes.a_js).sum())
+    return mean, float(np.sqrt((nodes.weight_js * (nodes.a_js - mean) ** 2).sum()))
+
+
 def test_a_shape_weighs_the_nodes_and_keeps_a_broad_share():
     fitted = cf.fit(run_of(0).head(16))
     (nodes, _) = fitted.nodes
     near = Shape(np.array([0.6, np.log(1.8), np.log(20.0)]), np.array([0.03, 0.25, 0.3]), 7.0)
     weighed = near.weigh(nodes)
     assert weighed.weight_js.sum() == pytest.approx(1.0)
-    mean = lambda n: float((n.weight_js * n.a_js).sum())  # noqa: E731
-    sd = lambda n: float(np.sqrt((n.weight_js * (n.a_js - mean(n)) ** 2).sum()))  # noqa: E731
-    assert abs(mean(weighed) - 0.6) < abs(mean(nodes) - 0.6)
-    assert sd(weighed) < sd(nodes)
+    (mean, sd), (broad_mean, broad_sd) = moments_of_a(weighed), moments_of_a(nodes)
+    assert abs(mean - 0.6) < abs(broad_mean - 0.6)
+    assert sd < broad_sd
     nowhere = Shape(np.array([40.0, 40.0, 40.0]), np.array([0.03, 0.25, 0.3]), 7.0)
     np.testing.assert_allclose(nowhere.weigh(nodes).weight_js, nodes.weight_js, rtol=1e-3 / BROAD)
 

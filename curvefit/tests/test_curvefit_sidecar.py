@@ -193,6 +193,17 @@ async def test_limits_on_earlier_runs(start, runs: list[str]) -> None:
     assert (status, answer["code"]) == (422, "request")
 
 
+async def test_points_of_earlier_runs_count_towards_the_most(start) -> None:
+    url = await start(Sidecar().application())
+    many = list(range(1, wire.MAX_POINTS))
+    earlier = [{"name": "long", "points": {"compute": many, "reward": [0.1] * len(many)}}]
+    status, answer = await post(
+        url + wire.FORECAST, json.dumps({**json.loads(GOOD), "earlier": earlier}).encode()
+    )
+    assert (status, answer["code"]) == (422, "request")
+    assert "those of earlier runs included" in answer["message"]
+
+
 async def test_a_flat_run_may_rise_where_earlier_ones_did(start) -> None:
     url = await start(Sidecar().application())
     compute = list(range(1, 41))

@@ -17,7 +17,8 @@ MAY_DIFFER: Final = frozenset(
         "task.verifier.workers",
     }
 )
-"""Fields of model and task that change what a run costs, not what it learns. All others of theirs must agree."""
+"""Fields of model and task that may differ: how the weights are held and scored. contextTokens only bounds
+recipe.maxCompletionTokens, which is in the digest of the evaluation set. All other fields of both must agree."""
 
 
 def comparable(earlier: RunSpec, run: RunSpec) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scalerl_cli.curves.prior import MOST_RUNS
+from scalerl_api.forecast import MAX_EARLIER_RUNS
 from scalerl_cli.main import main
 from scalerl_curvefit.simulate import Truth, simulated
 
@@ -139,7 +139,7 @@ def test_of_run_directories_model_and_task_must_agree(
 
 def test_the_newest_fifty_count(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     many = []
-    for i in range(MOST_RUNS + 2):
+    for i in range(MAX_EARLIER_RUNS + 2):
         many.append(shutil.copy(files[1], tmp_path / f"many-{i}.csv"))
         os.utime(many[-1], (1e9 + i, 1e9 + i))
     got = answer(capsys, files[0], "--prior", *map(str, many))

@@ -4,16 +4,16 @@ They say what no fit of the new run can: what came next from the same compute on
 
 - *Gains* (`Gains`): what they gained over the next doublings, a fourth forecast of the pool. Mean and spread between
   runs, as Student's t: with n runs of total weight w, s² = (ν0·s0²·d² + Σ wᵢ(gᵢ − ḡ)²)/(ν0 + w − 1)·(1 + 1/w) over d
-  doublings, ν0 and s0 standing for what is known of runs in general. Where a record ends, its own forecast goes on,
-  with its departure.
+  doublings, ν0 and s0 standing for what is known of runs in general. Beyond the end of a record its own forecast
+  counts, with its departure.
 - *Shape* (`Shape`): where their fitted A, ln B and ln Cmid lie, with a spread between runs of no less than a floor.
   It weighs the nodes of the new run's posterior; a share of the broad prior stays, for a run that is like none.
 - *Noise* of an evaluation, as pseudo-points.
 - *Late rises*: how many of their doublings rose after a flat one.
 
 A run counts the more, the more alike it is to the new one so far: by the level at the same compute, and what the last
-doubling gained, each in units of the spread between the earlier runs. Another task's run stands elsewhere and counts
-for little, whatever its name says.
+doubling gained, each in units of the spread between the earlier runs. Another task's run mostly stands elsewhere and
+counts for little; one whose curve passes the same points counts, and harms (docs/forecast.md).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WINDOW: Final = 0.1
 """Doublings over which the weight of a point for the level of an earlier run falls by e, to either side: narrower than
 the trend's, for a rise to come must not raise the level of now."""
 AHEAD: Final = np.array([0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-"""Doublings beyond now at which gains are taken, and beyond the end of a record at which its forecast goes on."""
+"""Doublings beyond now at which gains are taken, and beyond the end of a record at which its forecast is taken."""
 BETWEEN_LEVEL: Final = 0.05
 BETWEEN_GAIN: Final = 0.03
 """Smallest spread between runs of one task, of the level and of a doubling's gain, that likeness is measured in."""
@@ -88,7 +88,7 @@ class EarlierUse:
 class RunSummary:
     """An earlier run as the prior takes it.
 
-    doubling_k, level_k: log2 compute and smoothed reward, to its end, and by its own forecast beyond. end: log2 compute
+    doubling_k, level_k: log2 compute and smoothed reward, to its end, and by its own forecast beyond it. end: log2 compute
     of its last point. departure: sd a doubling beyond that. shape, shape_sd: (3,) A, ln B, ln Cmid. sigma: noise of an
     evaluation. late: doublings that could show a late rise, and how many did. fell: compute at which it fell; only the
     points before count.

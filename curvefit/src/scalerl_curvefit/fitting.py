@@ -244,15 +244,19 @@ def _summary_by_content(content: _Content, settings: FitSettings) -> RunSummary:
     curve, content.curve = content.curve, None  # what is cached holds no points
     assert curve is not None
     if np.ptp(curve.reward[curve.first_trained :]) == 0.0:
-        # It learned nothing, which says much; a fit needs some change.
-        rewards = curve.reward.copy()
-        rewards[-1] += SMALLEST if rewards[-1] < 0.5 else -SMALLEST
-        curve = Curve(curve.compute, rewards, curve.samples)
+        curve = unequal(curve)  # it learned nothing, which says much
     fall = guard(curve).fall
     if fall is not None:
         curve = curve.head(fall.points)
     fitted = fit(curve, settings)
     return summarise(curve, fitted.pooled, settings, None if fall is None else fall.compute)
+
+
+def unequal(curve: Curve) -> Curve:
+    """A curve of equal rewards with the last one changed by as little as a fit can see."""
+    reward = curve.reward.copy()
+    reward[-1] += SMALLEST if reward[-1] < 0.5 else -SMALLEST
+    return Curve(curve.compute, reward, curve.samples, curve.eval_version)
 
 
 def _check_draws(n: int) -> None:

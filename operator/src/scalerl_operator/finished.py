@@ -52,6 +52,8 @@ class FinishedRuns:
     def _finished(self) -> Iterator[tuple[float, Path]]:
         """When they ended, and where they are."""
         for root in self._root.parent.iterdir():
+            if root.is_symlink():  # such as runs/latest: the run would count twice
+                continue
             paths = RunPaths(root)
             try:
                 ended = paths.summary.stat().st_mtime

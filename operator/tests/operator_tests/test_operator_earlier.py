@@ -264,6 +264,7 @@ async def test_finished_runs_beside_a_runs_directory(tmp_path: Path) -> None:
     finished(tmp_path / "works-still").joinpath("lock").write_text(f"{os.getpid()}\n")
     finished(tmp_path / "was-killed").joinpath("summary.json").unlink()
     (tmp_path / "a-file").write_text("")
+    (tmp_path / "latest").symlink_to(tmp_path / "tiny-2")
     said: list[str] = []
     found = await LocalFinishedRuns(own, said.append)(run_spec().spec)
     assert [one.name for one in found] == ["tiny-2", "tiny-1"]

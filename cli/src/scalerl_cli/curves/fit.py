@@ -9,7 +9,7 @@ from scalerl_cli.curves.canvas import check_target
 from scalerl_cli.curves.columns import Columns
 from scalerl_cli.curves.comparison import comparison_report, pair
 from scalerl_cli.curves.pace import pace_of
-from scalerl_cli.curves.prior import Prior, read_prior
+from scalerl_cli.curves.prior import read_prior
 from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.report import report
 from scalerl_cli.curves.source import CurveFile, read_curve
@@ -23,7 +23,9 @@ def run_fit(arguments: argparse.Namespace) -> int:
     try:
         check_target(arguments.plot)
         _check_together(arguments)
-        made = study(file := _read(arguments), arguments.at, _prior(arguments, file))
+        file = _read(arguments)
+        prior = read_prior(arguments.prior, file, arguments.scale, arguments.unit, _columns(arguments))
+        made = study(file, arguments.at, prior)
         text = _compared(arguments, made) if arguments.compare else _alone(arguments, made)
     except CurveProblem as problem:
         say(str(problem), error=True)
@@ -52,13 +54,12 @@ def _read(arguments: argparse.Namespace, *, other: bool = False) -> CurveFile:
         arguments.scale,
         arguments.unit,
         arguments.device_hours_column,
-        Columns(arguments.x, arguments.y, arguments.samples),
+        _columns(arguments),
     )
 
 
-def _prior(arguments: argparse.Namespace, file: CurveFile) -> Prior:
-    columns = Columns(arguments.x, arguments.y, arguments.samples)
-    return read_prior(arguments.prior, file, arguments.scale, arguments.unit, columns)
+def _columns(arguments: argparse.Namespace) -> Columns:
+    return Columns(arguments.x, arguments.y, arguments.samples)
 
 
 def _alone(arguments: argparse.Namespace, made: Study) -> str:

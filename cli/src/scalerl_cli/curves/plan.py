@@ -57,14 +57,10 @@ def run_plan(arguments: argparse.Namespace, when: datetime | None = None) -> int
 
 
 def _outlook(arguments: argparse.Namespace, when: datetime) -> Outlook:
-    file = read_curve(
-        arguments.curve,
-        arguments.scale,
-        arguments.unit,
-        arguments.device_hours_column,
-        Columns(arguments.x, arguments.y, arguments.samples),
-    )
     columns = Columns(arguments.x, arguments.y, arguments.samples)
+    file = read_curve(
+        arguments.curve, arguments.scale, arguments.unit, arguments.device_hours_column, columns
+    )
     made = study(file, prior=read_prior(arguments.prior, file, arguments.scale, arguments.unit, columns))
     pace = pace_of(file, arguments.rate, arguments.devices)
     money = Money(arguments.price, arguments.value_per_point)

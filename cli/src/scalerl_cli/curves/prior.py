@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from scalerl_api.comparable import comparable
+from scalerl_api.forecast import MAX_EARLIER_RUNS
 from scalerl_api.load import SpecError, load_accepted_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec
@@ -15,9 +15,6 @@ from scalerl_cli.curves.columns import Columns
 from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.source import CurveFile, read_curve
 from scalerl_curvefit import EarlierRun
-
-MOST_RUNS: Final = 50
-"""The newest count."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,9 +50,11 @@ def read_prior(
             found.append((earlier.path.stat().st_mtime, str(path), earlier))
         except (CurveProblem, OSError) as problem:
             left_out[str(path)] = str(problem)
-    newest = {name for _, name, _ in sorted(found, key=lambda one: one[0])[-MOST_RUNS:]}
+    newest = {name for _, name, _ in sorted(found, key=lambda one: one[0])[-MAX_EARLIER_RUNS:]}
     left_out |= {
-        name: f"older than {MOST_RUNS} others, which count" for _, name, _ in found if name not in newest
+        name: f"older than {MAX_EARLIER_RUNS} others, which count"
+        for _, name, _ in found
+        if name not in newest
     }
     runs = tuple(EarlierRun(name, one.segment.curve) for _, name, one in found if name in newest)
     if not runs and paths:

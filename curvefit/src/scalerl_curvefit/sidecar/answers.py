@@ -13,7 +13,7 @@ from scalerl_api import forecast as wire
 from ..curve import Curve, Segment
 from ..earlier import EarlierRun, EarlierUse, RunsPrior
 from ..errors import ConstantRewardError, CurveError, RequestError
-from ..fitting import Estimate, Fit, fit
+from ..fitting import Estimate, Fit, fit, unequal
 from ..forecasting import forecast
 from ..guard import WITHIN_NOISE, GuardResult, guard
 from ..outlook import (
@@ -26,8 +26,6 @@ from ..outlook import (
     p_reward_above,
 )
 from ..rises import ENOUGH, flatness, late_rise_sizes, p_late_rise
-
-SMALLEST = 1e-6
 
 
 def answer_fit(request: wire.FitRequest) -> wire.FitAnswer:
@@ -138,9 +136,7 @@ def _fit(curve: Curve, request: wire.ForecastRequest, earlier: list[EarlierRun])
     except ConstantRewardError:
         if request.budget is None or len(curve) - curve.first_trained < ENOUGH:
             raise
-    reward = curve.reward.copy()
-    reward[-1] += SMALLEST if reward[-1] < 0.5 else -SMALLEST
-    return fit(Curve(curve.compute, reward, curve.samples, curve.eval_version), earlier=earlier)
+    return fit(unequal(curve), earlier=earlier)
 
 
 def _flat(

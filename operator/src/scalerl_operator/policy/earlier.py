@@ -19,11 +19,9 @@ def counted(answer: ForecastAnswer | None) -> list[str]:
         return []
     if sum(use.weight for use in answer.earlier) < COUNTS:
         return []
-    heavy = [use for use in answer.earlier if use.weight >= COUNTS] or [
-        u for u in answer.earlier if u.weight > 0
-    ]
-    uses = sorted(heavy, key=lambda use: -use.weight)
-    return [use.name for use in uses]
+    uses = sorted(answer.earlier, key=lambda use: -use.weight)
+    heavy = [use.name for use in uses if use.weight >= COUNTS]
+    return heavy or [use.name for use in uses if use.weight > 0]
 
 
 def with_earlier(answer: ForecastAnswer | None) -> str:
