@@ -56,11 +56,9 @@ from scalerl_api.forecast import EarlierRun, ForecastAnswer, ForecastRequest, Po
 from scalerl_curvefit import CurveError
 from scalerl_curvefit.sidecar.answers import answer_forecast, error_code
 from scalerl_curvefit.simulate import ar1_noise
-from scalerl_operator.autoscaling.observation import Point, point_set
-from scalerl_operator.autoscaling.question import question
-from scalerl_operator.policy import vote
-from scalerl_operator.policy.autoscale import decide
-from scalerl_operator.policy.facts import (
+from scalerl_operator.autoscaling import vote
+from scalerl_operator.autoscaling.decide import decide
+from scalerl_operator.autoscaling.models import (
     RECENT,
     Generators,
     History,
@@ -73,6 +71,8 @@ from scalerl_operator.policy.facts import (
     Staleness,
     State,
 )
+from scalerl_operator.autoscaling.observation import Point, point_set
+from scalerl_operator.autoscaling.question import question
 
 DATA = Path(__file__).parents[1] / "curvefit" / "data"
 SIGMAS, RHOS = (0.004, 0.0075, 0.012), (0.0, 0.3, 0.6)

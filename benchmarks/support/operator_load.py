@@ -44,8 +44,9 @@ import yaml
 
 from scalerl_api import metric_names
 from scalerl_api.conditions import Phase
-from scalerl_operator.cluster import connection, names
-from scalerl_operator.cluster.api import KubeApi
+from scalerl_operator import names
+from scalerl_operator.kube import connection
+from scalerl_operator.kube.client import KubeApi
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "cluster"))

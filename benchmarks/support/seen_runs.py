@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from scalerl_api.conditions import Phase
-from scalerl_operator.cluster.api import KubeApi
-from scalerl_operator.cluster.names import RENDERED_HASH
+from scalerl_operator.kube.client import KubeApi
+from scalerl_operator.names import RENDERED_HASH
 
 if TYPE_CHECKING:
     from testcluster import Cluster

@@ -23,7 +23,7 @@ from scalerl_api import forecast as wire
 from scalerl_curvefit.rises import p_late_rise
 from scalerl_curvefit.sidecar.app import Limits, Sidecar, runner
 from scalerl_curvefit.simulate import SCALERL, simulated
-from scalerl_operator.autoscaling.client import SidecarClient, SidecarRefused, SidecarUnavailable
+from scalerl_operator.autoscaling.forecast_client import SidecarClient, SidecarRefused, SidecarUnavailable
 
 
 def points(curve: cf.Curve, **more: object) -> wire.Points:

@@ -17,8 +17,8 @@ from scalerl_coordinator.metrics import Metrics as CoordinatorMetrics
 from scalerl_curvefit.sidecar.metrics import Metrics as SidecarMetrics
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.state import BusyClock, ServerState
-from scalerl_operator.cluster.cache import Cache
-from scalerl_operator.cluster.metrics import Metrics as OperatorMetrics
+from scalerl_operator.kube.cache import Cache
+from scalerl_operator.metrics import Metrics as OperatorMetrics
 from scalerl_trainer.metrics import Metrics as TrainerMetrics
 
 SAMPLES = {

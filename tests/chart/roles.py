@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from charts import Object
 
-from scalerl_operator.cluster.kinds import RUN
+from scalerl_operator.kube.kinds import RUN
 
 READ = {"get", "list", "watch"}
 APPLY = {"create", "patch"}  # server-side apply is a PATCH, which creates only for those who may create

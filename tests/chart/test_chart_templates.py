@@ -9,8 +9,8 @@ import pytest
 from charts import VALUES, Object, snapshots
 from roles import NEEDED, granted
 
-from scalerl_operator.cluster import names
-from scalerl_operator.cluster.kinds import KINDS, RUN
+from scalerl_operator import names
+from scalerl_operator.kube.kinds import KINDS, RUN
 from scalerl_operator.workloads import Role
 
 CHARTS = snapshots()

@@ -17,7 +17,7 @@ from roles import granted
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.load import load_run
 from scalerl_cli.main import parser
-from scalerl_operator.cluster import names
+from scalerl_operator import names
 from scalerl_operator.plan import plan
 
 PAGE = (ROOT / "docs" / "operations.md").read_text()

@@ -15,10 +15,10 @@ from testcluster import Cluster, Images, MissingError, start_cluster
 from testcluster.kind import start_kind, usable
 from testcluster.tools import kubectl
 
-from scalerl_operator.cluster import connection
-from scalerl_operator.cluster.api import KubeApi
-from scalerl_operator.cluster.kinds import kind_of
-from scalerl_operator.cluster.leader import LEASE_NAME
+from scalerl_operator.kube import connection
+from scalerl_operator.kube.client import KubeApi
+from scalerl_operator.kube.kinds import kind_of
+from scalerl_operator.kube.leader_election import LEASE_NAME
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,10 +16,10 @@ import yaml
 from stage import ROOT
 from testcluster import Cluster
 
-from scalerl_operator import main
-from scalerl_operator.cluster import connection, names
-from scalerl_operator.cluster.settings import Settings
-from scalerl_operator.cluster.types import Images, Key, Object
+from scalerl_operator import main, names
+from scalerl_operator.kube import connection
+from scalerl_operator.kube.types import Images, Key, Object
+from scalerl_operator.settings import Settings
 
 
 def config_map(namespace: str, name: str, run: str | None = "r", **data: str) -> Object:

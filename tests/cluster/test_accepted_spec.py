@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from stage import Object, Stage, condition, tiny
 
-from scalerl_operator.cluster import errors
+from scalerl_operator.kube import errors
 
 pytestmark = pytest.mark.cluster
 

@@ -9,8 +9,8 @@ import json
 import pytest
 from stage import Object, Stage, condition, tiny
 
-from scalerl_operator.cluster import errors
-from scalerl_operator.cluster.apply import CHECK_SECONDS, SEARCH_SECONDS
+from scalerl_operator.controller.apply import CHECK_SECONDS, SEARCH_SECONDS
+from scalerl_operator.kube import errors
 
 pytestmark = pytest.mark.cluster
 

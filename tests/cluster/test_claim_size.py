@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from stage import Object, Stage, condition, tiny
 
-from scalerl_operator.cluster import errors
-from scalerl_operator.cluster.resize import RETRY_SECONDS
+from scalerl_operator.controller.claim_size import RETRY_SECONDS
+from scalerl_operator.kube import errors
 
 pytestmark = pytest.mark.cluster
 

@@ -16,8 +16,8 @@ from installed import say
 from replicas import a_run, leader, replica
 from testcluster import Cluster
 
-from scalerl_operator.cluster import connection
-from scalerl_operator.cluster.api import KubeApi
+from scalerl_operator.kube import connection
+from scalerl_operator.kube.client import KubeApi
 
 pytestmark = pytest.mark.cluster
 

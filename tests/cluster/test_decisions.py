@@ -14,16 +14,10 @@ from testcluster import Cluster
 from scalerl_api.load import run_from_object
 from scalerl_api.spec import ScaleRLRun
 from scalerl_cli.main import main
-from scalerl_operator.autoscaling.observation import Point, point, point_set
-from scalerl_operator.autoscaling.record import DecisionRecord, Line
-from scalerl_operator.autoscaling.replay import verify
-from scalerl_operator.autoscaling.storage import RecordLost
-from scalerl_operator.cluster import decisions
-from scalerl_operator.cluster.api import KubeApi
-from scalerl_operator.cluster.curve import curve_config_map, digest_of
-from scalerl_operator.cluster.decisions import ConfigMapStorage
-from scalerl_operator.policy.autoscale import decide
-from scalerl_operator.policy.facts import (
+from scalerl_operator.autoscaling.decide import decide
+from scalerl_operator.autoscaling.decision_log import DecisionRecord, Line
+from scalerl_operator.autoscaling.log_storage import RecordLost
+from scalerl_operator.autoscaling.models import (
     Generators,
     Latest,
     Limits,
@@ -32,6 +26,12 @@ from scalerl_operator.policy.facts import (
     Spent,
     Staleness,
 )
+from scalerl_operator.autoscaling.observation import Point, point, point_set
+from scalerl_operator.autoscaling.replay import verify
+from scalerl_operator.build.curve import curve_config_map, digest_of
+from scalerl_operator.controller import decision_config_maps
+from scalerl_operator.controller.decision_config_maps import ConfigMapStorage
+from scalerl_operator.kube.client import KubeApi
 
 pytestmark = pytest.mark.cluster
 
@@ -99,7 +99,7 @@ async def test_full_objects_follow_each_other_and_go_with_the_run(
     maps = await api.list("ConfigMap", namespace, label_selector="scalerl.dev/run=decided")
     sizes = {m["metadata"]["name"]: len(m["data"]["decisions.jsonl"]) for m in maps}
     assert sorted(sizes) == ["decided-decisions", "decided-decisions-2", "decided-decisions-3"]
-    assert decisions.MAX_BYTES * 0.5 < max(sizes.values()) <= decisions.MAX_BYTES
+    assert decision_config_maps.MAX_BYTES * 0.5 < max(sizes.values()) <= decision_config_maps.MAX_BYTES
     lines, found = verify(await storage.read())
     assert (len(lines), found) == (5, [])
 

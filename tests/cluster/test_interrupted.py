@@ -20,8 +20,8 @@ from stage import Stage, condition, stage_in, tiny
 from testcluster import Cluster
 
 from scalerl_api import wire
-from scalerl_operator.cluster import errors
-from scalerl_operator.cluster.place import WORKLOADS
+from scalerl_operator.controller.owned import WORKLOADS
+from scalerl_operator.kube import errors
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 

@@ -21,9 +21,9 @@ from testcluster import Cluster
 
 from scalerl_api import wire
 from scalerl_operator import main
-from scalerl_operator.cluster import connection, errors
-from scalerl_operator.cluster.kinds import kind_of
-from scalerl_operator.cluster.leader import LEASE_NAME
+from scalerl_operator.kube import connection, errors
+from scalerl_operator.kube.kinds import kind_of
+from scalerl_operator.kube.leader_election import LEASE_NAME
 from scalerl_operator.policy import lifecycle
 
 pytestmark = [pytest.mark.cluster, pytest.mark.full]

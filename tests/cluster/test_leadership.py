@@ -28,10 +28,10 @@ from stage import stage, tiny
 from testcluster import Cluster
 
 from scalerl_operator import main
-from scalerl_operator.cluster import connection, errors
-from scalerl_operator.cluster.api import KubeApi
-from scalerl_operator.cluster.leader import LEASE_NAME, Leader
-from scalerl_operator.cluster.types import Key, Object
+from scalerl_operator.kube import connection, errors
+from scalerl_operator.kube.client import KubeApi
+from scalerl_operator.kube.leader_election import LEASE_NAME, Leader
+from scalerl_operator.kube.types import Key, Object
 
 pytestmark = pytest.mark.cluster
 

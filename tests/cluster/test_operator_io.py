@@ -15,14 +15,14 @@ from replicas import a_run, an_operator, asked, config_map, noting, running, set
 from stage import own_control_plane, serve_runs
 from testcluster import Cluster
 
-from scalerl_operator import main
-from scalerl_operator.cluster import connection, errors, names
-from scalerl_operator.cluster.api import KubeApi
-from scalerl_operator.cluster.cache import Cache
-from scalerl_operator.cluster.handlers import Resync
-from scalerl_operator.cluster.informer import listed
-from scalerl_operator.cluster.kinds import KINDS
-from scalerl_operator.cluster.types import Key
+from scalerl_operator import main, names
+from scalerl_operator.controller.handlers import Resync
+from scalerl_operator.kube import connection, errors
+from scalerl_operator.kube.cache import Cache
+from scalerl_operator.kube.client import KubeApi
+from scalerl_operator.kube.informer import listed
+from scalerl_operator.kube.kinds import KINDS
+from scalerl_operator.kube.types import Key
 
 pytestmark = pytest.mark.cluster
 

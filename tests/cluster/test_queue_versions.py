@@ -8,8 +8,8 @@ import json
 import pytest
 from stage import Stage, condition, tiny
 
-from scalerl_operator.cluster.names import QUEUE
-from scalerl_operator.cluster.queues import ASK_SECONDS
+from scalerl_operator.controller.local_queues import ASK_SECONDS
+from scalerl_operator.names import QUEUE
 
 pytestmark = pytest.mark.cluster
 

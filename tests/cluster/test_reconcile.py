@@ -13,8 +13,8 @@ from testcluster import Cluster
 
 from scalerl_api import wire
 from scalerl_api.load import run_from_object
-from scalerl_operator.cluster.finished import FinishedRuns
-from scalerl_operator.cluster.observed import rfc3339
+from scalerl_operator.controller.finished_runs import FinishedRuns
+from scalerl_operator.controller.observe import rfc3339
 
 pytestmark = pytest.mark.cluster
 

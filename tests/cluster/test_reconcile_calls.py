@@ -12,16 +12,17 @@ from stage import Stage, condition, evaluations, tiny
 from scalerl_api import wire
 from scalerl_api.conditions import Reason
 from scalerl_api.spec import ScaleRLRun
-from scalerl_operator.cluster import errors, reconcile
-from scalerl_operator.cluster.apply import TRIED_SECONDS
-from scalerl_operator.cluster.names import QUEUE
-from scalerl_operator.cluster.observed import PLACING_SECONDS
-from scalerl_operator.cluster.reconcile import START_LOOKS, Reconciler
-from scalerl_operator.cluster.render import render
-from scalerl_operator.cluster.repairs import LONGEST_REPAIR_SECONDS
-from scalerl_operator.cluster.scaling import RunScaling
-from scalerl_operator.cluster.steering import Word
-from scalerl_operator.cluster.stuck import ASK_SECONDS, SILENT_SECONDS
+from scalerl_operator.build import render
+from scalerl_operator.controller import reconcile
+from scalerl_operator.controller.apply import TRIED_SECONDS
+from scalerl_operator.controller.autoscaler import Word
+from scalerl_operator.controller.diagnosis import ASK_SECONDS, SILENT_SECONDS
+from scalerl_operator.controller.observe import PLACING_SECONDS
+from scalerl_operator.controller.reconcile import START_LOOKS, Reconciler
+from scalerl_operator.controller.repairs import LONGEST_REPAIR_SECONDS
+from scalerl_operator.controller.scaling import RunScaling
+from scalerl_operator.kube import errors
+from scalerl_operator.names import QUEUE
 from scalerl_operator.policy.lifecycle import ASK_AGAIN_SECONDS, POLL_SECONDS
 
 pytestmark = pytest.mark.cluster

@@ -11,11 +11,11 @@ import pytest
 from stage import Stage, condition, tiny
 
 from scalerl_api import wire
-from scalerl_operator.cluster import errors
-from scalerl_operator.cluster.drift import differs
-from scalerl_operator.cluster.names import QUEUE, RENDERED_HASH
-from scalerl_operator.cluster.place import WORKLOADS
-from scalerl_operator.cluster.repairs import LONGEST_REPAIR_SECONDS, REPAIR_SECONDS
+from scalerl_operator.controller.drift import differs
+from scalerl_operator.controller.owned import WORKLOADS
+from scalerl_operator.controller.repairs import LONGEST_REPAIR_SECONDS, REPAIR_SECONDS
+from scalerl_operator.kube import errors
+from scalerl_operator.names import QUEUE, RENDERED_HASH
 
 pytestmark = pytest.mark.cluster
 

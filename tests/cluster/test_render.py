@@ -16,12 +16,12 @@ from testcluster.handle import Cluster, KubectlError
 
 from scalerl_api.load import run_from_object
 from scalerl_api.spec import ScaleRLRun
-from scalerl_operator.cluster import names
-from scalerl_operator.cluster.drift import differs
-from scalerl_operator.cluster.names import FIELD_OWNER
-from scalerl_operator.cluster.render import render, secret
-from scalerl_operator.cluster.render.quantities import canonical
-from scalerl_operator.cluster.types import Desired, Images, Object
+from scalerl_operator import names
+from scalerl_operator.build import render, secret
+from scalerl_operator.build.quantities import canonical
+from scalerl_operator.controller.drift import differs
+from scalerl_operator.kube.types import Desired, Images, Object
+from scalerl_operator.names import FIELD_OWNER
 
 pytestmark = pytest.mark.cluster
 

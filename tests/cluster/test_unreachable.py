@@ -9,11 +9,11 @@ import pytest
 from replicas import until
 from stage import Coordinator, Stage, tiny
 
-from scalerl_operator.cluster import hearing
-from scalerl_operator.cluster.names import labels
-from scalerl_operator.cluster.queue import WorkQueue
-from scalerl_operator.cluster.reconcile import Reconciler
-from scalerl_operator.cluster.types import Key
+from scalerl_operator.controller import coordinator_poller
+from scalerl_operator.controller.reconcile import Reconciler
+from scalerl_operator.kube.types import Key
+from scalerl_operator.kube.work_queue import WorkQueue
+from scalerl_operator.names import labels
 
 pytestmark = pytest.mark.cluster
 
@@ -47,7 +47,7 @@ async def with_coordinator(there: Stage, name: str, address: str) -> None:
 async def test_forty_unreachable_coordinators_leave_a_healthy_runs_looks_prompt(
     there: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hearing, "ANSWER_SECONDS", SILENT_SECONDS)
+    monkeypatch.setattr(coordinator_poller, "ANSWER_SECONDS", SILENT_SECONDS)
     silent, seen, steps = Coordinator(), dict[Key, float](), dict[Key, int | None]()
     silent.silent = True
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from stage import Stage, condition, tiny
 
-from scalerl_operator.cluster.names import SPEC_HASH
-from scalerl_operator.cluster.render.shared import SPEC_HASH_VERSION
+from scalerl_operator.build.shared import SPEC_HASH_VERSION
+from scalerl_operator.names import SPEC_HASH
 
 pytestmark = pytest.mark.cluster
 

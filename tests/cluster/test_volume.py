@@ -8,9 +8,9 @@ import pytest
 from stage import Object, Stage, condition, tiny
 
 from scalerl_api.process import STEPS_LOST_EXIT_CODE
-from scalerl_operator.cluster import errors
-from scalerl_operator.cluster.names import ABANDON, RUN, RUN_UID
-from scalerl_operator.cluster.reconcile import BLOCKED_SECONDS
+from scalerl_operator.controller.reconcile import BLOCKED_SECONDS
+from scalerl_operator.kube import errors
+from scalerl_operator.names import ABANDON, RUN, RUN_UID
 
 pytestmark = pytest.mark.cluster
 

@@ -99,7 +99,7 @@ class LocalRun:
     output: Path
     started: float = field(default_factory=time.monotonic)
 
-    def find(self, part: str, but_not: str = "leash") -> list[Process]:
+    def find(self, part: str, but_not: str = "subreaper") -> list[Process]:
         """Processes of the run whose command line has ``part``."""
         return [p for p in processes_of(self.directory) if part in p.command and but_not not in p.command]
 

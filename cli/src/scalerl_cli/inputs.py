@@ -11,8 +11,8 @@ from scalerl_api.load import SpecProblem, load_run
 from scalerl_api.spec import ModelSpec, RunSpec, ScaleRLRun
 from scalerl_cli.machine import WEIGHTS, memory_problem, vllm_problem
 from scalerl_coordinator.tracking.supervisor import missing_package
+from scalerl_operator.local.devices import NotEnoughDevices, check, machine_devices
 from scalerl_operator.plan import plan
-from scalerl_operator.runtime.devices import NotEnoughDevices, check, machine_devices
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 

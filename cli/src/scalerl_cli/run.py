@@ -20,17 +20,17 @@ from scalerl_cli.inputs import load, quick_problems
 from scalerl_cli.machine import cpus_problem
 from scalerl_cli.output import say
 from scalerl_cli.view import LateView
-from scalerl_operator.autoscaling.storage import RecordError
-from scalerl_operator.control import LocalRun, Outcome
-from scalerl_operator.observe.errors import CoordinatorRefused
-from scalerl_operator.runtime.directory import (
+from scalerl_operator.autoscaling.log_storage import RecordError
+from scalerl_operator.coordinator_client import CoordinatorRefused
+from scalerl_operator.local.run import LocalRun, Outcome
+from scalerl_operator.local.run_directory import (
     DirectoryProblem,
     RunDirectory,
     latest_directory,
     next_directory,
 )
-from scalerl_operator.runtime.local import Failure, LocalSettings
-from scalerl_operator.runtime.unit import Event
+from scalerl_operator.local.supervisor import Failure, LocalSettings
+from scalerl_operator.local.unit import Event
 from scalerl_operator.workloads import Plan, Role
 
 RUNS = Path("runs")

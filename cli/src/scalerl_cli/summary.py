@@ -14,7 +14,7 @@ from scalerl_api.mismatch import ALL, SOURCES
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.wire import INTERRUPTED
 from scalerl_cli.view import words
-from scalerl_operator.control import Outcome
+from scalerl_operator.local.run import Outcome
 
 _FILE_WIDTH = 140
 """Columns where nobody says how wide the reader's window is."""

@@ -19,8 +19,8 @@ from scalerl_api.curve import curve_csv
 from scalerl_api.load import parse_run, to_yaml
 from scalerl_api.wire import EvaluationPoint
 from scalerl_cli.main import main
-from scalerl_operator.autoscaling.record import DecisionRecord
-from scalerl_operator.policy.facts import Action
+from scalerl_operator.autoscaling.decision_log import DecisionRecord
+from scalerl_operator.autoscaling.models import Action
 
 AUTO: dict[str, Any] = {"mode": "Auto", "minGain": "0.02", "stopAfter": 2}
 LONG: dict[str, Any] = {"maxSteps": 100_000}

@@ -13,7 +13,7 @@ from scalerl_cli.curves.source import read_curve
 from scalerl_cli.curves.study import HEALTHY_TRUNCATED, State, study
 from scalerl_cli.main import main
 from scalerl_curvefit.guard import LEAST
-from scalerl_operator.policy import alarm
+from scalerl_operator.autoscaling import alarm
 
 from .curve_files import answer, has_colour, write_run
 

@@ -21,12 +21,12 @@ from scalerl_api.wire import Counts, EvaluationPoint, Phase, Status
 from scalerl_cli.main import main
 from scalerl_curvefit.sidecar.answers import answer_forecast
 from scalerl_curvefit.simulate import simulated
+from scalerl_operator.autoscaling.decide import decide
+from scalerl_operator.autoscaling.decision_log import DecisionRecord, seal
+from scalerl_operator.autoscaling.models import Generators, History
 from scalerl_operator.autoscaling.observation import observe, point
 from scalerl_operator.autoscaling.question import question
-from scalerl_operator.autoscaling.record import DecisionRecord, seal
 from scalerl_operator.autoscaling.replay import verify
-from scalerl_operator.policy.autoscale import decide
-from scalerl_operator.policy.facts import Generators, History
 
 RUN = """
 metadata: {{name: replayed}}

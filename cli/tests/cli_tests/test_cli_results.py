@@ -19,9 +19,9 @@ from scalerl_cli.picture import PictureProblem, Points, budget_compute, draw, re
 from scalerl_cli.summary import rows, summarize, write
 from scalerl_cli.view.live import LiveView, render
 from scalerl_cli.view.plain import PlainView
-from scalerl_operator.control import Outcome, Startup
-from scalerl_operator.observe.snapshot import Rates, Snapshot
-from scalerl_operator.runtime.unit import Event, Failure, State, UnitStatus
+from scalerl_operator.local.run import Outcome, Startup
+from scalerl_operator.local.snapshot import Rates, Snapshot
+from scalerl_operator.local.unit import Event, Failure, State, UnitStatus
 from scalerl_operator.workloads import Role
 
 RUN = parse_run(

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from cli_tests import small_roles
-from scalerl_operator.runtime.census import kill_marked, marked
+from scalerl_operator.local.procfs import kill_marked, marked
 
 RUN: dict[str, Any] = {
     "apiVersion": "scalerl.dev/v1alpha1",
@@ -99,7 +99,7 @@ class Shell:
         for pid in self.left():
             with suppress(OSError):  # it has ended since
                 command = Path(f"/proc/{pid}/cmdline").read_bytes()
-                if part in command and b"leash" not in command:
+                if part in command and b"subreaper" not in command:
                     found.append(pid)
         return found
 
@@ -253,7 +253,7 @@ def test_bad_input_found_by_prepare_exits_2_and_leaves_nothing(tmp_path: Path) -
 
 
 def test_a_role_that_fails_for_good_exits_1_and_shows_its_last_lines(tmp_path: Path) -> None:
-    policy = "scalerl_operator.policy.failure"
+    policy = "scalerl_operator.policy.restarts"
     quick = f"import {policy} as f; f.RestartPolicy.__init__.__defaults__ = (.01, .02, 600., 2, 20, .02)"
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nif 'run' in sys.argv[1:2]:\n    {quick}\n")
     with shell(tmp_path, SMALL_PREPARE="crash", PYTHONPATH=str(tmp_path)) as run:

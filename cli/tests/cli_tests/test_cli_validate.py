@@ -474,7 +474,7 @@ def test_the_command_is_a_module_and_says_what_it_takes() -> None:
 
 def test_nothing_heavy_is_imported_before_the_first_child() -> None:
     code = (
-        "import sys, scalerl_cli.main, scalerl_cli.run, scalerl_operator.control;"
+        "import sys, scalerl_cli.main, scalerl_cli.run, scalerl_operator.local.run;"
         "heavy = {'matplotlib', 'scipy', 'numpy', 'rich', 'aiohttp', 'reasoning_gym', 'scalerl_tasks', 'torch'};"
         "print(sorted(heavy & set(sys.modules)))"
     )

@@ -30,22 +30,22 @@ from kubernetes.aio.client.configuration import Configuration
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from scalerl_api.spec import ScaleRLRun
-from scalerl_operator.autoscaling.sidecar import Sidecar
-from scalerl_operator.cluster import connection
-from scalerl_operator.cluster.api import KubeApi
-from scalerl_operator.cluster.cache import Cache
-from scalerl_operator.cluster.finished import FinishedRuns
-from scalerl_operator.cluster.handlers import Resync, Watches
-from scalerl_operator.cluster.informer import Informer
-from scalerl_operator.cluster.kinds import KINDS, RUN
-from scalerl_operator.cluster.leader import Leader
-from scalerl_operator.cluster.metrics import Metrics
-from scalerl_operator.cluster.queue import WorkQueue
-from scalerl_operator.cluster.reconcile import Reconciler
-from scalerl_operator.cluster.scaling import RunScaling
-from scalerl_operator.cluster.settings import Settings, SettingsError
-from scalerl_operator.cluster.steering import ClusterSteering
-from scalerl_operator.cluster.types import Key
+from scalerl_operator.autoscaling.forecast_request import Sidecar
+from scalerl_operator.controller.autoscaler import ClusterSteering
+from scalerl_operator.controller.finished_runs import FinishedRuns
+from scalerl_operator.controller.handlers import Resync, Watches
+from scalerl_operator.controller.reconcile import Reconciler
+from scalerl_operator.controller.scaling import RunScaling
+from scalerl_operator.kube import connection
+from scalerl_operator.kube.cache import Cache
+from scalerl_operator.kube.client import KubeApi
+from scalerl_operator.kube.informer import Informer
+from scalerl_operator.kube.kinds import KINDS, RUN
+from scalerl_operator.kube.leader_election import Leader
+from scalerl_operator.kube.types import Key
+from scalerl_operator.kube.work_queue import WorkQueue
+from scalerl_operator.metrics import Metrics
+from scalerl_operator.settings import Settings, SettingsError
 
 PULSE_SECONDS: Final = 0.5
 LONGEST_WITHOUT_WATCHES_SECONDS: Final = 120.0

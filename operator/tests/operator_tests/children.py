@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from scalerl_api.spec import ScaleRLRun
-from scalerl_operator.policy.failure import RestartPolicy
-from scalerl_operator.runtime.census import marked
-from scalerl_operator.runtime.directory import RunDirectory
-from scalerl_operator.runtime.local import LocalRuntime, LocalSettings
-from scalerl_operator.runtime.process import MARK
-from scalerl_operator.runtime.unit import Event
+from scalerl_operator.local.process import MARK
+from scalerl_operator.local.procfs import marked
+from scalerl_operator.local.run_directory import RunDirectory
+from scalerl_operator.local.supervisor import LocalRuntime, LocalSettings
+from scalerl_operator.local.unit import Event
+from scalerl_operator.policy.restarts import RestartPolicy
 from scalerl_operator.workloads import Container, Lifetime, Plan, Role, Workload
 
 QUICK = RestartPolicy(first_delay_seconds=0.05, max_delay_seconds=0.2, max_failed_starts=3, max_restarts=4)

@@ -9,8 +9,8 @@ from typing import Any
 
 from operator_tests.children import run_spec
 from scalerl_api.spec import ScaleRLRun
-from scalerl_operator.cluster import errors
-from scalerl_operator.cluster.types import Object
+from scalerl_operator.kube import errors
+from scalerl_operator.kube.types import Object
 
 UID = "5b1f3a52-0000-4000-8000-000000000001"
 DOWN = "down"

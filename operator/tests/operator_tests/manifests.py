@@ -9,8 +9,8 @@ from typing import Any
 from operator_tests.children import run_spec
 from scalerl_api.load import load_run
 from scalerl_api.spec import ScaleRLRun
-from scalerl_operator.cluster.render import render
-from scalerl_operator.cluster.types import Desired, Images, Object
+from scalerl_operator.build import render
+from scalerl_operator.kube.types import Desired, Images, Object
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 UID = "0b6f0c52-7d4e-4a53-9a68-0a3c5c1f3f10"

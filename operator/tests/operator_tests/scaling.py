@@ -14,7 +14,7 @@ from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import Counts, EvaluationPoint, Phase, Status
 from scalerl_curvefit.simulate import simulated
-from scalerl_operator.policy.facts import (
+from scalerl_operator.autoscaling.models import (
     Decision,
     Fact,
     Generators,

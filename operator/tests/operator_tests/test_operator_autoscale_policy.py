@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from operator_tests.scaling import answer, chain, progress, round_trips, seen, spec, states
 from scalerl_api import forecast as wire
-from scalerl_operator.policy.autoscale import decide
-from scalerl_operator.policy.facts import Action, Generators, History, Limits, Observation, State
+from scalerl_operator.autoscaling.decide import decide
+from scalerl_operator.autoscaling.models import Action, Generators, History, Limits, Observation, State
 
 STOP = Action(kind="stop", on_stop="Suspend")
 

@@ -15,9 +15,9 @@ from operator_tests.scaling import evaluations, flat_curve
 from operator_tests.watched import ONE, Watched, no_stop
 from scalerl_api.forecast import ForecastAnswer, ForecastRequest
 from scalerl_api.wire import Counts
-from scalerl_operator.autoscaling.controller import Step
+from scalerl_operator.autoscaling.autoscaler import Step
+from scalerl_operator.autoscaling.models import Action, Generators, State
 from scalerl_operator.autoscaling.replay import verify
-from scalerl_operator.policy.facts import Action, Generators, State
 
 
 async def test_a_flat_run_is_stopped_by_the_real_sidecar_and_a_record_can_tell_why(tmp_path: Path) -> None:

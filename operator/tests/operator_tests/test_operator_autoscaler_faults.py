@@ -22,9 +22,9 @@ from operator_tests.watched import Watched, no_stop
 from scalerl_api import forecast as wire
 from scalerl_api.wire import EvaluationPoint
 from scalerl_curvefit.sidecar.app import Sidecar as Application
-from scalerl_operator.autoscaling.controller import LAST_RETRY_SECONDS
+from scalerl_operator.autoscaling.autoscaler import LAST_RETRY_SECONDS
+from scalerl_operator.autoscaling.models import State
 from scalerl_operator.autoscaling.replay import verify
-from scalerl_operator.policy.facts import State
 
 
 @pytest.mark.parametrize("trouble", ["down", "slow", "error", "garbage", "nan", "other", "impossible"])

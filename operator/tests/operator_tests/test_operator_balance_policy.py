@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from operator_tests.scaling import chain, seen, spec
-from scalerl_operator.policy.balance import balance
-from scalerl_operator.policy.facts import Action, Change, Generators, History, Load, Observation, State
+from scalerl_operator.autoscaling.balance import balance
+from scalerl_operator.autoscaling.models import Action, Change, Generators, History, Load, Observation, State
 
 STEADY = Load(seconds=600, steps=20, trainer_busy=0.8, generator_busy=0.9, queued_steps=0.5, stale_share=0.0)
 RULES = {"generators": {"min": 1, "max": 4}, "cooldownSeconds": 600}

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl_operator.cluster import names
-from scalerl_operator.cluster.cache import Cache
-from scalerl_operator.cluster.kinds import KINDS
+from scalerl_operator import names
+from scalerl_operator.kube.cache import Cache
+from scalerl_operator.kube.kinds import KINDS
 
 LONG = "a-run-with-a-name-" + "x" * 80
 

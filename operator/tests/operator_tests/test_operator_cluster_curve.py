@@ -7,8 +7,8 @@ from msgspec.structs import replace
 from operator_tests.config_maps import UID, cluster_run
 from operator_tests.scaling import evaluations
 from scalerl_api.curve import CURVE_COLUMNS, curve_csv
-from scalerl_operator.cluster import curve
-from scalerl_operator.cluster.curve import DIGEST, LEFT_OUT, curve_config_map, digest_of
+from scalerl_operator.build import curve
+from scalerl_operator.build.curve import DIGEST, LEFT_OUT, curve_config_map, digest_of
 
 RUN = cluster_run()
 POINTS = evaluations([0.2, 0.31, 0.4])

@@ -12,8 +12,8 @@ from scalerl_api.conditions import Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import DecisionStatus, GeneratorsStatus, RunStatus
 from scalerl_api.wire import BROKEN, FORECAST
-from scalerl_operator.cluster.scaling import RunScaling
-from scalerl_operator.cluster.steering import Word
+from scalerl_operator.controller.autoscaler import Word
+from scalerl_operator.controller.scaling import RunScaling
 
 
 class Steersman:

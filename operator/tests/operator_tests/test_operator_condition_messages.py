@@ -8,15 +8,15 @@ import msgspec
 import pytest
 
 from operator_tests.manifests import UID, cluster_run
-from operator_tests.test_operator_trouble import QUIET
+from operator_tests.test_operator_degraded import QUIET
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import Condition, RunStatus
 from scalerl_api.wire import Status
-from scalerl_operator.cluster.conditions import Looked, Steered, report
-from scalerl_operator.cluster.names import COMPONENT, QUEUE, RUN_UID
-from scalerl_operator.cluster.observed import JOB_NAME, Observed, Problem, observe
-from scalerl_operator.policy.course import Course, End, Memory, Outcome
+from scalerl_operator.controller.observe import JOB_NAME, Observed, Problem, observe
+from scalerl_operator.controller.status import Looked, Steered, report
+from scalerl_operator.names import COMPONENT, QUEUE, RUN_UID
+from scalerl_operator.policy.decision import Course, End, Memory, Outcome
 from scalerl_operator.workloads import Role
 
 Object = dict[str, Any]

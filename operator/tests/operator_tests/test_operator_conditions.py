@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from operator_tests.manifests import UID
-from operator_tests.test_operator_trouble import QUIET, RUN
+from operator_tests.test_operator_degraded import QUIET, RUN
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.status import RunStatus
-from scalerl_operator.cluster.conditions import Looked, Steered, merge_patch, remembered, report
-from scalerl_operator.cluster.names import COMPONENT, RUN_UID
-from scalerl_operator.cluster.observed import observe
-from scalerl_operator.policy.course import Course, End, Memory, Outcome, Rest
-from scalerl_operator.policy.failure import Record
+from scalerl_operator.controller.observe import observe
+from scalerl_operator.controller.status import Looked, Steered, merge_patch, remembered, report
+from scalerl_operator.names import COMPONENT, RUN_UID
+from scalerl_operator.policy.decision import Course, End, Memory, Outcome, Rest
+from scalerl_operator.policy.restarts import Record
 from scalerl_operator.workloads import Role
 
 leaves = (

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from scalerl_operator.runtime.devices import machine_devices
-from scalerl_operator.runtime.ports import Ports
+from scalerl_operator.local.devices import machine_devices
+from scalerl_operator.local.ports import Ports
 
 LISTING = """#!/bin/sh
 echo 'GPU 0: NVIDIA H200 (UUID: GPU-1)'

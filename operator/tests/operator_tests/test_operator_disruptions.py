@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from operator_tests.manifests import UID
+from operator_tests.test_operator_degraded import RUN
 from operator_tests.test_operator_lifecycle import FIRST, RUNNING, SPEC, spec
-from operator_tests.test_operator_trouble import RUN
 from scalerl_api.conditions import Phase, Reason
 from scalerl_api.status import RunStatus
-from scalerl_operator.cluster.conditions import Looked, Steered, remembered, report
-from scalerl_operator.cluster.names import COMPONENT, RUN_UID
-from scalerl_operator.cluster.observed import JOB_NAME, Observed, observe, pod_view, rfc3339
-from scalerl_operator.policy.course import Course, Ended, Facts, Job, JobState, Memory
-from scalerl_operator.policy.failure import Record
+from scalerl_operator.controller.observe import JOB_NAME, Observed, observe, pod_view, rfc3339
+from scalerl_operator.controller.status import Looked, Steered, remembered, report
+from scalerl_operator.names import COMPONENT, RUN_UID
+from scalerl_operator.policy.decision import Course, Ended, Facts, Job, JobState, Memory
 from scalerl_operator.policy.lifecycle import NEWS_SECONDS, decide
+from scalerl_operator.policy.restarts import Record
 from scalerl_operator.workloads import Role
 
 NOW = 1_000_000.0

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from operator_tests.manifests import cluster_run, example, rendered
-from scalerl_operator.cluster.drift import differs
-from scalerl_operator.cluster.render import secret
-from scalerl_operator.cluster.types import Object
+from scalerl_operator.build import secret
+from scalerl_operator.controller.drift import differs
+from scalerl_operator.kube.types import Object
 
 GPU = cluster_run(
     generator={"devices": 2, "cpuThreads": 4},

@@ -22,22 +22,22 @@ from scalerl_api.forecast import MAX_EARLIER_RUNS, EarlierRun, EarlierUse, Forec
 from scalerl_api.load import to_yaml
 from scalerl_api.spec import RunSpec
 from scalerl_api.status import Phase, RunStatus
-from scalerl_operator.autoscaling.earlier import MOST_EXAMINED, MOST_POINTS, earlier_run, evenly
-from scalerl_operator.autoscaling.record import as_recorded
+from scalerl_operator.autoscaling.decide import decide
+from scalerl_operator.autoscaling.decision_log import as_recorded
+from scalerl_operator.autoscaling.forecast_request import unbelievable
+from scalerl_operator.autoscaling.generator_memory import rules
+from scalerl_operator.autoscaling.history import MOST_EXAMINED, MOST_POINTS, earlier_run, evenly
+from scalerl_operator.autoscaling.models import State
+from scalerl_operator.autoscaling.prior_summary import with_earlier
 from scalerl_operator.autoscaling.replay import under, verify
-from scalerl_operator.autoscaling.sidecar import unbelievable
-from scalerl_operator.cluster.cache import Cache
-from scalerl_operator.cluster.curve import curve_config_map
-from scalerl_operator.cluster.finished import FinishedRuns
-from scalerl_operator.cluster.metrics import Metrics
-from scalerl_operator.cluster.settings import Settings
-from scalerl_operator.cluster.types import Images
-from scalerl_operator.finished import FinishedRuns as LocalFinishedRuns
+from scalerl_operator.build.curve import curve_config_map
+from scalerl_operator.controller.finished_runs import FinishedRuns
+from scalerl_operator.kube.cache import Cache
+from scalerl_operator.kube.types import Images
+from scalerl_operator.local.finished_runs import FinishedRuns as LocalFinishedRuns
 from scalerl_operator.main import Parts, reconciler
-from scalerl_operator.policy.autoscale import decide
-from scalerl_operator.policy.earlier import with_earlier
-from scalerl_operator.policy.facts import State
-from scalerl_operator.policy.memory import rules
+from scalerl_operator.metrics import Metrics
+from scalerl_operator.settings import Settings
 
 REWARDS = [0.2 + 0.01 * i for i in range(12)]
 TABLE = curve_csv(evaluations(REWARDS))

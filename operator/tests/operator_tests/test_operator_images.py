@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from operator_tests.manifests import EVERYTHING, UID, cluster_run
-from scalerl_operator.cluster.names import IMAGE
-from scalerl_operator.cluster.place import Place, pinned
-from scalerl_operator.cluster.render import render
-from scalerl_operator.cluster.types import Images, Object
+from scalerl_operator.build import render
+from scalerl_operator.controller.owned import Place, pinned
+from scalerl_operator.kube.types import Images, Object
+from scalerl_operator.names import IMAGE
 
 OLD = Images("trainer:1", "generator:1", "operator:1")
 NEW = Images("trainer:2", "generator:2", "operator:2")

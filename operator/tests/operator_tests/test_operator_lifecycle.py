@@ -14,7 +14,7 @@ from scalerl_api.spec import RunSpec
 from scalerl_api.wire import BROKEN, FORECAST, INTERRUPTED
 from scalerl_api.wire import Phase as Word
 from scalerl_operator.policy.budget import Usage
-from scalerl_operator.policy.course import (
+from scalerl_operator.policy.decision import (
     Course,
     End,
     Ended,

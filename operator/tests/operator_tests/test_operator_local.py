@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from operator_tests.children import Harness, eventually, script, workload
-from scalerl_operator.runtime.devices import VISIBLE, NotEnoughDevices
-from scalerl_operator.runtime.unit import State
+from scalerl_operator.local.devices import VISIBLE, NotEnoughDevices
+from scalerl_operator.local.unit import State
 from scalerl_operator.workloads import Container, Lifetime, Probe, Resources, Role, Workload
 
 SLEEP = ("-c", "import time; time.sleep(600)")

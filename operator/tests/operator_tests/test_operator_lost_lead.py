@@ -7,13 +7,13 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from scalerl_operator.cluster.cache import Cache
-from scalerl_operator.cluster.errors import Unreachable
-from scalerl_operator.cluster.kinds import kind_of
-from scalerl_operator.cluster.reconcile import Reconciler
-from scalerl_operator.cluster.scaling import RunScaling
-from scalerl_operator.cluster.transport import Call, translated
-from scalerl_operator.cluster.types import Images
+from scalerl_operator.controller.reconcile import Reconciler
+from scalerl_operator.controller.scaling import RunScaling
+from scalerl_operator.kube.cache import Cache
+from scalerl_operator.kube.errors import Unreachable
+from scalerl_operator.kube.kinds import kind_of
+from scalerl_operator.kube.transport import Call, translated
+from scalerl_operator.kube.types import Images
 
 
 async def test_decisions_of_an_earlier_lead_are_forgotten() -> None:

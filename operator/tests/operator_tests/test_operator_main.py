@@ -12,11 +12,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from scalerl_api import metric_names
 from scalerl_api.conditions import Phase
 from scalerl_api.status import Condition, RunStatus
-from scalerl_operator.cluster.cache import Cache
-from scalerl_operator.cluster.leader import Leader
-from scalerl_operator.cluster.metrics import Metrics
-from scalerl_operator.cluster.queue import WorkQueue
-from scalerl_operator.cluster.settings import Settings, SettingsError
+from scalerl_operator.kube.cache import Cache
+from scalerl_operator.kube.leader_election import Leader
+from scalerl_operator.kube.work_queue import WorkQueue
+from scalerl_operator.metrics import Metrics
+from scalerl_operator.settings import Settings, SettingsError
 
 LEAST = {
     "SCALERL_TRAINER_IMAGE": "trainer:1",

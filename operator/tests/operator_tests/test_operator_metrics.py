@@ -6,9 +6,9 @@ import pytest
 
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.status import Condition, RunStatus, TrainerStatus
-from scalerl_operator.cluster.cache import Cache
-from scalerl_operator.cluster.metrics import Metrics, problems
-from scalerl_operator.cluster.names import label_value
+from scalerl_operator.kube.cache import Cache
+from scalerl_operator.metrics import Metrics, problems
+from scalerl_operator.names import label_value
 
 LONG = "a-very-long-name-of-a-run-that-no-label-can-hold-as-it-is-and-so-it-is-shortened"
 

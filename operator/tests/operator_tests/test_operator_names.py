@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl_operator.cluster import names
-from scalerl_operator.cluster.names import Names, label_value, stem
+from scalerl_operator import names
+from scalerl_operator.names import Names, label_value, stem
 
 LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 RUN_NAMES = st.from_regex(r"[a-z0-9]([-a-z0-9.]{0,80}[a-z0-9])?", fullmatch=True)

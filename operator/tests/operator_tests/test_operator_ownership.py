@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scalerl_operator.cluster.ownership import applied
+from scalerl_operator.controller.ownership import applied
 
 
 def entry(manager: str, operation: str, fields: dict[str, Any], **more: str) -> dict[str, Any]:

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from operator_tests.manifests import UID, cluster_run
+from operator_tests.test_operator_degraded import QUIET
 from operator_tests.test_operator_lifecycle import DONE, FIRST, RUNNING, SPEC, exists, heard
-from operator_tests.test_operator_trouble import QUIET
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import Phase as Word
-from scalerl_operator.cluster.conditions import Looked, Steered, report
-from scalerl_operator.cluster.names import ATTEMPT, COMPONENT, QUEUE, RUN_UID
-from scalerl_operator.cluster.observed import JOB_NAME, Observed, observe
-from scalerl_operator.cluster.reconcile import _at_work
-from scalerl_operator.policy.course import Course, Facts, Job, JobState, Memory
+from scalerl_operator.controller.observe import JOB_NAME, Observed, observe
+from scalerl_operator.controller.reconcile import _at_work
+from scalerl_operator.controller.status import Looked, Steered, report
+from scalerl_operator.names import ATTEMPT, COMPONENT, QUEUE, RUN_UID
+from scalerl_operator.policy.decision import Course, Facts, Job, JobState, Memory
 from scalerl_operator.policy.lifecycle import HELD_SECONDS, decide
 from scalerl_operator.workloads import Role
 

@@ -20,9 +20,9 @@ from operator_tests.manifests import (
     rendered,
 )
 from scalerl_api.load import SpecError, accepted_run, load_accepted_run, load_run, parse_run
-from scalerl_operator.cluster import names
-from scalerl_operator.cluster.render import names_of, render, secret
-from scalerl_operator.cluster.types import Desired
+from scalerl_operator import names
+from scalerl_operator.build import names_of, render, secret
+from scalerl_operator.kube.types import Desired
 
 
 @pytest.mark.parametrize(

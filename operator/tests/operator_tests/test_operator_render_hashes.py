@@ -14,9 +14,9 @@ from operator_tests.manifests import (
     cluster_run,
     rendered,
 )
-from scalerl_operator.cluster import names
-from scalerl_operator.cluster.render import raw_hash, render, spec_hash
-from scalerl_operator.cluster.types import Images
+from scalerl_operator import names
+from scalerl_operator.build import raw_hash, render, spec_hash
+from scalerl_operator.kube.types import Images
 from scalerl_operator.workloads import Role
 
 ROLES = (Role.PREPARE, Role.COORDINATOR, Role.GENERATOR, Role.TRAINER)

@@ -12,7 +12,7 @@ from operator_tests.manifests import (
     environment,
     rendered,
 )
-from scalerl_operator.cluster.render.quantities import canonical, value
+from scalerl_operator.build.quantities import canonical, value
 
 
 def test_devices_are_limited_and_requested_by_their_resources_name() -> None:

@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 
 from operator_tests.manifests import UID
-from scalerl_operator.cluster.drift import differences
-from scalerl_operator.cluster.place import Place
-from scalerl_operator.cluster.repairs import LONGEST_REPAIR_SECONDS, Repairs
+from scalerl_operator.controller.drift import differences
+from scalerl_operator.controller.owned import Place
+from scalerl_operator.controller.repairs import LONGEST_REPAIR_SECONDS, Repairs
 
 NOW = Place({"metadata": {"uid": UID, "name": "r", "namespace": "n"}}, {}, 1e9)
 WHAT = ("Deployment", "r-generator")

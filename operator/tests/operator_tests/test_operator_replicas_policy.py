@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from operator_tests.scaling import spec
-from scalerl_operator.policy.replicas import Replicas, decide
+from scalerl_operator.autoscaling.replicas import Replicas, decide
 
 RANGE = {"generators": {"min": 1, "max": 4}}
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from operator_tests.children import Harness, eventually, is_running, script, workload
-from scalerl_operator.runtime.devices import VISIBLE, NotEnoughDevices
-from scalerl_operator.runtime.ports import Ports
-from scalerl_operator.runtime.process import ChildProcess, Command
+from scalerl_operator.local.devices import VISIBLE, NotEnoughDevices
+from scalerl_operator.local.ports import Ports
+from scalerl_operator.local.process import ChildProcess, Command
 from scalerl_operator.workloads import Container, Lifetime, Resources, Role, Workload
 
 SERVICE = """

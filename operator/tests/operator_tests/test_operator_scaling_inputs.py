@@ -10,12 +10,12 @@ from msgspec.structs import replace
 from operator_tests.scaling import EVERY, TOKENS, evaluations, flat_curve, progress, run, seen, spec, status
 from scalerl_api.forecast import ForecastRequest
 from scalerl_api.wire import EvaluationPoint
-from scalerl_operator.autoscaling.load import LoadMeter
+from scalerl_operator.autoscaling.decide import decide
+from scalerl_operator.autoscaling.models import Change, Generators, History, Pace, Progress
 from scalerl_operator.autoscaling.observation import observe, point
 from scalerl_operator.autoscaling.question import question
-from scalerl_operator.policy.autoscale import decide
-from scalerl_operator.policy.elasticity import Left, pace, reach
-from scalerl_operator.policy.facts import Change, Generators, History, Pace, Progress
+from scalerl_operator.autoscaling.throughput import Left, pace, reach
+from scalerl_operator.autoscaling.utilisation import LoadMeter
 
 ONE = Generators(wanted=1, ready=1)
 NOW = Pace(tokens_per_second=1000.0, devices=4.0, tokens_per_step=500.0, intervals=3)

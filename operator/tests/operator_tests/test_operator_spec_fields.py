@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from operator_tests.manifests import cluster_run, rendered
-from scalerl_operator.cluster import errors
-from scalerl_operator.cluster.errors import Cause
-from scalerl_operator.cluster.spec_fields import in_terms_of_the_spec, spec_field
+from scalerl_operator.controller.spec_fields import in_terms_of_the_spec, spec_field
+from scalerl_operator.kube import errors
+from scalerl_operator.kube.errors import Cause
 
 RUN = cluster_run(
     podTemplate={

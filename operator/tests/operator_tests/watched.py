@@ -8,12 +8,12 @@ from typing import Any
 
 from operator_tests.scaling import EVERY, run, status
 from scalerl_api.wire import EvaluationPoint
-from scalerl_operator.autoscaling.controller import Autoscaler, Step
-from scalerl_operator.autoscaling.earlier import ReadEarlier
-from scalerl_operator.autoscaling.record import DecisionRecord
+from scalerl_operator.autoscaling.autoscaler import Autoscaler, Step
+from scalerl_operator.autoscaling.decision_log import DecisionRecord
+from scalerl_operator.autoscaling.forecast_request import Sidecar
+from scalerl_operator.autoscaling.history import ReadEarlier
+from scalerl_operator.autoscaling.models import Generators, State
 from scalerl_operator.autoscaling.replay import verify
-from scalerl_operator.autoscaling.sidecar import Sidecar
-from scalerl_operator.policy.facts import Generators, State
 
 ONE = Generators(wanted=1, ready=1)
 

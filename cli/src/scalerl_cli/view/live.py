@@ -10,8 +10,8 @@ from rich.text import Text
 from scalerl_api.mismatch import SAMPLED
 from scalerl_api.spec import ScaleRLRun
 from scalerl_cli.view import words
-from scalerl_operator.observe.snapshot import Snapshot
-from scalerl_operator.runtime.unit import Event, State
+from scalerl_operator.local.snapshot import Snapshot
+from scalerl_operator.local.unit import Event, State
 
 _STYLES = {State.READY: "green", State.DONE: "green", State.FAILED: "red", State.BACK_OFF: "yellow"}
 

@@ -7,8 +7,8 @@ from datetime import datetime
 from scalerl_api.mismatch import SAMPLED
 from scalerl_api.spec import ScaleRLRun
 from scalerl_cli.view import words
-from scalerl_operator.observe.snapshot import Snapshot
-from scalerl_operator.runtime.unit import Event, State
+from scalerl_operator.local.snapshot import Snapshot
+from scalerl_operator.local.unit import Event, State
 from scalerl_operator.workloads import Role
 
 _QUIET_SECONDS = 5.0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from scalerl_api.wire import EvaluationPoint
-from scalerl_operator.observe.snapshot import Snapshot
-from scalerl_operator.policy.facts import Decision
-from scalerl_operator.runtime.unit import State, UnitStatus
+from scalerl_operator.autoscaling.models import Decision
+from scalerl_operator.local.snapshot import Snapshot
+from scalerl_operator.local.unit import State, UnitStatus
 from scalerl_operator.workloads import Role
 
 UNKNOWN = "–"

@@ -10,7 +10,7 @@ import msgspec
 
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import EvaluationPoint, Status
-from scalerl_operator.policy.facts import (
+from scalerl_operator.autoscaling.models import (
     RECENT,
     Fact,
     Generators,

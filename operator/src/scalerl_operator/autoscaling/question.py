@@ -7,11 +7,11 @@ from typing import TypeVar
 
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.forecast import ForecastRequest, Points
+from scalerl_operator.autoscaling.decide import LEAST_ELASTICITY
+from scalerl_operator.autoscaling.generator_memory import remember
+from scalerl_operator.autoscaling.models import History, Observation
 from scalerl_operator.autoscaling.observation import Point, usable
-from scalerl_operator.policy.autoscale import LEAST_ELASTICITY
-from scalerl_operator.policy.elasticity import left, pace_now, reach
-from scalerl_operator.policy.facts import History, Observation
-from scalerl_operator.policy.memory import remember
+from scalerl_operator.autoscaling.throughput import left, pace_now, reach
 
 T = TypeVar("T")
 

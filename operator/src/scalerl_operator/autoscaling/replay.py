@@ -12,13 +12,13 @@ from pydantic import ValidationError
 
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.forecast import ForecastAnswer, ForecastRequest
+from scalerl_operator.autoscaling.balance import balance
+from scalerl_operator.autoscaling.decide import decide
+from scalerl_operator.autoscaling.decision_log import Known, Line, read, seal
+from scalerl_operator.autoscaling.models import Decision, Fact, History, Observation
 from scalerl_operator.autoscaling.observation import point_set
+from scalerl_operator.autoscaling.prior_summary import counted
 from scalerl_operator.autoscaling.question import question
-from scalerl_operator.autoscaling.record import Known, Line, read, seal
-from scalerl_operator.policy.autoscale import decide
-from scalerl_operator.policy.balance import balance
-from scalerl_operator.policy.earlier import counted
-from scalerl_operator.policy.facts import Decision, Fact, History, Observation
 
 _LONGEST = 60
 

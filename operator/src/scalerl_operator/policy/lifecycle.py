@@ -30,8 +30,8 @@ from scalerl_api.process import BAD_INPUT_EXIT_CODE, COORDINATOR_TIMEOUT_SECONDS
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import BROKEN, FORECAST, INTERRUPTED
 from scalerl_api.wire import Phase as Word
-from scalerl_operator.policy import budget, failure, telling
-from scalerl_operator.policy.course import (
+from scalerl_operator.policy import budget, restarts, stop_requests
+from scalerl_operator.policy.decision import (
     Course,
     End,
     Ended,
@@ -189,7 +189,7 @@ def _prepare(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
 
 def _prepare_again(spec: RunSpec, seen: Facts, memory: Memory) -> Course:
     """No node let it come to an end: after a while it goes, and is made anew."""
-    again = failure.disrupted(_policy(spec), memory.record, ready_seconds=None)
+    again = restarts.disrupted(_policy(spec), memory.record, ready_seconds=None)
     wait = seen.prepare.failed_at + again.delay_seconds - seen.unix_seconds
     note = "the preparation's next try"
     if _is_to_come(wait):
@@ -293,7 +293,7 @@ def _told(wanted: str, heard: Heard | None, *, resumed: bool) -> str | None:
     revocable = (
         (INTERRUPTED, FORECAST, BROKEN, *budget.REASONS) if resumed else (INTERRUPTED, *budget.REASONS)
     )
-    return wanted if telling.has_to_be_told(wanted, heard.stop_reason, revocable) else None
+    return wanted if stop_requests.has_to_be_told(wanted, heard.stop_reason, revocable) else None
 
 
 def _judge(spec: RunSpec, seen: Facts, memory: Memory) -> Memory:
@@ -309,14 +309,14 @@ def _judge(spec: RunSpec, seen: Facts, memory: Memory) -> Memory:
     worst = _worst(trainer.ends)
     worked = None if memory.ready_since is None else max(0.0, seen.unix_seconds - memory.ready_since)
     policy = _policy(spec)
-    verdict: failure.Restart | failure.GiveUp
+    verdict: restarts.Restart | restarts.GiveUp
     # All ranks leave in agreement, and before the end, only when one of them has been told to go.
     if trainer.disrupted or trainer.state is JobState.COMPLETE:
-        verdict = failure.disrupted(policy, memory.record, worked)
+        verdict = restarts.disrupted(policy, memory.record, worked)
     else:
-        end = failure.End(failure.Cause.EXIT, worst.exit_code, worked)
-        verdict = failure.decide(policy, memory.record, end)
-    if isinstance(verdict, failure.GiveUp):
+        end = restarts.End(restarts.Cause.EXIT, worst.exit_code, worked)
+        verdict = restarts.decide(policy, memory.record, end)
+    if isinstance(verdict, restarts.GiveUp):
         reason = Reason.BAD_INPUT if verdict.bad_input else Reason.RESTARTS_EXHAUSTED
         if worst.exit_code == DIVERGED_EXIT_CODE:
             reason = Reason.DIVERGED
@@ -356,8 +356,8 @@ def _attempt(seen: Facts, memory: Memory, *, finished: bool) -> tuple[Memory, in
     return replace(memory, attempt=memory.attempt + 1, ready_since=None), memory.attempt + 1, POLL_SECONDS
 
 
-def _policy(spec: RunSpec) -> failure.RestartPolicy:
-    return failure.RestartPolicy(
+def _policy(spec: RunSpec) -> restarts.RestartPolicy:
+    return restarts.RestartPolicy(
         max_restarts=spec.trainer.max_restarts, max_start_delay_seconds=START_DELAY_SECONDS
     )
 

@@ -1,0 +1,208 @@
+"""The autoscaler's step: look, ask, decide, record; and only then hand back what is to be done."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from msgspec.structs import replace
+
+from scalerl_api.forecast import EarlierRun
+from scalerl_api.spec import RunSpec
+from scalerl_api.wire import Status
+from scalerl_operator.autoscaling.balance import LEAST_STEPS, balance
+from scalerl_operator.autoscaling.decide import decide
+from scalerl_operator.autoscaling.decision_log import DecisionRecord, Policy
+from scalerl_operator.autoscaling.forecast_request import Sidecar
+from scalerl_operator.autoscaling.history import ReadEarlier
+from scalerl_operator.autoscaling.log_storage import RecordError
+from scalerl_operator.autoscaling.models import Action, Decision, Generators, Load, Observation
+from scalerl_operator.autoscaling.observation import Point, observe, point
+from scalerl_operator.autoscaling.question import question
+from scalerl_operator.autoscaling.utilisation import LoadMeter
+
+FIRST_RETRY_SECONDS: Final = 15.0
+LAST_RETRY_SECONDS: Final = 600.0
+"""After a failure the same evaluation is looked at again: first after so long, then twice that, up to the last."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One decision and what to do about it.
+
+    action: the decision's in Auto; nothing in Advisory, and nothing if it could not be recorded.
+    changed: the state is another one than before: worth an event.
+    trouble: why nothing is acted upon, for a condition; empty while all is well.
+    """
+
+    policy: Policy
+    decision: Decision
+    action: Action
+    changed: bool
+    trouble: str = ""
+
+
+class Autoscaler:
+    """Decides for one run. Owns its record; carries nothing out.
+
+    spec: the run as it is now; assign a new one when its budget or autoscaling has changed.
+    record: open, see :meth:`DecisionRecord.open`; its history is gone on with.
+    resumed: the user has asked a run to go on that the forecast had stopped.
+    earlier: reads the finished runs that are a prior of the forecast; None: no run is.
+    unix: the machine's clock. monotonic: one that only goes forward, for retries.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        record: DecisionRecord,
+        sidecar: Sidecar,
+        *,
+        resumed: bool = False,
+        earlier: ReadEarlier | None = None,
+        unix: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.spec = spec
+        self._record = record
+        self._sidecar = sidecar
+        self._resumed = resumed
+        self._read_earlier = earlier
+        self._earlier: Sequence[EarlierRun] | None = None
+        self._unix = unix
+        self._meter = LoadMeter(spec)
+        self._seen: object = None
+        # Apart: a sidecar that is down holds up no balance, and a balance that went well no question.
+        self._asking = _Patience(monotonic)
+        self._balancing = _Patience(monotonic)
+
+    @property
+    def resumed(self) -> bool:
+        """Whether a stop was taken back and no decision has been recorded since that knows of it."""
+        return self._resumed
+
+    def resume(self) -> None:
+        """The user has taken a stop back: it takes ``stopAfter`` new evaluations to stop again."""
+        self._resumed = True
+
+    async def step(self, status: Status, generators: Generators) -> Step | None:
+        """Decide if there is something to decide on: a new evaluation, a retry, or a full look at the load.
+
+        Call it once a second or so, one call at a time, apart from what must not wait: a slow sidecar
+        makes it take up to :data:`.forecast_request.BOUND_SECONDS`. Raises nothing that the run's own state,
+        the sidecar or the disk can cause.
+        """
+        if self.spec.autoscaling.mode == "Off":
+            return None
+        points = [point(evaluation) for evaluation in status.points]
+        load = self._meter.look(status, generators)
+        resumed = self._resumed
+        what = (status.points, self.spec.autoscaling, self.spec.budget, resumed)
+        if points and (what != self._seen or self._asking.again):
+            step = await self._autoscale(status, generators, points)
+            if step is None:
+                return None
+            # A resumption that this step has taken in is no news any more; one that came meanwhile is.
+            self._seen = (*what[:3], resumed and self._resumed)
+            return step
+        if (
+            load is not None
+            and load.seconds >= self.spec.autoscaling.cooldown_seconds
+            and self._may_balance(load, generators)
+        ):
+            seen = self._observe(status, generators, points)
+            self._meter.restart()
+            step = await self._finish("balance", points, replace(seen, load=load))
+            self._balancing.note(failed=bool(step.trouble))
+            return step
+        return None
+
+    def _may_balance(self, load: Load, generators: Generators) -> bool:
+        limits = self.spec.autoscaling.generators
+        if limits is None or self._balancing.waits:
+            return False
+        # The window stays open until it holds enough steps, however long one takes; a limit needs none.
+        return load.steps >= LEAST_STEPS or not limits.min <= generators.wanted <= limits.max
+
+    async def _autoscale(self, status: Status, generators: Generators, points: list[Point]) -> Step | None:
+        """One decision; None where the rules changed while its forecast was awaited: the next step asks by the new ones."""
+        resumed, rules = self._resumed, (self.spec.autoscaling, self.spec.budget)
+        seen = replace(self._observe(status, generators, points), resumed=resumed)
+        asked = question(self.spec.autoscaling, points, seen, self._record.known.history)
+        answer, trouble = None, asked if isinstance(asked, str) else ""
+        if not isinstance(asked, str):
+            asked = replace(asked, earlier=list(await self._prior()))
+            answer, trouble = await self._sidecar.forecast(asked)
+            if rules != (self.spec.autoscaling, self.spec.budget):
+                return None
+        step = await self._finish("autoscale", points, replace(seen, forecast=answer, trouble=trouble))
+        # Points that cannot be used are no failure: asking again would change nothing before there are others.
+        self._asking.note(failed=bool(step.trouble) or (answer is None and not isinstance(asked, str)))
+        if resumed and not step.trouble:
+            self._resumed = False
+        return step
+
+    async def _prior(self) -> Sequence[EarlierRun]:
+        """The earlier runs to ask with.
+
+        They are read once: a forecast must not jump because another run has ended, for then agreeing evaluations would
+        agree on different questions.
+        """
+        if self._read_earlier is None or self.spec.autoscaling.prior == "None":
+            return []
+        if self._earlier is None:
+            try:
+                self._earlier = await self._read_earlier(self.spec)
+            except Exception:
+                # What other runs left behind must not cost this one its forecast.
+                log.exception("finished runs cannot be read; the forecast goes on without them as a prior")
+                self._earlier = []
+        return self._earlier
+
+    async def _finish(self, policy: Policy, points: list[Point], seen: Observation) -> Step:
+        spec, before = self.spec.autoscaling, self._record.known.history
+        decision = (decide if policy == "autoscale" else balance)(spec, seen, before)
+        changed = decision.state is not before.state
+        try:
+            await self._record.append(policy, spec, points, seen, decision)
+        except RecordError as error:
+            trouble = f"the decision could not be recorded, so it is not acted upon: {error}"
+            return Step(policy, decision, Action(), False, trouble)
+        if decision.action.kind == "scale":
+            self._meter.restart()
+        return Step(policy, decision, decision.action if spec.mode == "Auto" else Action(), changed)
+
+    def _observe(self, status: Status, generators: Generators, points: list[Point]) -> Observation:
+        return observe(self.spec, status, points, generators, unix_seconds=self._unix())
+
+
+class _Patience:
+    """When to try again after failures in a row."""
+
+    def __init__(self, monotonic: Callable[[], float]) -> None:
+        self._monotonic = monotonic
+        self._failures = 0
+        self._retry_at = 0.0
+
+    @property
+    def waits(self) -> bool:
+        """Whether it failed too short a time ago."""
+        return self._failures > 0 and self._monotonic() < self._retry_at
+
+    @property
+    def again(self) -> bool:
+        """Whether it failed long enough ago."""
+        return self._failures > 0 and not self.waits
+
+    def note(self, *, failed: bool) -> None:
+        """How it went."""
+        self._failures = self._failures + 1 if failed else 0
+        if not failed:
+            return
+        pause = FIRST_RETRY_SECONDS * 2.0 ** min(self._failures - 1, 10)
+        self._retry_at = self._monotonic() + min(pause, LAST_RETRY_SECONDS)

@@ -1,0 +1,312 @@
+"""``decisions.jsonl``: every decision with all it rests on, one JSON object a line, each sealed by a digest.
+
+A line is kept (:mod:`.log_storage`) before its action is carried out. Each line's digest covers the line and the digest
+before it, so that a changed, a missing and an added line are found. Points are recorded as what
+changed: ``kept`` of those known before, then ``added``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, Literal, Self
+
+import msgspec
+from msgspec.structs import replace
+
+from scalerl_api.autoscaling import AutoscalingSpec
+from scalerl_operator.autoscaling.log_storage import FileStorage, RecordError, RecordLost, Storage
+from scalerl_operator.autoscaling.models import Action, Decision, Fact, History, Observation, State
+from scalerl_operator.autoscaling.observation import Point
+
+FORMAT: Final = 2
+RECENT: Final = 5
+"""Decisions that are kept in mind to be shown."""
+
+Policy = Literal["autoscale", "balance"]
+
+
+class Line(Fact, frozen=True, kw_only=True):
+    """One decision. time: of this machine, for people. spec: ``spec.autoscaling`` as it was then."""
+
+    format: int
+    sequence: int
+    time: str
+    policy: Policy
+    spec: dict[str, Any]
+    kept: int
+    added: list[Point]
+    observation: Observation
+    before: History
+    decision: Decision
+    digest: str = ""
+
+
+class Brief(Fact, frozen=True, kw_only=True):
+    """One decision in short."""
+
+    sequence: int
+    time: str
+    state: State
+    action: Action
+    reason: str
+
+
+@dataclass(frozen=True)
+class Read:
+    """A line as it stands in a record. line: None if it is none, and then ``problem`` says why; newer: a program of
+    the future wrote it.
+    """
+
+    number: int
+    line: Line | None
+    problem: str = ""
+    newer: bool = False
+
+
+@dataclass
+class Known:
+    """What the lines so far come to: the next sequence number, the digest to go on from, points, history.
+
+    last: the newest line. looked: the newest on an evaluation, not on the balance. recent: the newest few, oldest first.
+    """
+
+    sequence: int = 0
+    digest: str = ""
+    points: list[Point] = field(default_factory=list)
+    history: History = field(default_factory=History)
+    last: Line | None = None
+    looked: Line | None = None
+    recent: deque[Brief] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    @property
+    def generators(self) -> int | None:
+        """How many there were to be after the last line; None before the first."""
+        if self.last is None:
+            return None
+        action = self.last.decision.action
+        acted = self.last.spec.get("mode") == "Auto" and action.kind == "scale"
+        return action.generators if acted else self.last.observation.generators.wanted
+
+    def add(self, line: Line) -> None:
+        """Take one more line in."""
+        self.last = line
+        if line.policy == "autoscale":
+            self.looked = line
+        decision = line.decision
+        self.recent.append(
+            Brief(
+                sequence=line.sequence,
+                time=line.time,
+                state=decision.state,
+                action=decision.action,
+                reason=decision.reasons[0] if decision.reasons else "",
+            )
+        )
+        self.sequence = line.sequence + 1
+        self.digest = line.digest
+        del self.points[line.kept :]
+        self.points.extend(line.added)
+        self.history = line.decision.history
+
+
+def seal(line: Line, previous: str) -> Line:
+    """The line with its digest, given that of the line before (empty for the first)."""
+    content = msgspec.json.encode(replace(line, digest=""))
+    return replace(line, digest=hashlib.blake2b(previous.encode() + content, digest_size=16).hexdigest())
+
+
+def read(content: bytes) -> Iterator[Read]:
+    """The lines of a record in order. Not checked here: digests, and whether the decisions can be made again."""
+    *whole, rest = content.split(b"\n")
+    for number, raw in enumerate(whole, 1):
+        try:
+            format_ = msgspec.json.decode(raw, type=_Format).format
+            if format_ != FORMAT:
+                problem = f"format {format_}; this program reads format {FORMAT}"
+                yield Read(number, None, problem, newer=format_ > FORMAT)
+                continue
+            line = msgspec.json.decode(raw, type=Line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            yield Read(number, None, str(error))
+            continue
+        if msgspec.json.encode(line) != raw:
+            yield Read(number, None, "not as it was written")
+            continue
+        yield Read(number, line)
+    if rest:
+        yield Read(len(whole) + 1, None, "unfinished: its end is missing")
+
+
+class _Format(msgspec.Struct):
+    format: int
+
+
+class DecisionRecord:
+    """The record of one run; one process and one caller at a time appends to it.
+
+    notes: what had to be mended at an opening, for a person to know.
+    known: what its lines come to.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self.known = Known()
+        self.notes: list[str] = []
+        self._storage = storage
+        self._size = 0
+        self._lost = False
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Open or begin a record in a file, before there is a loop to wait in; else as :meth:`load`."""
+        storage = FileStorage(path)
+        record = cls(storage)
+        try:
+            content = storage.content()
+            known, problem = _known(content)
+            if problem:
+                record._begin_anew(problem, storage.move_aside())
+            else:
+                record._go_on(content, known)
+            storage.write(b"", record._size)
+        except BaseException:
+            storage.close()
+            raise
+        return record
+
+    @classmethod
+    async def load(cls, storage: Storage) -> Self:
+        """Open or begin a record. An unfinished last line is cut off; one that cannot be trusted is set aside.
+
+        Raises:
+            RecordError: it cannot be read, a newer program wrote it, or its storage sets nothing aside.
+        """
+        record = cls(storage)
+        await record._load()
+        return record
+
+    def close(self) -> None:
+        """Give the record up, once a write under way has ended."""
+        self._storage.close()
+
+    async def append(
+        self,
+        policy: Policy,
+        spec: AutoscalingSpec,
+        points: Sequence[Point],
+        observation: Observation,
+        decision: Decision,
+    ) -> Line:
+        """Write one decision, made from ``known.history``, and have it kept.
+
+        Raises:
+            RecordError: it is not in the record. Where somebody else has written meanwhile, the record was read again,
+                and with ``known`` as it is now the decision has to be made anew.
+        """
+        if self._lost:
+            await self._load()
+            raise RecordLost(f"{self._storage.name}: read again; the decision has to be made anew")
+        line = self._line(policy, spec, points, observation, decision)
+        content = msgspec.json.encode(line) + b"\n"
+        self._lost = True  # also for a caller that is cancelled meanwhile
+        try:
+            await self._storage.append(content, self._size)
+        except RecordLost:
+            with contextlib.suppress(RecordError):
+                await self._load()
+            raise
+        except RecordError:
+            self._lost = False
+            raise
+        self._lost = False
+        self._size += len(content)
+        self.known.add(line)
+        return line
+
+    async def _load(self) -> None:
+        content = await self._storage.read()
+        # In a thread: a long record takes its time.
+        known, problem = await asyncio.to_thread(_known, content)
+        if problem:
+            self._begin_anew(problem, await self._storage.set_aside(problem))
+        else:
+            if (whole := _whole(content)) < len(content):
+                await self._storage.append(b"", whole)
+            self._go_on(content, known)
+        self._lost = False
+
+    def _go_on(self, content: bytes, known: Known) -> None:
+        self._size, self.known = _whole(content), known
+        if self._size < len(content):
+            cut = len(content) - self._size
+            self.notes.append(f"{self._storage.name}: cut off {cut} bytes of an unfinished last line")
+
+    def _begin_anew(self, problem: str, aside: str) -> None:
+        self._size, self.known = 0, Known()
+        self.notes.append(
+            f"{self._storage.name}: {problem}; set aside as {aside}, and decisions begin anew: nothing that cannot be "
+            "trusted is acted on"
+        )
+
+    def _line(
+        self,
+        policy: Policy,
+        spec: AutoscalingSpec,
+        points: Sequence[Point],
+        observation: Observation,
+        decision: Decision,
+    ) -> Line:
+        known = self.known
+        kept = _common(known.points, points)
+        line = Line(
+            format=FORMAT,
+            sequence=known.sequence,
+            time=datetime.fromtimestamp(observation.unix_seconds, UTC).isoformat(timespec="seconds"),
+            policy=policy,
+            spec=as_recorded(spec),
+            kept=kept,
+            added=list(points[kept:]),
+            observation=observation,
+            before=known.history,
+            decision=decision,
+        )
+        return seal(line, known.digest)
+
+
+def as_recorded(spec: AutoscalingSpec) -> dict[str, Any]:
+    """The spec as a line has it."""
+    return spec.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def _whole(content: bytes) -> int:
+    """The bytes of its whole lines."""
+    return content.rfind(b"\n") + 1
+
+
+def _known(content: bytes) -> tuple[Known, str]:
+    """What the whole lines come to, and the first thing wrong with them."""
+    known = Known()
+    for one in read(content[: _whole(content)]):
+        if one.line is None:
+            if one.newer:
+                raise RecordError(f"line {one.number}: {one.problem}")
+            return known, f"line {one.number}: {one.problem}"
+        if seal(one.line, known.digest).digest != one.line.digest:
+            return known, f"line {one.number}: its digest does not fit"
+        known.add(one.line)
+    return known, ""
+
+
+def _common(before: Sequence[Point], now: Sequence[Point]) -> int:
+    count = 0
+    for a, b in zip(before, now, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count

@@ -1,0 +1,104 @@
+"""What decisions remember of the generators, and whether their number may be changed now. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from msgspec.structs import replace
+
+from scalerl_api.autoscaling import AutoscalingSpec
+from scalerl_operator.autoscaling.models import Change, History, Observation, State
+from scalerl_operator.autoscaling.throughput import elasticity, pace
+
+MOST_DOUBLINGS: Final = 6
+"""A change against the one before it waits twice as long as the last such change did, up to 64 cooldowns."""
+
+
+def rules(spec: AutoscalingSpec) -> str:
+    """The fields that a stop is counted under: with others, the count starts anew."""
+    names = ("min_gain", "horizon", "target", "price_per_device_hour", "value_per_point", "stop_after")
+    given = ((name, getattr(spec, name)) for name in names)
+    text = " ".join(f"{name}={value}" for name, value in given if value is not None)
+    # Not where it is the default: records from before the field are made again with the same rules.
+    return text if spec.prior == "OwnRuns" else f"{text} prior={spec.prior}"
+
+
+def remember(spec: AutoscalingSpec, seen: Observation, history: History) -> History:
+    """The history as it stands at this look, before anything is decided."""
+    now = seen.spent.seconds
+    if history.rules != rules(spec):
+        # Another policy, so another question: agreement with the old one says nothing of it.
+        history = replace(history, rules=rules(spec), streak=0, elasticity=None)
+    if seen.resumed and history.state in (State.STOP, State.BROKEN):
+        # Whoever takes a stop back knows it; the run is not stopped again by what stopped it.
+        history = replace(history, streak=0)
+    if seen.resumed and history.state is State.BROKEN:
+        newest = -1 if seen.latest is None else seen.latest.version
+        history = replace(history, alarm=None, forgiven=newest, was_healthy=False)
+    change, settled, measured = history.change, history.settled, history.elasticity
+    wanted, ready = seen.generators.wanted, seen.generators.ready
+    if change is not None and change.at > now:
+        # The run's clock was set back. Waiting out the rest of the gap could take for ever.
+        change = replace(change, at=now)
+    if history.generators is None:
+        settled = 0.0
+    elif wanted != history.generators:
+        settled = None
+    if settled is None and ready >= wanted:
+        settled = now
+    if change is not None and change.measuring:
+        if wanted != change.after:
+            change = replace(change, measuring=False)
+        elif settled is not None and change.pace is not None:
+            after = pace(seen.recent, settled)
+            if after is not None:
+                found = elasticity(change.pace, after)
+                measured = measured if found is None else found
+                change = replace(change, measuring=False)
+    return replace(history, generators=wanted, settled=settled, change=change, elasticity=measured)
+
+
+def why_not(spec: AutoscalingSpec, seen: Observation, history: History, to: int) -> str:
+    """Why the number of generators may not become ``to`` now; empty if it may."""
+    generators, allowed = seen.generators, spec.generators
+    if allowed is None:
+        return "autoscaling.generators gives no range"
+    # From outside the range a step towards it is one that is wanted.
+    if generators.wanted < to > allowed.max:
+        return f"{generators.wanted} generators are the most that autoscaling.generators allows"
+    if generators.wanted > to < allowed.min:
+        return f"{generators.wanted} generators are the fewest that autoscaling.generators allows"
+    if generators.quota is not None and to > max(generators.quota, generators.wanted):
+        return f"there is room for {generators.quota} generators only"
+    if generators.ready != generators.wanted or history.settled is None:
+        return f"a change is under way: {generators.ready} of {generators.wanted} generators are ready"
+    change = history.change
+    if change is None:
+        return ""
+    back = (to > generators.wanted) != (change.after > change.before)
+    wait = spec.cooldown_seconds * (2 ** min(history.reversals, MOST_DOUBLINGS) if back else 1)
+    rest = wait - (seen.spent.seconds - change.at)
+    if rest > 0:
+        return f"the last change was {seen.spent.seconds - change.at:.0f} s ago, {rest:.0f} s of cooldown are left"
+    return ""
+
+
+def scaled(seen: Observation, history: History, to: int, *, exploratory: bool = False) -> History:
+    """The history after a change of the number of generators was decided."""
+    change = history.change
+    wanted = seen.generators.wanted
+    back = change is not None and (to > wanted) != (change.after > change.before)
+    # Only intervals with exactly these generators: a mixture would measure something else.
+    before = None if history.settled is None else pace(seen.recent, history.settled)
+    return replace(
+        history,
+        reversals=history.reversals + back,
+        change=Change(
+            before=wanted,
+            after=to,
+            at=seen.spent.seconds,
+            exploratory=exploratory,
+            measuring=before is not None,
+            pace=before,
+        ),
+    )

@@ -1,0 +1,117 @@
+"""How fast a run goes, what more devices made of that, and how much compute it can still have. Pure.
+
+Medians over the intervals between evaluations, so that one jump of a clock, one restart or one slow
+step does not count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import pairwise
+from statistics import median
+from typing import Final
+
+from scalerl_api.autoscaling import AutoscalingSpec
+from scalerl_operator.autoscaling.models import History, Observation, Pace, Progress
+
+INTERVALS: Final = 3
+"""Between evaluations, before a pace is believed: one bad one cannot move the median of three."""
+LEAST_CHANGE: Final = 0.02
+"""Change of ln(devices) under which an elasticity is all noise."""
+
+
+def pace(recent: Sequence[Progress], since: float = -math.inf) -> Pace | None:
+    """From the intervals that began at ``since`` or later; None with fewer than ``INTERVALS`` good ones."""
+    good = [
+        (
+            b.tokens - a.tokens,
+            b.seconds - a.seconds,
+            b.device_seconds - a.device_seconds,
+            b.version - a.version,
+        )
+        for a, b in pairwise(recent)
+        if a.seconds >= since
+    ]
+    good = [interval for interval in good if min(interval) > 0]
+    if len(good) < INTERVALS:
+        return None
+    return Pace(
+        tokens_per_second=median(tokens / seconds for tokens, seconds, _, _ in good),
+        devices=median(devices / seconds for _, seconds, devices, _ in good),
+        tokens_per_step=median(tokens / steps for tokens, _, _, steps in good),
+        intervals=len(good),
+    )
+
+
+def pace_now(seen: Observation, history: History) -> Pace | None:
+    """With the present generators if they have been there for long enough, else over all there is."""
+    settled = None if history.settled is None else pace(seen.recent, history.settled)
+    return settled or pace(seen.recent)
+
+
+def elasticity(before: Pace, after: Pace) -> float | None:
+    """d ln(tokens/s) / d ln(devices); None if the devices hardly changed.
+
+    >>> slow = Pace(tokens_per_second=100, devices=4, tokens_per_step=1, intervals=3)
+    >>> fast = Pace(tokens_per_second=200, devices=8, tokens_per_step=1, intervals=3)
+    >>> elasticity(slow, fast)
+    1.0
+    """
+    devices = math.log(after.devices / before.devices)
+    if abs(devices) < LEAST_CHANGE:
+        return None
+    return math.log(after.tokens_per_second / before.tokens_per_second) / devices
+
+
+@dataclass(frozen=True)
+class Left:
+    """What may still be used; None is no limit. doubt: why the deadline was left out, if it was."""
+
+    steps: float | None
+    seconds: float | None
+    device_seconds: float | None
+    doubt: str = ""
+
+
+def left(spec: AutoscalingSpec, seen: Observation, history: History) -> Left:
+    """Of budget, deadline and ``maxDeviceHours``, never below 0."""
+    limits, spent = seen.limits, seen.spent
+    seconds = [] if limits.seconds is None else [limits.seconds - spent.seconds]
+    doubt = ""
+    if spec.deadline is not None:
+        if seen.unix_seconds < history.unix_seconds:
+            doubt = "the clock went back, so the deadline does not count this time"
+        else:
+            seconds.append(datetime.fromisoformat(spec.deadline).timestamp() - seen.unix_seconds)
+    hours = [h for h in (limits.device_hours, _number(spec.max_device_hours)) if h is not None]
+    return Left(
+        steps=None if limits.steps is None else max(0.0, float(limits.steps - spent.steps)),
+        seconds=max(0.0, min(seconds)) if seconds else None,
+        device_seconds=max(0.0, 3600 * min(hours) - spent.device_seconds) if hours else None,
+        doubt=doubt,
+    )
+
+
+def reach(now: Pace, rest: Left, more_devices: float = 0.0, elastic: float = 1.0) -> float | None:
+    """Compute still to be had with so many more devices; None if nothing limits it.
+
+    tokens/s grow by (devices'/devices)^elasticity. With an elasticity under 1 a budget of device-hours
+    buys less compute the more devices work on it, so growing helps against time only.
+    """
+    factor = (now.devices + more_devices) / now.devices
+    speed = now.tokens_per_second * factor**elastic
+    within = []
+    if rest.steps is not None:
+        within.append(rest.steps * now.tokens_per_step)
+    if rest.seconds is not None:
+        within.append(rest.seconds * speed)
+    if rest.device_seconds is not None:
+        within.append(rest.device_seconds * speed / (now.devices + more_devices))
+    return min(within) if within else None
+
+
+def _number(value: str | None) -> float | None:
+    return None if value is None else float(value)

@@ -1,0 +1,79 @@
+"""Render: from a run and what is to exist now to Kubernetes objects. Pure: same input, same objects.
+
+Lives here: the objects of a run, one file a role beside what all pods share (:mod:`.pods`), with values in the form in
+which the API server gives them back, so that :mod:`scalerl_operator.controller.drift` finds a difference only where there
+is one. What is common to both runtimes (command lines, environment, probes) comes from the plan.
+
+Never lives here: whether something is to exist, or I/O.
+"""
+
+from __future__ import annotations
+
+from scalerl_api.spec import ScaleRLRun
+from scalerl_operator.names import Names
+from scalerl_operator.build import coordinator
+from scalerl_operator.build import generator
+from scalerl_operator.build import network
+from scalerl_operator.build import prepare
+from scalerl_operator.build import storage
+from scalerl_operator.build import trainer
+from scalerl_operator.build.shared import Scope, finished, raw_hash, spec_hash
+from scalerl_operator.kube.types import Desired, Images, Object
+
+
+def render(
+    run: ScaleRLRun, uid: str, desired: Desired, images: Images, *, operator_namespace: str
+) -> list[Object]:
+    """All objects of a run that are to exist now, in the order in which to make them, but its token (:func:`secret`).
+
+    Always: the claim (where the operator makes it), the spec's ConfigMap, the NetworkPolicy. The Services are there as
+    long as the coordinator or the trainer, Deployment and PodDisruptionBudget as long as there is to be a generator.
+
+    Jobs cannot be changed once they exist: a live one is left as it is; one whose annotation ``scalerl.dev/spec-hash``
+    is not :func:`spec_hash` is of an earlier spec.
+
+    operator_namespace: where the operator runs; its pods may reach the coordinator.
+
+    Raises:
+        ValueError: the run has no namespace.
+    """
+    scope = Scope(run, uid, images, operator_namespace)
+    claim = storage.claim(scope)
+    objects = [] if claim is None else [claim]
+    objects += [storage.spec_map(scope, trained=desired.trained), network.network_policy(scope)]
+    if desired.prepare:
+        objects.append(prepare.job(scope))
+    if desired.coordinator or desired.trainer_attempt is not None:
+        objects += [network.coordinator_service(scope), network.trainer_service(scope)]
+    if desired.coordinator:
+        objects.append(coordinator.stateful_set(scope))
+    if desired.generators:
+        objects += [generator.disruption_budget(scope), generator.deployment(scope, desired.generators)]
+    if desired.trainer_attempt is not None:
+        objects.append(trainer.job(scope, desired.trainer_attempt))
+    return [finished(rendered) for rendered in objects]
+
+
+def names_of(run: ScaleRLRun) -> list[tuple[str, str]]:
+    """(kind, name) of all that a run is to have until its first attempt to train, its token among it."""
+    names = Names(run.metadata.name)
+    claim = [] if run.spec.storage.claim_name is not None else [("PersistentVolumeClaim", names.claim)]
+    return [
+        *claim,
+        *(("ConfigMap", names.spec), ("Secret", names.token), ("NetworkPolicy", names.network)),
+        *(("Job", names.prepare), ("Service", names.coordinator), ("StatefulSet", names.coordinator)),
+        *(("PodDisruptionBudget", names.generator), ("Deployment", names.generator)),
+        *(("Service", names.trainer), ("Job", names.trainer_job(1))),
+    ]
+
+
+def secret(run: ScaleRLRun, uid: str, token: str) -> Object:
+    """The run's bearer token: made once, never applied over one that is there.
+
+    Raises:
+        ValueError: the run has no namespace.
+    """
+    return storage.token_secret(Scope(run, uid, Images("", "", ""), ""), token)
+
+
+__all__ = ["names_of", "raw_hash", "render", "secret", "spec_hash"]

@@ -1,0 +1,242 @@
+"""Pod templates: a workload's containers with the environment, volumes and rights that all pods of a run have.
+
+Every pod meets the restricted Pod Security Standard: no root, no privilege, no capability, a root file system that
+cannot be written, no token of the API server. What may be written is the run's volume, ``/tmp`` (with the home
+directory, an emptyDir for each container: an actor grades hostile text, within :data:`TMP_SIZES`) and ``/dev/shm``.
+
+Paths that a spec names beside a hub or a recipe, ``model.path`` and ``task.jsonl.path``, are paths in the containers:
+they have to lie in a volume that ``podTemplate`` mounts for all roles (the coordinator, the actor and the preparation
+read the task; the preparation reads the model). Nothing is refused here when they do not; the preparation says so.
+A hub's access token comes by ``podTemplate.env`` from a Secret, for the trainer's pods alone if need be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from scalerl_api import endpoints
+from scalerl_api import process as api
+from scalerl_api.pods import PodResources, PodTemplate
+from scalerl_operator import names
+from scalerl_operator.names import PORTS, RUN_DIR, SPEC_DIR, SPEC_KEY, TOKEN_DIR, TOKEN_KEY
+from scalerl_operator.build.probes import probes
+from scalerl_operator.build.quantities import canonical
+from scalerl_operator.build.resources import native, resources
+from scalerl_operator.build.shared import Scope, pod_template_of
+from scalerl_operator.kube.types import Object
+from scalerl_operator.workloads import ADDRESS, BIND, Container, Role, expand, port_variable
+
+USER_ID: Final = 10001
+SHM_SIZE: Final = "1Gi"
+"""Of ``/dev/shm`` where the spec names none; a container's own 64 MiB are too few for torch."""
+HOME: Final = "/tmp/home"  # noqa: S108 - a volume of its own
+TMP_SIZES: Final = {"actor": "1Gi"}
+"""Of ``/tmp``, by container: a completion that fills it loses its pod, not the node its disk. The others write what their
+libraries do, and large models' caches have no bound that holds for all."""
+
+NEVER_EVICT: Final = {
+    # Autoscalers of nodes leave such a pod where it is; a person's drain does not ask.
+    "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+    "karpenter.sh/do-not-disrupt": "true",
+}
+
+
+@dataclass(frozen=True)
+class PodSettings:
+    """What one role's pods have of their own.
+
+    name: SCALERL_NAME, which may refer to variables before it; None: the pod's.
+    variables: environment entries that come before the name.
+    extra: environment of single containers, by their name.
+    grace_seconds: from SIGTERM to SIGKILL.
+    metrics_port: where Prometheus finds metrics; None: nowhere.
+    """
+
+    role: Role
+    image: str
+    grace_seconds: int
+    name: str | None = None
+    variables: Sequence[Object] = ()
+    extra: dict[str, dict[str, str]] = field(default_factory=dict)
+    metrics_port: str | None = None
+    labels: dict[str, str] = field(default_factory=dict)
+    annotations: dict[str, str] = field(default_factory=dict)
+    pod: dict[str, Any] = field(default_factory=dict)
+
+
+def pod_template(scope: Scope, settings: PodSettings) -> Object:
+    """``template`` of a workload object."""
+    role = settings.role
+    given = pod_template_of(scope.spec, role)
+    containers = scope.workload(role).containers
+    annotations = settings.annotations | _scraping(settings.metrics_port) | given.annotations
+    spec: Object = {
+        "containers": [_container(scope, settings, given, container) for container in containers],
+        "volumes": [*_volumes(scope, given, containers), *given.volumes],
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER_ID,
+            "runAsGroup": USER_ID,
+            "fsGroup": USER_ID,
+            # A run's volume may hold many files, and changing the owner of each takes minutes at every start.
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": settings.grace_seconds,
+        **settings.pod,
+        **_placement(given),
+    }
+    return {
+        "metadata": {
+            "labels": given.labels | scope.labels(role) | settings.labels,
+            "annotations": annotations | {names.SPEC_HASH: scope.spec_hash(role)},
+        },
+        "spec": spec,
+    }
+
+
+def _scraping(port: str | None) -> dict[str, str]:
+    if port is None:
+        return {}
+    return {
+        "prometheus.io/scrape": "true",
+        "prometheus.io/port": str(PORTS[port]),
+        "prometheus.io/path": endpoints.METRICS,
+    }
+
+
+def _placement(given: PodTemplate) -> Object:
+    wanted = {
+        "nodeSelector": given.node_selector,
+        "tolerations": given.tolerations,
+        "affinity": given.affinity,
+        "runtimeClassName": given.runtime_class_name,
+        "priorityClassName": given.priority_class_name,
+        "imagePullSecrets": [{"name": secret.name} for secret in given.image_pull_secrets],
+    }
+    return {name: value for name, value in wanted.items() if value}
+
+
+# --- containers ----------------------------------------------------------------------------------------------
+
+
+def _container(scope: Scope, settings: PodSettings, given: PodTemplate, container: Container) -> Object:
+    main = container is scope.workload(settings.role).containers[0]
+    policy = scope.spec.images.pull_policy or scope.images.pull_policy
+    rendered: Object = {
+        "name": container.name,
+        "image": settings.image,
+        "imagePullPolicy": policy,
+        "command": list(container.argv),
+        "env": _environment(scope, settings, given, container),
+        "resources": resources(container, _resources(settings.role, given, main), scope.spec.device_resource),
+        **probes(container),
+        "volumeMounts": [*_mounts(scope, container, main), *given.volume_mounts],
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        # The last line of a role's log is what a condition quotes.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    open_ports = [port for port in container.ports if port not in container.loopback]
+    if open_ports:
+        rendered["ports"] = [
+            {"name": port, "containerPort": PORTS[port], "protocol": "TCP"} for port in open_ports
+        ]
+    return rendered
+
+
+def _resources(role: Role, given: PodTemplate, main: bool) -> PodResources:
+    if not main:
+        return PodResources()
+    return native(given.resources) if role is Role.PREPARE else given.resources
+
+
+def variable(name: str, value: str) -> Object:
+    return {"name": name, "value": value}
+
+
+def from_field(name: str, path: str) -> Object:
+    """A variable with what the pod knows of itself."""
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def _environment(
+    scope: Scope, settings: PodSettings, given: PodTemplate, container: Container
+) -> list[Object]:
+    """The runtime's variables first, in an order in which each refers to those before it only; then what the plan
+    says, then the user's. The user's win, but over what says where a process stands.
+    """
+    threads = container.resources.cpu_threads
+    ports = [port for other in scope.workload(settings.role).containers for port in other.ports]
+    fixed = [
+        variable(api.DIR, RUN_DIR),
+        variable(api.RUN_FILE, f"{SPEC_DIR}/{SPEC_KEY}"),
+        variable(api.TOKEN_FILE, f"{TOKEN_DIR}/{TOKEN_KEY}"),
+        variable(api.COORDINATOR_URL, scope.names.coordinator_url(scope.namespace)),
+        variable(BIND, "0.0.0.0"),  # noqa: S104 - the pod's own network; the NetworkPolicy says who gets in
+        from_field(ADDRESS, "status.podIP"),
+        *settings.variables,
+        from_field(api.NAME, "metadata.name") if settings.name is None else variable(api.NAME, settings.name),
+        *(variable(port_variable(port), str(PORTS[port])) for port in ports),
+    ]
+    own = {
+        "HOME": HOME,
+        # No image need know the user's number; torch asks for a name.
+        "USER": "scalerl",
+        **({} if threads is None else {"OMP_NUM_THREADS": str(threads)}),
+        **settings.extra.get(container.name, {}),
+        **container.env,
+    }
+    taken = {entry["name"] for entry in fixed}
+    theirs = [entry for entry in given.env if entry["name"] not in taken]
+    replaced = {entry["name"] for entry in theirs}
+    return [*fixed, *(variable(name, text) for name, text in own.items() if name not in replaced), *theirs]
+
+
+# --- volumes -------------------------------------------------------------------------------------------------
+
+_RUN, _SPEC, _TOKEN, _SHM = "scalerl-run", "scalerl-spec", "scalerl-token", "scalerl-shm"
+
+
+def _tmp(container: Container) -> str:
+    return f"scalerl-tmp-{container.name}"
+
+
+def _volumes(scope: Scope, given: PodTemplate, containers: Sequence[Container]) -> list[Object]:
+    claim = scope.spec.storage.claim_name or scope.names.claim
+    shm = canonical(given.shm_size or SHM_SIZE)
+    return [
+        {"name": _RUN, "persistentVolumeClaim": {"claimName": claim}},
+        {"name": _SPEC, "configMap": {"name": scope.names.spec}},
+        {"name": _TOKEN, "secret": {"secretName": scope.names.token, "defaultMode": 0o440}},
+        {"name": _SHM, "emptyDir": {"medium": "Memory", "sizeLimit": shm}},
+        *({"name": _tmp(container), "emptyDir": _bounded(container)} for container in containers),
+    ]
+
+
+def _bounded(container: Container) -> Object:
+    size = TMP_SIZES.get(container.name)
+    return {} if size is None else {"sizeLimit": size}
+
+
+def _mounts(scope: Scope, container: Container, main: bool) -> list[Object]:
+    shared = [volume for volume in container.volumes if expand(volume.path, {api.DIR: RUN_DIR}) == RUN_DIR]
+    # In a claim that others use too, and in one that outlives its run: a later run of that name, given the claim, goes
+    # on from what is there.
+    run: Object = {"name": _RUN, "mountPath": RUN_DIR, "subPath": scope.run.metadata.name}
+    if not any(volume.writable for volume in shared):
+        run["readOnly"] = True
+    return [
+        run,
+        {"name": _SPEC, "mountPath": SPEC_DIR, "readOnly": True},
+        {"name": _TOKEN, "mountPath": TOKEN_DIR, "readOnly": True},
+        {"name": _tmp(container), "mountPath": "/tmp"},  # noqa: S108
+        *([{"name": _SHM, "mountPath": "/dev/shm"}] if main else []),  # noqa: S108
+    ]

@@ -1,0 +1,62 @@
+"""The preparation: a Job of one pod, with the trainer's image and the trainer's podTemplate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from scalerl_api.process import BAD_INPUT_EXIT_CODE
+from scalerl_operator import names
+from scalerl_operator.names import RUN_DIR
+from scalerl_operator.build.pods import PodSettings, pod_template
+from scalerl_operator.build.shared import Scope
+from scalerl_operator.kube.types import Object
+from scalerl_operator.workloads import Role
+
+GRACE_SECONDS: Final = 30
+RETRIES: Final = 4
+"""Of ends that another try may mend: a hub that is away, a node's disk. The Job waits 10 s before the first, then doubles."""
+HUB_CACHE: Final = (Path(RUN_DIR) / "hub").as_posix()
+"""On the run's volume: a node's own disk may be too small for a model, a download that was cut goes on, and what is
+downloaded is linked into place rather than copied. ``HF_HOME`` in ``podTemplate.env`` names another, a shared one."""
+
+
+def job(scope: Scope) -> Object:
+    """Tried again where that could help: not when the input is wrong, and as often as it takes when a node is drained."""
+    extra = {"HF_HOME": HUB_CACHE} if scope.spec.model.hub is not None else {}
+    settings = PodSettings(
+        role=Role.PREPARE,
+        image=scope.spec.images.trainer or scope.images.trainer,
+        grace_seconds=GRACE_SECONDS,
+        name=scope.workload(Role.PREPARE).replica_name(0),
+        extra={"prepare": extra},
+        pod={"restartPolicy": "Never"},
+    )
+    metadata = scope.metadata(scope.names.prepare, Role.PREPARE)
+    metadata["labels"] |= scope.queue_labels
+    metadata["annotations"][names.IMAGE] = scope.images.trainer
+    metadata["annotations"][names.SPEC_HASH] = scope.spec_hash(Role.PREPARE)
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": metadata,
+        "spec": {
+            "backoffLimit": RETRIES,
+            "podFailurePolicy": {
+                "rules": [
+                    {
+                        "action": "FailJob",
+                        "onExitCodes": {
+                            "containerName": "prepare",
+                            "operator": "In",
+                            "values": [BAD_INPUT_EXIT_CODE],
+                        },
+                    },
+                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                ]
+            },
+            "completions": 1,
+            "parallelism": 1,
+            "template": pod_template(scope, settings),
+        },
+    }

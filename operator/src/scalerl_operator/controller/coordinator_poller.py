@@ -1,0 +1,257 @@
+"""Hearing: the coordinators of all runs, asked in the background, and told by the operator.
+
+A poller a run asks its coordinator and keeps the last answer. A reconcile reads that and never waits for it: runs
+whose coordinators cannot be reached hold up no others. An answer counts for what was seen of the run's pods before it
+was asked for: a trainer that has ended is to be judged by what the coordinator says after that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from scalerl_api.wire import Status
+from scalerl_operator.controller.observe import PodView
+from scalerl_operator.coordinator_client import CoordinatorClient, CoordinatorRefused, CoordinatorUnreachable
+from scalerl_operator.names import PORTS
+from scalerl_operator.policy.lifecycle import ASK_AGAIN_SECONDS, POLL_SECONDS
+
+log = logging.getLogger(__name__)
+
+ANSWER_SECONDS: Final = 3.0
+LONGEST_PAUSE_SECONDS: Final = 15.0
+"""Between two questions to a coordinator that does not answer; the first pause is of two seconds."""
+OLDEST_ANSWER_SECONDS: Final = 30.0
+"""An older one says nothing of now: the poller is late, as on a machine that was suspended."""
+_SOONER: Final = (0.8, 0.95)
+"""A poller asks somewhat sooner than a run is looked at by the clock, and never in step with others."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One poll.
+
+    known: it was asked for after what is seen now; else another look follows as soon as it is.
+    status: None where the coordinator does not answer.
+    """
+
+    known: bool
+    status: Status | None = None
+
+
+class _Poller:
+    """One run's coordinator. answer: the last one; None: it does not answer."""
+
+    def __init__(self, client: CoordinatorClient, url: str, token: str) -> None:
+        self.client, self.url, self.token = client, url, token
+        self.answer: Status | None = None
+        self.refusal = ""
+        self.reread = False
+        """The token was read again since the last refusal."""
+        self.failures = 0
+        self.at = 0.0
+        self.seen: object = None
+        self.answered_for: object = self
+        """What was seen when it was last asked; first nothing that anybody can see."""
+        self.asked = self.newest = 0
+        """Questions so far, and the last one that counts: a background question and one by a look may overlap."""
+        self.given: object = None
+        """:meth:`news` as the last look was given it; None: that look waits for an answer."""
+        self.now = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def known(self) -> bool:
+        # Of one that does not answer, the next answer is as far away as it is.
+        return self.failures > 0 or self.answered_for == self.seen
+
+    def current(self) -> Status | None:
+        fresh = time.monotonic() - self.at <= OLDEST_ANSWER_SECONDS
+        return self.answer if fresh else None
+
+    def news(self) -> object:
+        """What a run is looked at for at once. All else moves all the time, and waits for the next look by the clock."""
+        now = self.current()
+        said = None if now is None else (now.phase, now.stop_reason, len(now.points), now.journal_error)
+        return said, self.refusal
+
+    def pause(self) -> float:
+        """Seconds to the next question."""
+        if self.failures:
+            longest = min(ASK_AGAIN_SECONDS * 2.0 ** min(self.failures - 1, 10), LONGEST_PAUSE_SECONDS)
+        else:
+            ending = self.answer is not None and bool(self.answer.stop_reason)
+            longest = ASK_AGAIN_SECONDS if ending else POLL_SECONDS
+        return longest * random.uniform(*_SOONER)
+
+
+class Coordinators:
+    """A poller a run, kept between looks.
+
+    fence: asked before a coordinator is told anything; raises where this process may not act.
+    wake: called with the uid of a run of which there is an answer that a look waits for, or that has news.
+    background: ask without being asked to; else only :meth:`ask` and :meth:`ask_all` do.
+    """
+
+    def __init__(
+        self,
+        fence: Callable[[str], None],
+        wake: Callable[[str], None] = lambda uid: None,
+        *,
+        background: bool = True,
+    ) -> None:
+        self._fence = fence
+        self._wake = wake
+        self._background = background
+        self._pollers: dict[str, _Poller] = {}
+
+    async def forget(self, uid: str) -> None:
+        """Ask a run's coordinator no more."""
+        held = self._pollers.pop(uid, None)
+        if held is None:
+            return
+        try:
+            if held.task is not None:
+                held.task.cancel()
+                await asyncio.gather(held.task, return_exceptions=True)
+        finally:
+            await held.client.__aexit__(None, None, None)
+
+    async def close(self) -> None:
+        for uid in list(self._pollers):
+            await self.forget(uid)
+
+    def refusal(self, uid: str) -> str:
+        """What a coordinator said that did not listen when it was last asked or told something.
+
+        Empty where it did, or where there was no answer.
+        """
+        held = self._pollers.get(uid)
+        return "" if held is None else held.refusal
+
+    async def hear(
+        self, uid: str, pods: Sequence[PodView], token: Callable[[bool], Awaitable[str]], seen: object
+    ) -> Answer:
+        """The coordinator's last answer. ``seen``: what the run is judged by beside it, comparable.
+
+        ``token(again)``: the run's; ``again``: the one known was refused, so it is to be read again.
+        """
+        held = await self._poller(uid, pods, token)
+        if held is None:
+            return Answer(True)
+        if seen != held.seen:
+            held.seen = seen
+            held.now.set()
+        if not held.known:
+            held.given = None
+            return Answer(False)
+        held.given = held.news()
+        return Answer(True, held.current())
+
+    async def ask(self, uid: str) -> None:
+        """Ask now; the answer, or that there is none, is the last one, unless one that was asked for later has come."""
+        held = self._pollers.get(uid)
+        if held is None:
+            return
+        held.asked += 1
+        seen, number = held.seen, held.asked
+        answer: Status | CoordinatorUnreachable | CoordinatorRefused
+        try:
+            answer = await held.client.status()
+        except (CoordinatorUnreachable, CoordinatorRefused) as problem:
+            answer = problem
+        if number < held.newest:
+            return
+        held.newest = number
+        if isinstance(answer, Status):
+            held.answer, held.failures, held.refusal = answer, 0, ""
+        else:
+            self._note(uid, held, "no word from the coordinator", answer)
+        held.answered_for, held.at = seen, time.monotonic()
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a look waits for an answer."""
+        return not all(held.known for held in self._pollers.values())
+
+    async def ask_all(self) -> None:
+        """Ask all."""
+        await asyncio.gather(*(self.ask(uid) for uid in self._pollers))
+
+    async def tell(self, uid: str, reason: str) -> bool:
+        """Ask it to stop for ``reason`` (empty: to go on); whether it heard. Who is not heard asks again.
+
+        Raises:
+            Fenced: another may lead by now, and would be contradicted.
+        """
+        held = self._pollers.get(uid)
+        if held is None:
+            return False
+        self._fence(f"tell the coordinator of run {uid}")
+        try:
+            await held.client.stop(reason)
+        except (CoordinatorUnreachable, CoordinatorRefused) as problem:
+            self._note(uid, held, "the coordinator was not told", problem)
+            return False
+        await self.ask(uid)  # what it said before it was told is a thing of the past
+        return True
+
+    async def _run(self, uid: str, held: _Poller) -> None:
+        """Ask now and then, and at once when something else is seen of the run, until cancelled."""
+        while True:
+            held.now.clear()
+            try:
+                await self.ask(uid)
+            except Exception:
+                log.exception("run %s: asking its coordinator failed", uid)
+                held.answer, held.failures = None, held.failures + 1
+            if held.known and held.news() != held.given:
+                self._wake(uid)
+            pause = held.pause()
+            if held.failures:
+                await asyncio.sleep(pause)
+                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await held.now.wait()
+
+    def _note(
+        self, uid: str, held: _Poller, what: str, problem: CoordinatorUnreachable | CoordinatorRefused
+    ) -> None:
+        """A refusal is news once; that nobody answers passes."""
+        held.answer, held.failures, held.reread = None, held.failures + 1, False
+        if not isinstance(problem, CoordinatorRefused):
+            held.refusal = ""
+            log.info("run %s: %s: %s", uid, what, problem)
+        elif held.refusal != str(problem):
+            held.refusal = str(problem)
+            log.warning("run %s: %s: %s", uid, what, problem)
+
+    async def _poller(
+        self, uid: str, pods: Sequence[PodView], token: Callable[[bool], Awaitable[str]]
+    ) -> _Poller | None:
+        # One that cannot write its journal is not ready, and says why when asked.
+        pod = next((p for p in pods if (p.ready or p.started) and p.ip), None)
+        if pod is None:
+            await self.forget(uid)
+            return None
+        # By address, not by name: a name that was looked up too early stays unknown for half a minute.
+        host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
+        url, held = f"http://{host}:{PORTS['http']}", self._pollers.get(uid)
+        refused = held is not None and bool(held.refusal) and not held.reread
+        if held is not None and refused:
+            held.reread = True
+        given = await token(refused)
+        if held is None or (held.url, held.token) != (url, given):
+            await self.forget(uid)
+            client = CoordinatorClient(url, given, timeout_seconds=ANSWER_SECONDS)
+            held = self._pollers[uid] = _Poller(await client.__aenter__(), url, given)
+            if self._background:
+                held.task = asyncio.create_task(self._run(uid, held), name=f"coordinator of run {uid}")
+        return held

@@ -1,0 +1,402 @@
+"""From a run's live objects to facts: Jobs, pods, what they wait for, and how they ended. Pure.
+
+What Kubernetes spreads over pod phases, container states and conditions becomes one :class:`Problem` a pod, with a
+constant of :mod:`scalerl_api.conditions` and the cluster's own words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Final
+
+from scalerl_api.conditions import Reason
+from scalerl_api.process import BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE, STEPS_LOST_EXIT_CODE
+from scalerl_operator.controller.message_patterns import creation_problem, placing_problem
+from scalerl_operator.kube.types import Object
+from scalerl_operator.names import ATTEMPT, COMPONENT, RUN_UID, SPEC_HASH
+from scalerl_operator.policy.decision import Ended, Job, JobState, Service
+from scalerl_operator.workloads import Role
+
+JOB_NAME: Final = "batch.kubernetes.io/job-name"
+LONGEST_BACK_OFF: Final = "back-off 5m0s"
+"""In the kubelet's words for a container that it will start again, where it has its defaults."""
+QUIET_SECONDS: Final = 600.0
+"""Restarts that are further apart are none in a row."""
+PLACING_SECONDS: Final = {Reason.UNSCHEDULABLE: 10.0, Reason.VOLUME_NOT_READY: 30.0}
+"""For so long it is no news that a new pod waits for a node, or for its volume, which is made only now."""
+
+_WAITING: Final = {
+    "ErrImagePull": Reason.IMAGE_PULL_FAILED,
+    "ImagePullBackOff": Reason.IMAGE_PULL_FAILED,
+    "InvalidImageName": Reason.IMAGE_PULL_FAILED,
+    "ImageInspectError": Reason.IMAGE_PULL_FAILED,
+    "RegistryUnavailable": Reason.IMAGE_PULL_FAILED,
+    "SignatureValidationFailed": Reason.IMAGE_PULL_FAILED,
+    "ErrImageNeverPull": Reason.IMAGE_PULL_FAILED,
+    "CreateContainerConfigError": Reason.CONTAINER_CONFIG_INVALID,
+    "CreateContainerError": Reason.CONTAINER_START_FAILED,
+    "RunContainerError": Reason.CONTAINER_START_FAILED,
+    "CrashLoopBackOff": Reason.BACK_OFF,
+}
+_NEVER_STARTED: Final = frozenset({"StartError", "ContainerCannotRun"})
+"""Reasons of containers that ended before their program began: it is not in the image, or is of another architecture."""
+_TAKEN: Final = frozenset({"Evicted", "Preempting", "Terminated", "NodeLost"})
+"""Reasons of pods that failed because their place was taken away. A node that did not let one begin has many more: whatever
+it had too little of (OutOfcpu), a device that was not healthy (UnexpectedAdmissionError), its own end (NodeShutdown)."""
+_DISRUPTION: Final = "DisruptionTarget"
+"""The condition of a pod that is evicted, preempted, drained, or on a node that was lost."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why something is not as it should be, in the cluster's words."""
+
+    reason: Reason
+    message: str
+
+
+@dataclass(frozen=True)
+class PodView:
+    """One pod. over: all its containers have ended. restarts: of its worst container, in quick succession.
+    ends: of containers that are over, not with 0. creating: scheduled, but its containers are not there yet: only events say
+    what is missing. disrupted: its place was taken away, or its node did not let it begin. started: its startup probes have
+    succeeded, so that it answers though it may not be ready.
+    """
+
+    name: str
+    uid: str
+    role: str
+    job: str
+    ip: str
+    created: float
+    leaving: bool
+    over: bool
+    ready: bool
+    creating: bool
+    restarts: int
+    problem: Problem | None
+    ends: tuple[Ended, ...]
+    bad_input: Ended | None
+    disrupted: bool = False
+    started: bool = False
+    steps_lost: bool = False
+    """A container said, when it last ended, that the volume holds none of the run's steps, and none is ready since."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A run's objects, read. serving: coordinator or generators have been made. foreign: of the names that the run needs,
+    those that are another's.
+    """
+
+    pods: tuple[PodView, ...]
+    prepare: Job
+    trainer: Job
+    trainer_wanted: int
+    serving: bool
+    foreign: tuple[str, ...]
+    replica_failures: Mapping[str, str]
+
+    def of(self, role: Role) -> tuple[PodView, ...]:
+        """The pods of a role that are to stay."""
+        return tuple(p for p in self.pods if p.role == role and not p.leaving)
+
+    def service(self, role: Role) -> Service:
+        """What the lifecycle wants to know of a role that runs as a service."""
+        pods = self.of(role)
+        worst = max(pods, key=lambda p: p.restarts, default=None)
+        return Service(
+            ready=sum(p.ready for p in pods),
+            restarts=worst.restarts if worst is not None else 0,
+            restarted=worst.name if worst is not None else "",
+            bad_input=next((p.bad_input for p in pods if p.bad_input is not None), None),
+        )
+
+    def problem(self, role: Role) -> Problem | None:
+        """The first thing wrong with a role's pods, or with making them."""
+        pods = self.of(role)
+        newest = max((p.created for p in pods if not p.over), default=-1.0)
+        # What a node refused or took away stays in the list beside the pod that was made in its place.
+        found = next(
+            (p.problem for p in pods if p.problem is not None and (not p.over or p.created > newest)), None
+        )
+        if found is None and (message := self.replica_failures.get(role)):
+            return Problem(creation_problem(message), message)
+        return found
+
+
+def observe(objects: Mapping[tuple[str, str], Object], uid: str, hashes: Mapping[Role, str]) -> Observed:
+    """Read what the cache holds of a run.
+
+    objects: by (kind, name). uid: the run's; objects of an earlier run of that name are foreign. hashes: what
+    the Jobs of each role are to be made for now.
+    """
+    mine = {key: obj for key, obj in objects.items() if belongs(obj, uid)}
+    pods = tuple(
+        sorted((pod_view(o) for (kind, _), o in mine.items() if kind == "Pod"), key=lambda p: p.name)
+    )
+    jobs = [o for (kind, _), o in mine.items() if kind == "Job"]
+    trainers = [o for o in jobs if label(o, COMPONENT) == Role.TRAINER]
+    # Never two at once by rule; should somebody have made another, the one that works counts.
+    trainers.sort(key=lambda o: (_job_state(o) in (JobState.ACTIVE, JobState.LEAVING), _attempt(o)))
+    trainer = trainers[-1] if trainers else None
+    preparing = [o for o in jobs if label(o, COMPONENT) == Role.PREPARE]
+    return Observed(
+        pods=pods,
+        prepare=_job(preparing[0], pods, hashes[Role.PREPARE]) if preparing else Job(),
+        trainer=_job(trainer, pods, hashes[Role.TRAINER]) if trainer is not None else Job(),
+        trainer_wanted=int(trainer["spec"].get("parallelism", 0)) if trainer is not None else 0,
+        serving=any(kind in ("StatefulSet", "Deployment") for kind, _ in mine),
+        foreign=tuple(
+            f"{kind} {name}" for (kind, name) in objects if (kind, name) not in mine and kind != "Pod"
+        ),
+        replica_failures=_replica_failures(mine.values()),
+    )
+
+
+def belongs(obj: Object, uid: str) -> bool:
+    """Whether an object is the run's with that uid: by its label, or by its owner where somebody took the label off."""
+    owners = obj["metadata"].get("ownerReferences") or ()
+    return label(obj, RUN_UID) == uid or any(owner.get("uid") == uid for owner in owners)
+
+
+def label(obj: Object, name: str) -> str:
+    """A label's value; empty without it."""
+    labels = obj["metadata"].get("labels") or {}
+    return str(labels.get(name, ""))
+
+
+def seconds(time: str | None) -> float:
+    """Unix seconds of an RFC 3339 time; 0 without one."""
+    return datetime.fromisoformat(time).timestamp() if time else 0.0
+
+
+def rfc3339(unix_seconds: float) -> str:
+    """The time as Kubernetes writes it.
+
+    >>> rfc3339(0.4)
+    '1970-01-01T00:00:00Z'
+    """
+    return datetime.fromtimestamp(int(unix_seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def patient(observed: Observed, now: float) -> tuple[Observed, float | None]:
+    """Without what pods wait for that have just been made, and seconds until the first counts."""
+    new: dict[str, float] = {}
+    for pod in observed.pods:
+        if pod.problem is not None and pod.problem.reason in PLACING_SECONDS:
+            left = pod.created + PLACING_SECONDS[pod.problem.reason] - now
+            if left > 0 and pod.created <= now:
+                new[pod.uid] = left
+    if not new:
+        return observed, None
+    pods = tuple(replace(pod, problem=None) if pod.uid in new else pod for pod in observed.pods)
+    return replace(observed, pods=pods), min(new.values())
+
+
+# --- pods ---------------------------------------------------------------------------------------
+
+
+def pod_view(pod: Object) -> PodView:
+    """One pod, read."""
+    metadata, status = pod["metadata"], pod.get("status") or {}
+    containers = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+    conditions = {c["type"]: c for c in status.get("conditions") or ()}
+    ends = tuple(
+        Ended(int(over.get("exitCode", 1)), _last_words(over))
+        for c in containers
+        if (over := (c.get("state") or {}).get("terminated")) is not None and over.get("exitCode") != 0
+    )
+    waiting = [w for c in containers if (w := (c.get("state") or {}).get("waiting")) is not None]
+    creating = bool(waiting) and all(
+        w.get("reason") in ("ContainerCreating", "PodInitializing") for w in waiting
+    )
+    return PodView(
+        name=metadata["name"],
+        uid=metadata.get("uid", ""),
+        role=label(pod, COMPONENT),
+        job=label(pod, JOB_NAME),
+        ip=status.get("podIP", ""),
+        created=seconds(metadata.get("creationTimestamp")),
+        leaving="deletionTimestamp" in metadata,
+        over=status.get("phase") in ("Succeeded", "Failed"),
+        ready=conditions.get("Ready", {}).get("status") == "True",
+        creating=creating,
+        restarts=max((_quick_restarts(c, seconds(status.get("startTime"))) for c in containers), default=0),
+        problem=_problem(status, conditions, containers),
+        ends=ends,
+        bad_input=next((e for c in containers for e in _bad_inputs(c)), None),
+        disrupted=_is_disrupted(status, conditions),
+        started=bool(containers) and all(c.get("started") is True for c in containers),
+        steps_lost=any(not c.get("ready") and _last_end(c) == STEPS_LOST_EXIT_CODE for c in containers),
+    )
+
+
+def _is_disrupted(status: Object, conditions: Mapping[str, Object]) -> bool:
+    """Evicted without that condition, it has used more of the node's disk than it may: that is its own doing."""
+    if conditions.get(_DISRUPTION, {}).get("status") == "True":
+        return True
+    return status.get("phase") == "Failed" and status.get("reason", "") not in (
+        "",
+        "Evicted",
+        "DeadlineExceeded",
+    )
+
+
+def _problem(
+    status: Object, conditions: Mapping[str, Object], containers: Iterable[Object]
+) -> Problem | None:
+    if status.get("phase") == "Failed" and (why := _words(status)):
+        return Problem(Reason.EVICTED if status["reason"] in _TAKEN else Reason.REFUSED_BY_NODE, why)
+    if status.get("phase") == "Failed" and _is_disrupted(status, conditions):
+        return Problem(Reason.EVICTED, _words(conditions[_DISRUPTION]))
+    scheduled = conditions.get("PodScheduled", {})
+    if scheduled.get("status") == "False":
+        message = scheduled.get("message", "")
+        if scheduled.get("reason") == "SchedulingGated":
+            return Problem(Reason.WAITING_FOR_QUOTA, message)
+        return Problem(placing_problem(message), message)
+    for container in containers:
+        name, state = container["name"], container.get("state") or {}
+        before = (container.get("lastState") or {}).get("terminated")
+        over = state.get("terminated") or before
+        waiting = (state.get("waiting") or {}).get("reason", "")
+        if over is not None and over.get("reason") == "OOMKilled" and not container.get("ready"):
+            return Problem(Reason.OUT_OF_MEMORY, f"{name} was killed: it used more memory than its limit")
+        if over is not None and over.get("reason") in _NEVER_STARTED and not container.get("ready"):
+            return Problem(Reason.CONTAINER_START_FAILED, f"{name}: {_last_words(over)}")
+        if waiting in _WAITING:
+            words = _last_words(before) if waiting == "CrashLoopBackOff" and before is not None else ""
+            message = words or state["waiting"].get("message", waiting)
+            return Problem(_WAITING[waiting], f"{name}: {message}")
+    return None
+
+
+def _words(of: Object) -> str:
+    """Reason and message of a pod, or of a condition; empty without a reason."""
+    reason, message = of.get("reason", ""), of.get("message", "")
+    return f"{reason}: {message}" if reason and message else reason
+
+
+def _quick_restarts(container: Object, pod_started: float) -> int:
+    """Restarts, of a container that the kubelet has given its longest back-off: it ended again and again, with no ten
+    minutes of work in between, which would have taken the back-off back. On a node with a shorter one, of a container that
+    has on average ended sooner than that over all of its pod's time."""
+    waiting = (container.get("state") or {}).get("waiting") or {}
+    if waiting.get("reason") != "CrashLoopBackOff" or _last_end(container) == STEPS_LOST_EXIT_CODE:
+        return 0
+    count = int(container.get("restartCount", 0))
+    before = (container.get("lastState") or {}).get("terminated") or {}
+    ended = seconds(before.get("finishedAt"))
+    quick = 0 < pod_started < ended < pod_started + count * QUIET_SECONDS
+    return count if quick or LONGEST_BACK_OFF in waiting.get("message", "") else 0
+
+
+def _last_end(container: Object) -> int | None:
+    """The exit code with which the container ended last; None if it never has."""
+    for state in (container.get("state") or {}, container.get("lastState") or {}):
+        if (over := state.get("terminated")) is not None:
+            return int(over.get("exitCode", 1))
+    return None
+
+
+def _bad_inputs(container: Object) -> Iterable[Ended]:
+    for state in (container.get("state") or {}, container.get("lastState") or {}):
+        over = state.get("terminated")
+        if over is not None and over.get("exitCode") == BAD_INPUT_EXIT_CODE:
+            yield Ended(BAD_INPUT_EXIT_CODE, _last_words(over))
+
+
+def _last_words(over: Object) -> str:
+    """The last line of the log that the kubelet kept, without the time and the logger before it."""
+    lines = [line.strip() for line in str(over.get("message", "")).splitlines() if line.strip()]
+    if not lines:
+        return str(over.get("reason", ""))
+    words = lines[-1].split(" ", 4)
+    # "2026-01-01 00:00:00,000 ERROR scalerl_trainer.prepare model.path: …", the format of every role
+    logged = len(words) == 5 and words[2] in ("ERROR", "CRITICAL", "WARNING", "INFO")
+    return (words[4] if logged else lines[-1])[:1000]
+
+
+# --- Jobs ---------------------------------------------------------------------------------------
+
+
+def is_settled(job: Object) -> bool:
+    """Whether a Job has failed. At FailureTarget it has, though pods may take long to end."""
+    conditions = {c["type"]: c["status"] for c in (job.get("status") or {}).get("conditions") or ()}
+    return "True" in (conditions.get("Failed"), conditions.get("FailureTarget"))
+
+
+def _job_state(job: Object) -> JobState:
+    if "deletionTimestamp" in job["metadata"]:
+        return JobState.LEAVING
+    if is_settled(job):
+        return JobState.FAILED
+    conditions = {c["type"]: c["status"] for c in (job.get("status") or {}).get("conditions") or ()}
+    return JobState.COMPLETE if conditions.get("Complete") == "True" else JobState.ACTIVE
+
+
+def _attempt(job: Object) -> int:
+    text = label(job, ATTEMPT)
+    return int(text) if text.isdigit() else 0
+
+
+def _job(job: Object, pods: Iterable[PodView], spec_hash: str) -> Job:
+    metadata, state = job["metadata"], _job_state(job)
+    own = sorted((p for p in pods if p.job == metadata["name"]), key=lambda p: p.created)
+    wanted = int(job["spec"].get("parallelism", 1))
+    ends = tuple(end for pod in own for end in pod.ends)
+    evicted = tuple(Ended(137, p.problem.message) for p in own if p.problem is not None and _was_evicted(p))
+    # Its pods are told to end shortly after it is put back, and it may be looked at in between.
+    held = state is JobState.ACTIVE and bool(job["spec"].get("suspend"))
+    failed = _condition(job, "Failed") or _condition(job, "FailureTarget")
+    return Job(
+        state=state,
+        attempt=_attempt(job),
+        ends=ends or evicted,
+        ready=sum(p.ready for p in own) >= wanted,
+        stale=(metadata.get("annotations") or {}).get(SPEC_HASH, spec_hash) != spec_hash,
+        held=held,
+        ending=any(p.leaving or held for p in own if not p.over),
+        disrupted=state is JobState.FAILED
+        and _no_fault(failed, own, ends or evicted, gang=label(job, COMPONENT) == Role.TRAINER),
+        failed_at=seconds(failed.get("lastTransitionTime")),
+    )
+
+
+def _was_evicted(pod: PodView) -> bool:
+    return pod.problem is not None and pod.problem.reason is Reason.EVICTED
+
+
+def _no_fault(failed: Object, pods: Sequence[PodView], ends: Sequence[Ended], *, gang: bool) -> bool:
+    """Whether a Job failed by what happened to its pods: one lost its place, or all are gone and none has said anything.
+    What a rank says of its input or its updates counts all the same. The other ranks of a gang that loses one fail too; of
+    a Job that tries again by itself, the pods of all its tries are there, and one that failed by itself counts.
+    """
+    if any(end.exit_code in (BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE) for end in ends):
+        return False
+    if not gang and any((pod.ends or _was_evicted(pod)) and not pod.disrupted for pod in pods):
+        return False
+    by_rule = failed.get("reason") == "PodFailurePolicy" and _DISRUPTION in failed.get("message", "")
+    silent = not ends and all(pod.over or pod.leaving for pod in pods)
+    return by_rule or silent or any(pod.disrupted for pod in pods)
+
+
+def _condition(obj: Object, type_: str) -> Object:
+    """The condition where it is true; empty else."""
+    for condition in (obj.get("status") or {}).get("conditions") or ():
+        if condition["type"] == type_ and condition["status"] == "True":
+            return dict(condition)
+    return {}
+
+
+def _replica_failures(objects: Iterable[Object]) -> dict[str, str]:
+    """By role: why a Deployment cannot make its pods."""
+    found: dict[str, str] = {}
+    for obj in objects:
+        for condition in (obj.get("status") or {}).get("conditions") or ():
+            if condition.get("type") == "ReplicaFailure" and condition.get("status") == "True":
+                found[label(obj, COMPONENT)] = condition.get("message", "")
+    return found

@@ -1,0 +1,42 @@
+"""Ownership: from an object that we created to one that we apply. Pure.
+
+To create an object costs the API server half of what applying one that is not there does. But what a create set is held
+by an *update* of ours, and an apply takes away only what no one else holds, for which an update of ours counts as
+anybody's: what is no longer rendered would stay for ever. So before the first apply the update's fields become applied
+ones, as client-go's ``csaupgrade`` does it for ``kubectl``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from scalerl_operator.kube.types import Object
+from scalerl_operator.names import FIELD_OWNER
+
+
+def applied(managed: Sequence[Object]) -> list[Object] | None:
+    """``metadata.managedFields`` with what we set by creating as set by applying; None: there is nothing of the kind.
+
+    What others set stays as it is, and so does what was written to a subresource (``status``).
+    """
+    created = [entry for entry in managed if _is_ours(entry, "Update")]
+    if not created:
+        return None
+    before = [entry for entry in managed if _is_ours(entry, "Apply")]
+    others = [entry for entry in managed if entry not in created and entry not in before]
+    newest = created[-1]
+    fields: Object = {}
+    for entry in (*before, *created):
+        fields = _union(fields, entry.get("fieldsV1") or {})
+    return [*others, {**newest, "operation": "Apply", "fieldsV1": fields}]
+
+
+def _is_ours(entry: Object, operation: str) -> bool:
+    mine = (entry.get("manager"), entry.get("operation")) == (FIELD_OWNER, operation)
+    return mine and not entry.get("subresource")
+
+
+def _union(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Of two sets of fields, which are maps of maps."""
+    return {name: _union(one.get(name, {}), other.get(name, {})) for name in {**one, **other}}

@@ -1,0 +1,105 @@
+"""The operator's side of the coordinator's HTTP interface."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Self, TypeVar
+
+import msgspec
+
+from scalerl_api import endpoints
+from scalerl_api.wire import CONTENT_TYPE, WIRE_HEADER, WIRE_VERSION, Ack, Problem, Status, Stop
+
+if TYPE_CHECKING:
+    import aiohttp  # imported at the first use: the first child of a local run starts half a second sooner
+
+T = TypeVar("T")
+
+UPGRADE_REQUIRED: Final = 426
+SPOKEN: Final = (WIRE_VERSION, 1)
+"""Wire versions in which a status and a stop can be read here: each only added fields with defaults to them. A run under way
+keeps its images, so its coordinator may speak an earlier one."""
+
+
+class CoordinatorUnreachable(Exception):
+    """No usable answer; asking again later may help."""
+
+
+class CoordinatorRefused(Exception):
+    """An answer that asking again will not change."""
+
+
+class CoordinatorClient:
+    """Asks one coordinator. Use as an async context manager; every call is bounded by ``timeout_seconds``."""
+
+    def __init__(self, url: str, token: str, *, timeout_seconds: float = 5.0) -> None:
+        self._url = url
+        self._headers = {
+            "authorization": f"Bearer {token}",
+            "content-type": CONTENT_TYPE,
+        }
+        self._version = WIRE_VERSION
+        self._timeout_seconds = timeout_seconds
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        import aiohttp
+
+        timeout = aiohttp.ClientTimeout(total=self._timeout_seconds)
+        self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def status(self) -> Status:
+        """``GET /v1/status``.
+
+        Raises:
+            CoordinatorUnreachable, CoordinatorRefused
+        """
+        return await self._call("GET", endpoints.STATUS, None, Status)
+
+    async def stop(self, reason: str) -> None:
+        """``POST /v1/stop``: end the run in order.
+
+        Raises:
+            CoordinatorUnreachable, CoordinatorRefused
+        """
+        await self._call("POST", endpoints.STOP, Stop(reason=reason), Ack)
+
+    async def _call(self, method: str, path: str, body: msgspec.Struct | None, answer: type[T]) -> T:
+        if self._session is None:
+            raise RuntimeError("use CoordinatorClient as an async context manager")
+        import aiohttp
+
+        data = None if body is None else msgspec.msgpack.encode(body)
+        for version in (self._version, *(v for v in SPOKEN if v != self._version)):
+            try:
+                async with self._session.request(
+                    method, self._url + path, data=data, headers={WIRE_HEADER: str(version)}
+                ) as response:
+                    content, code = await response.read(), response.status
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                raise CoordinatorUnreachable(f"{method} {path}: {type(error).__name__}: {error}") from error
+            if code != UPGRADE_REQUIRED:
+                self._version = version
+                break
+        if code >= 500:
+            raise CoordinatorUnreachable(f"{method} {path}: HTTP {code}: {_problem(content)}")
+        if code >= 300:
+            raise CoordinatorRefused(f"{method} {path}: HTTP {code}: {_problem(content)}")
+        try:
+            return msgspec.msgpack.decode(content, type=answer)
+        except msgspec.DecodeError as error:
+            raise CoordinatorUnreachable(f"{method} {path}: not a {answer.__name__}: {error}") from error
+
+
+def _problem(content: bytes) -> str:
+    try:
+        return msgspec.msgpack.decode(content, type=Problem).message
+    except msgspec.DecodeError:
+        return content[:200].decode(errors="replace")

@@ -1,0 +1,89 @@
+"""The kinds of objects the operator reads and writes: the one table of their API versions and paths.
+
+Also the table for the chart's RBAC: a kind that is not here is one the operator has no business with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import quote
+
+from scalerl_api.spec import API_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How one kind of object is named and addressed.
+
+    ``watched``: the operator keeps live copies of it in its cache (of those that carry the label of a run).
+    ``earlier``: versions by which it is read where ``api_version`` is not served.
+    """
+
+    name: str
+    api_version: str
+    plural: str
+    namespaced: bool = True
+    watched: bool = False
+    earlier: tuple[str, ...] = ()
+
+    @property
+    def group(self) -> str:
+        """``batch`` of ``batch/v1``; empty for the core group."""
+        return self.api_version.rpartition("/")[0]
+
+    @property
+    def version(self) -> str:
+        """``v1`` of ``batch/v1``."""
+        return self.api_version.rpartition("/")[2]
+
+    def path(self, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
+        """The path on the API server: of one object, or without ``name`` of the collection.
+
+        ``namespace`` None addresses all namespaces (a list) or an object that has none.
+        """
+        root = f"/apis/{self.api_version}" if self.group else f"/api/{self.api_version}"
+        parts = [root]
+        if namespace is not None and self.namespaced:
+            parts.append(f"namespaces/{quote(namespace, safe='')}")
+        parts.append(self.plural)
+        if name is not None:
+            parts.append(quote(name, safe=""))
+        if subresource is not None:
+            parts.append(subresource)
+        return "/".join(parts)
+
+
+RUN: Final = "ScaleRLRun"
+
+KINDS: Final[dict[str, Kind]] = {
+    kind.name: kind
+    for kind in (
+        Kind(RUN, API_VERSION, "scalerlruns", watched=True),
+        Kind("Pod", "v1", "pods", watched=True),
+        Kind("Service", "v1", "services", watched=True),
+        Kind("ConfigMap", "v1", "configmaps", watched=True),
+        # Not watched: a role that may list secrets sees all there are.
+        Kind("Secret", "v1", "secrets"),
+        Kind("PersistentVolumeClaim", "v1", "persistentvolumeclaims", watched=True),
+        Kind("Job", "batch/v1", "jobs", watched=True),
+        Kind("Deployment", "apps/v1", "deployments", watched=True),
+        Kind("StatefulSet", "apps/v1", "statefulsets", watched=True),
+        Kind("NetworkPolicy", "networking.k8s.io/v1", "networkpolicies", watched=True),
+        Kind("PodDisruptionBudget", "policy/v1", "poddisruptionbudgets", watched=True),
+        Kind("Event", "v1", "events"),
+        Kind("Lease", "coordination.k8s.io/v1", "leases"),
+        # Read only, to say in a condition that the one which a spec names is not there.
+        Kind("StorageClass", "storage.k8s.io/v1", "storageclasses", namespaced=False),
+        # The same, of a run that waits in it. Kueue serves v1beta2 since 0.15, v1beta1 from 0.3 to 0.19.
+        Kind("LocalQueue", "kueue.x-k8s.io/v1beta2", "localqueues", earlier=("kueue.x-k8s.io/v1beta1",)),
+    )
+}
+
+
+def kind_of(name: str) -> Kind:
+    """The entry of a kind; ValueError names what is missing."""
+    try:
+        return KINDS[name]
+    except KeyError:
+        raise ValueError(f"kind {name!r} is not in the operator's table (kube/kinds.py)") from None

@@ -1,0 +1,347 @@
+"""One run on this machine: the loop that joins plan, policies and the local runtime.
+
+Level-triggered: every tick observes (the coordinator's status, the units), decides (policies, pure),
+applies (a stop that is wanted and not yet known is asked for, again and again), and reports a
+snapshot. Nothing depends on having seen a change happen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from scalerl_api.spec import ScaleRLRun
+from scalerl_api.wire import BROKEN, FORECAST, INTERRUPTED, Phase, Status
+from scalerl_operator.autoscaling.decision_log import DecisionRecord
+from scalerl_operator.autoscaling.models import Decision
+from scalerl_operator.coordinator_client import CoordinatorClient, CoordinatorUnreachable
+from scalerl_operator.local.autoscaler import Steering, gone_on_with
+from scalerl_operator.local.finished_runs import FinishedRuns
+from scalerl_operator.local.procfs import tree_memory_bytes
+from scalerl_operator.local.run_directory import RunDirectory
+from scalerl_operator.local.snapshot import RateMeter, Rates, Snapshot, eta_seconds
+from scalerl_operator.local.supervisor import LocalRuntime, LocalSettings
+from scalerl_operator.local.unit import Event, Failure
+from scalerl_operator.plan import forecaster
+from scalerl_operator.policy import budget
+from scalerl_operator.policy.stop_requests import REVOCABLE, has_to_be_told
+from scalerl_operator.workloads import Lifetime, Plan, Role
+
+_TROUBLES: Final = {
+    "checkpoint_failures": (1, "a checkpoint could not be written ({count} so far); the last good one stays"),
+    "skipped_steps": (1, "a step was skipped ({count} so far): {reason}"),
+    "grading_errors": (2, "the verifier failed on a completion ({count} so far), which is left out"),
+    "given_up": (
+        2,
+        "{count} rollouts are given up so far: too long, or failed; the coordinator's log says which",
+    ),
+    "timed_out_leases": (
+        2,
+        "{count} leases timed out so far: their generators came no further for leaseSeconds",
+    ),
+}
+"""What goes wrong without ending anything, as the coordinator's status counts it: in which words a person hears
+of it, and when: once the count is above so many times what was told last."""
+
+_TICK_SECONDS = 1.0
+_STARTING_TICK_SECONDS = 0.25
+_MEMORY_PERIOD_SECONDS = 5.0
+_MAX_BACK_OFF_SECONDS = 8.0
+_ANSWER_SECONDS = 90.0
+"""How long to ask a restarting coordinator whether the run is complete."""
+
+
+@dataclass
+class Startup:
+    """Where the time to the first lease went.
+
+    first_lease_seconds: since this command began; None if there was none.
+    ready_seconds: by unit, until it was first ready (``prepare``: done).
+    waited_seconds: by what was waited for, in words.
+    """
+
+    first_lease_seconds: float | None = None
+    ready_seconds: dict[str, float] = field(default_factory=dict)
+    waited_seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the run ended.
+
+    failure: what failed for good; None if nothing did.
+    status: the coordinator's last word.
+    decision: the autoscaler's; None without one.
+    """
+
+    failure: Failure | None
+    interrupted: bool
+    status: Status | None
+    startup: Startup
+    peak_memory_bytes: int
+    restarts: dict[str, int]
+    decision: Decision | None = None
+
+
+class LocalRun:
+    """Runs ``plan`` in ``directory`` until it is complete, fails for good, or is interrupted.
+
+    started: ``time.monotonic()`` when the user asked for the run.
+    drain_seconds: how long an interrupted run may take to finish its step and checkpoint.
+
+    Raises:
+        RecordError: the record of decisions cannot be opened.
+    """
+
+    def __init__(
+        self,
+        run: ScaleRLRun,
+        plan: Plan,
+        directory: RunDirectory,
+        *,
+        settings: LocalSettings | None = None,
+        on_event: Callable[[Event], None] = lambda event: None,
+        on_snapshot: Callable[[Snapshot], None] = lambda snapshot: None,
+        started: float | None = None,
+        drain_seconds: float = 1800.0,
+    ) -> None:
+        self._run = run
+        self._token = directory.token
+        self._on_event = on_event
+        self._on_snapshot = on_snapshot
+        self._started = time.monotonic() if started is None else started
+        self._drain_seconds = drain_seconds
+        record = None
+        if run.spec.autoscaling.mode != "Off":
+            record = DecisionRecord.open(directory.paths.decisions)
+            plan, word = gone_on_with(plan, run.spec, record)
+            plan = replace(plan, workloads=(*plan.workloads, forecaster(run.spec)))
+            if word:
+                on_event(Event("autoscaler", word))
+        self._runtime = LocalRuntime(
+            plan, directory, settings=settings, may_leave=self._may_leave, on_event=on_event
+        )
+        self._steering = None
+        if record is not None:
+            self._steering = Steering(
+                run.spec,
+                self._runtime,
+                record,
+                token=directory.token,
+                earlier=FinishedRuns(directory.paths.root, lambda text: on_event(Event("autoscaler", text))),
+                on_event=on_event,
+            )
+        # A run that its forecast has completed is over; one that was suspended goes on when it is resumed.
+        final = run.spec.autoscaling.on_stop == "Complete"
+        self._revocable = (*REVOCABLE, BROKEN) if final else (*REVOCABLE, BROKEN, FORECAST)
+        self._client: CoordinatorClient | None = None
+        self._status: Status | None = None
+        self._meter = RateMeter()
+        self._rates = Rates()
+        self._interrupts = 0
+        self._drain_until: float | None = None
+        self._wake = asyncio.Event()
+        self._startup = Startup()
+        self._is_resumed: bool | None = None
+        self._last_tick = self._started
+        self._peak_memory_bytes = 0
+        self._told = dict.fromkeys(_TROUBLES, 0)
+
+    async def run(self) -> Outcome:
+        """See the run through. No process of it is left afterwards."""
+        runtime = asyncio.create_task(self._runtime.run(), name="runtime")
+        watchers = [
+            asyncio.create_task(self._observe(), name="observe"),
+            asyncio.create_task(self._measure_memory(), name="memory"),
+        ]
+        if self._steering is not None:
+            watchers.append(asyncio.create_task(self._steering.run(), name="steering"))
+        try:
+            await asyncio.wait({runtime, *watchers}, return_when=asyncio.FIRST_COMPLETED)
+            for watcher in watchers:
+                if watcher.done():  # only an error ends a watcher
+                    watcher.result()
+            failure = await runtime
+        finally:
+            if not runtime.done():
+                self._runtime.kill()
+                await asyncio.wait({runtime})
+            for watcher in watchers:
+                watcher.cancel()
+            await asyncio.gather(*watchers, return_exceptions=True)
+            if self._client is not None:
+                await self._client.__aexit__(None, None, None)
+        self._report()
+        self._note_ready()
+        restarts = {s.name: s.restarts for s in self._runtime.statuses() if s.restarts}
+        return Outcome(
+            failure,
+            self._interrupts > 0,
+            self._status,
+            self._startup,
+            self._peak_memory_bytes,
+            restarts,
+            self._decision,
+        )
+
+    @property
+    def _decision(self) -> Decision | None:
+        return None if self._steering is None else self._steering.decision
+
+    def interrupt(self) -> None:
+        """First: drain, checkpoint, end. Second: end everything now."""
+        self._interrupts += 1
+        if self._interrupts == 1:
+            self._drain_until = time.monotonic() + self._drain_seconds
+            self._wake.set()
+        else:
+            self._runtime.kill()
+
+    async def _observe(self) -> None:
+        failures = 0
+        while True:
+            pause = _TICK_SECONDS if self._startup.first_lease_seconds is not None else _STARTING_TICK_SECONDS
+            if failures > 1 and self._status is not None:
+                pause = min(pause * 2.0 ** min(failures, 10), _MAX_BACK_OFF_SECONDS)
+            self._wake.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), pause)
+            failures = 0 if await self._look() else failures + 1
+            await self._apply()
+            self._report()
+
+    async def _look(self) -> bool:
+        """Take a new status if the coordinator gives one."""
+        try:
+            self._status = await (await self._coordinator()).status()
+        except CoordinatorUnreachable:
+            return False
+        self._rates = self._meter.add(self._status)
+        if self._steering is not None:
+            self._steering.see(self._status)
+        self._tell_troubles(self._status)
+        return True
+
+    def _tell_troubles(self, status: Status) -> None:
+        counts = {
+            "checkpoint_failures": status.checkpoint_failures,
+            "skipped_steps": status.skipped_steps,
+            "grading_errors": status.grading_errors,
+            "given_up": status.counts.given_up,
+            "timed_out_leases": status.counts.timed_out_leases,
+        }
+        for name, (growth, text) in _TROUBLES.items():
+            if counts[name] > growth * self._told[name]:
+                self._on_event(
+                    Event(
+                        "run",
+                        text.format(count=counts[name], reason=status.last_skip_reason),
+                        is_problem=True,
+                    )
+                )
+                self._told[name] = counts[name]
+
+    async def _apply(self) -> None:
+        if self._interrupts and (self._nothing_to_drain() or time.monotonic() > (self._drain_until or 0)):
+            self._runtime.stop()
+            return
+        if self._status is None:
+            return
+        wanted, given = self._wanted_stop() or "", self._status.stop_reason
+        if not has_to_be_told(wanted, given, self._revocable):
+            return
+        # Not heard: the next tick finds another stop_reason than is wanted and asks again.
+        with contextlib.suppress(CoordinatorUnreachable):
+            await (await self._coordinator()).stop(wanted)
+            self._on_event(Event("run", f"stopping: {wanted}" if wanted else f"going on after: {given}"))
+
+    def _wanted_stop(self) -> str | None:
+        if self._interrupts:
+            return INTERRUPTED
+        if self._status is None:
+            return None
+        usage = budget.Usage(self._status.wall_seconds, self._status.device_seconds)
+        limit = budget.decide(self._run.spec.budget, usage)
+        if limit is not None:
+            return limit.reason
+        return (self._steering.stop or None) if self._steering is not None else None
+
+    def _nothing_to_drain(self) -> bool:
+        """No lease was given yet, so nothing was trained since the last checkpoint."""
+        waiting = self._status is None or self._status.phase is Phase.WAITING
+        return waiting and self._startup.first_lease_seconds is None
+
+    async def _may_leave(self, lifetime: Lifetime) -> bool:
+        """All processes of a unit have exited 0: is the run over for them?"""
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        pause = 0.1
+        while not await self._look():
+            if time.monotonic() + pause > deadline:
+                return False
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, _MAX_BACK_OFF_SECONDS)
+        phase = self._status.phase if self._status is not None else Phase.WAITING
+        return phase is Phase.FINISHED or (lifetime is Lifetime.SERVICE and phase is Phase.FINISHING)
+
+    async def _coordinator(self) -> CoordinatorClient:
+        if self._client is None:
+            self._client = await CoordinatorClient(self._runtime.coordinator_url, self._token).__aenter__()
+        return self._client
+
+    async def _measure_memory(self) -> None:
+        while True:
+            await asyncio.sleep(_STARTING_TICK_SECONDS)
+            used = await asyncio.to_thread(tree_memory_bytes, os.getpid())
+            self._peak_memory_bytes = max(self._peak_memory_bytes, used)
+            await asyncio.sleep(_MEMORY_PERIOD_SECONDS)
+
+    def _report(self) -> None:
+        now = time.monotonic()
+        self._note_startup(now)
+        status = self._status
+        reason = INTERRUPTED if self._interrupts else (status.stop_reason if status else "")
+        eta = None if status is None else eta_seconds(self._run.spec.budget, status, self._rates)
+        units = tuple(self._runtime.statuses())
+        self._on_snapshot(
+            Snapshot(now - self._started, status, units, self._rates, reason, eta, self._decision)
+        )
+
+    def _note_startup(self, now: float) -> None:
+        since, self._last_tick = now - self._last_tick, now
+        if self._startup.first_lease_seconds is not None:
+            return
+        self._note_ready()
+        status = self._status
+        if status is not None and self._is_resumed is None:
+            self._is_resumed = status.wall_seconds > 0 and status.step > 0
+        if status is not None and (status.phase is not Phase.WAITING or status.wall_seconds > 0):
+            # The coordinator's clock runs since the very first lease; one that was resumed brings its
+            # time along, and gives leases as soon as it no longer waits.
+            if not self._is_resumed:
+                self._startup.first_lease_seconds = max(0.0, now - self._started - status.wall_seconds)
+            elif status.phase is not Phase.WAITING:
+                self._startup.first_lease_seconds = now - self._started
+            if self._startup.first_lease_seconds is not None:
+                return
+        what = self.waiting_for()
+        self._startup.waited_seconds[what] = self._startup.waited_seconds.get(what, 0.0) + since
+
+    def _note_ready(self) -> None:
+        for unit in self._runtime.statuses():
+            done = unit.since if unit.role is Role.PREPARE and unit.state == "done" else unit.first_ready
+            if done is not None:
+                self._startup.ready_seconds.setdefault(unit.name, done - self._started)
+
+    def waiting_for(self) -> str:
+        """What the run waits for, in words; the coordinator knows best once it is there."""
+        for unit in self._runtime.statuses():
+            if unit.role is Role.PREPARE and unit.state != "done":
+                return "the model and tokenizer to be prepared"
+        if self._status is None:
+            return "the coordinator to start"
+        return self._status.waiting_for or "the first lease"

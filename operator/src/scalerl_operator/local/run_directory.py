@@ -1,0 +1,198 @@
+"""A run's directory on this machine: claimed by one runtime at a time, made or taken up again."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import Any, Final, Self
+
+import yaml
+
+from scalerl_api import process as api
+from scalerl_api.load import to_yaml
+from scalerl_api.paths import RunPaths
+from scalerl_api.spec import ScaleRLRun
+from scalerl_operator.local.procfs import kill_marked
+from scalerl_operator.policy.immutable_fields import forbidden_changes
+
+LOCK_FILE: Final = "lock"
+LEFTOVER_SECONDS: Final = 45.0
+"""How long a killed run's processes may take to leave: their subreapers' grace and sweep."""
+
+
+class DirectoryProblem(Exception):
+    """The directory cannot be used; the message says why and what to do. Nothing in it was changed."""
+
+
+class RunDirectory:
+    """A claimed directory. The claim ends with :meth:`release`, or when this process and all
+    processes it started are gone: they hold the same lock."""
+
+    def __init__(self, root: Path, lock_fd: int) -> None:
+        self.paths = RunPaths(root)
+        self.lock_fd = lock_fd
+
+    @classmethod
+    def create(cls, root: Path, run: ScaleRLRun) -> Self:
+        """Claim an empty (or new) directory and write what the roles read.
+
+        Raises:
+            DirectoryProblem: it is not empty, is in use, or cannot be written.
+        """
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            if any(entry.name != LOCK_FILE for entry in root.iterdir()):
+                raise DirectoryProblem(
+                    f"{root}: not empty; add --resume to go on with the run in it, or give another --dir"
+                )
+            directory = cls(root.resolve(), _lock(root, wait_seconds=0.0))
+            directory._write(run)
+        except OSError as error:
+            raise DirectoryProblem(f"{root}: {error.strerror}; give a --dir that can be written") from error
+        return directory
+
+    @classmethod
+    def resume(cls, root: Path, run: ScaleRLRun) -> Self:
+        """Claim the directory of a run that has ended or was killed, to go on with it.
+
+        Waits for processes that a killed run left to be gone.
+
+        Raises:
+            DirectoryProblem: no run there, in use, or the spec differs in what a run cannot change.
+        """
+        before = stored_manifest(root)
+        changes = forbidden_changes(before, run.to_manifest())
+        if changes:
+            raise DirectoryProblem(
+                f"{root}: cannot resume with a changed spec:\n  "
+                + "\n  ".join(changes)
+                + "\nundo the change, or start a new run with another --dir"
+            )
+        try:
+            directory = cls(root.resolve(), _lock(root, wait_seconds=LEFTOVER_SECONDS))
+            # The lock is ours, so whatever still names this directory, or writes to its logs, is left from a
+            # run whose runtime and subreapers were all killed.
+            kill_marked(api.DIR, str(directory.paths.root), directory.paths.logs)
+            directory._write(run)
+        except (OSError, TimeoutError) as error:
+            raise DirectoryProblem(f"{root}: {error}") from error
+        return directory
+
+    def release(self) -> None:
+        """Give the claim up."""
+        os.close(self.lock_fd)
+
+    def _write(self, run: ScaleRLRun) -> None:
+        paths = self.paths
+        paths.logs.mkdir(exist_ok=True)
+        text = to_yaml(run.to_manifest())
+        _write_whole(paths.run_file, text, 0o644)
+        if not paths.token.exists():
+            _write_whole(paths.token, secrets.token_urlsafe(32) + "\n", 0o600)
+
+    @property
+    def token(self) -> str:
+        return self.paths.token.read_text().strip()
+
+
+def stored_manifest(root: Path) -> dict[str, Any]:
+    """What the run in ``root`` was started with.
+
+    Raises:
+        DirectoryProblem: there is no run in ``root``, or its file cannot be read.
+    """
+    path = RunPaths(root).run_file
+    try:
+        manifest = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise DirectoryProblem(
+            f"{root}: no run to resume there ({path.name} is missing); leave out --resume to start one"
+        ) from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise DirectoryProblem(f"{path}: {error}") from error
+    if not isinstance(manifest, dict):
+        raise DirectoryProblem(f"{path}: not a run file; start anew with another --dir")
+    return manifest
+
+
+def in_use(root: Path) -> bool:
+    """Whether the process that last claimed ``root`` is alive. Takes no lock, so that it keeps nobody out."""
+    try:
+        holder = (root / LOCK_FILE).read_text().strip()
+    except (OSError, ValueError):
+        return False
+    return _is_alive(holder)
+
+
+def next_directory(parent: Path, name: str) -> Path:
+    """``parent/name-n`` for the smallest n above all there are.
+
+    >>> next_directory(Path("/nowhere"), "tiny").as_posix()
+    '/nowhere/tiny-1'
+    """
+    return parent / f"{name}-{max(_numbers(parent, name), default=0) + 1}"
+
+
+def latest_directory(parent: Path, name: str) -> Path:
+    """The newest of the directories that :func:`next_directory` gave.
+
+    Raises:
+        DirectoryProblem: there is none.
+    """
+    numbers = _numbers(parent, name)
+    if not numbers:
+        raise DirectoryProblem(
+            f"{parent}/{name}-*: no run to resume there; leave out --resume to start one, or say which with --dir"
+        )
+    return parent / f"{name}-{max(numbers)}"
+
+
+def _numbers(parent: Path, name: str) -> list[int]:
+    suffixes = [path.name.removeprefix(f"{name}-") for path in parent.glob(f"{name}-*")]
+    return [int(suffix) for suffix in suffixes if suffix.isdecimal()]
+
+
+def _is_alive(holder: str) -> bool:
+    return holder.isdecimal() and Path(f"/proc/{holder}").exists()
+
+
+def _lock(root: Path, *, wait_seconds: float) -> int:
+    """Lock the directory; the descriptor. Processes that inherit it share the lock.
+
+    A holder whose main process is dead is on its way out, and is waited for.
+    """
+    fd = os.open(root / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + wait_seconds
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(fd, 32, 0).decode().strip()
+                alive = _is_alive(holder)
+                if alive or time.monotonic() >= deadline:
+                    who = f"process {holder}" if alive else "processes that a killed run has left"
+                    raise DirectoryProblem(
+                        f"{root}: in use by {who}; wait for that run to end, or give another --dir"
+                    ) from None
+                time.sleep(0.1)
+                continue
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+            return fd
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _write_whole(path: Path, text: str, mode: int) -> None:
+    aside = path.with_name(path.name + ".new")
+    fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)

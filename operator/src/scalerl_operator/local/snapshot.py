@@ -1,0 +1,90 @@
+"""A run at one moment, as a view shows it; and the rates that only two moments give."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from scalerl_api.spec import BudgetSpec
+from scalerl_api.wire import Status
+from scalerl_operator.autoscaling.models import Decision
+from scalerl_operator.local.unit import UnitStatus
+
+_WINDOW_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Over the last half minute; None until two statuses are known."""
+
+    generated_tokens_per_second: float | None = None
+    trained_tokens_per_second: float | None = None
+    seconds_per_step: float | None = None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a view needs, no more.
+
+    elapsed_seconds: since this command started.
+    status: the coordinator's last word; None before the first.
+    stopping: why the run is being ended; empty while it is not.
+    eta_seconds: to the end of the budget; None while that cannot be told.
+    decision: the autoscaler's last; None without one.
+    """
+
+    elapsed_seconds: float
+    status: Status | None
+    units: tuple[UnitStatus, ...]
+    rates: Rates
+    stopping: str
+    eta_seconds: float | None
+    decision: Decision | None = None
+
+
+@dataclass
+class RateMeter:
+    """Rates from successive statuses."""
+
+    _seen: deque[tuple[float, Status]] = field(default_factory=deque)
+
+    def add(self, status: Status, now: float | None = None) -> Rates:
+        now = time.monotonic() if now is None else now
+        # Totals go back when a trainer restarts from a checkpoint; a rate across that means nothing.
+        if self._seen and (status.step < self._seen[-1][1].step):
+            self._seen.clear()
+        self._seen.append((now, status))
+        # Steps come in lumps: the window reaches back past a slow one, so that a rate is never of none.
+        while (
+            len(self._seen) > 2
+            and now - self._seen[1][0] >= _WINDOW_SECONDS
+            and status.step > self._seen[1][1].step
+        ):
+            self._seen.popleft()
+        then, first = self._seen[0]
+        seconds = now - then
+        if seconds <= 0:
+            return Rates()
+        steps = status.step - first.step
+        return Rates(
+            (status.tokens_generated - first.tokens_generated) / seconds,
+            (status.tokens_trained - first.tokens_trained) / seconds,
+            seconds / steps if steps > 0 else None,
+        )
+
+
+def eta_seconds(budget: BudgetSpec, status: Status, rates: Rates) -> float | None:
+    """Seconds until the first limit of the budget is reached, at the present rates."""
+    left: list[float] = []
+    if budget.max_steps is not None and rates.seconds_per_step is not None:
+        left.append((budget.max_steps - status.step) * rates.seconds_per_step)
+    if budget.max_seconds is not None:
+        left.append(budget.max_seconds - status.wall_seconds)
+    if budget.max_device_hours is not None and status.wall_seconds > 0 and status.device_seconds > 0:
+        devices = status.device_seconds / status.wall_seconds
+        left.append(float(budget.max_device_hours) * 3600 / devices - status.wall_seconds)
+    # A step limit far away says more than nothing only once a rate is known.
+    if budget.max_steps is not None and rates.seconds_per_step is None:
+        return None
+    return max(0.0, min(left)) if left else None

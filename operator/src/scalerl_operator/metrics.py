@@ -1,0 +1,204 @@
+"""The operator's Prometheus metrics, registered here and nowhere else; their names are the API's."""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable
+from typing import Final, NamedTuple
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from scalerl_api import metric_names as names
+from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.status import RunStatus
+from scalerl_operator.kube.cache import Cache
+from scalerl_operator.kube.kinds import KINDS
+from scalerl_operator.kube.leader_election import Leader
+from scalerl_operator.kube.transport import READS
+from scalerl_operator.kube.types import Key
+from scalerl_operator.kube.work_queue import WorkQueue
+from scalerl_operator.names import label_value
+
+_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class Metrics:
+    """The process's registry; an observer of the API client and of the queue."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self._runs: dict[Key, _Stands] = {}
+        self._reconciles = Histogram(
+            names.RECONCILE_SECONDS,
+            "One look at one run.",
+            ["result"],
+            registry=self.registry,
+            buckets=_SECONDS,
+        )
+        self._requests = Counter(
+            names.API_REQUESTS, "Calls to the API server.", ["verb", "kind", "code"], registry=self.registry
+        )
+        self._request_seconds = Histogram(
+            names.API_SECONDS,
+            "From a call to its answer.",
+            ["verb"],
+            registry=self.registry,
+            buckets=_SECONDS,
+        )
+        self._writes = Counter(
+            names.WRITES, "Writes that the API server took.", ["kind"], registry=self.registry
+        )
+        self._decisions = Counter(
+            names.DECISIONS, "Decisions of the autoscaler.", ["state"], registry=self.registry
+        )
+        self._events = Counter(
+            names.WATCH_EVENTS, "What the watches brought.", ["kind"], registry=self.registry
+        )
+        self.repairs = Counter(
+            names.CACHE_REPAIRS, "Objects the watches had missed, found by listing.", registry=self.registry
+        )
+        self.loop_lag = Histogram(
+            names.LOOP_LAG_SECONDS,
+            "How late the event loop came back to a task that slept.",
+            registry=self.registry,
+            buckets=(0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5),
+        )
+        for result in ("ok", "error", "cancelled"):
+            self._reconciles.labels(
+                result
+            )  # a series that is not there cannot be told from a scrape that failed
+
+    def watch(self, queue: WorkQueue, cache: Cache, leader: Leader) -> None:
+        """Read these at each scrape."""
+        for name, text, value in (
+            (names.QUEUE_DEPTH, "Runs that are due.", queue.depth),
+            (names.QUEUE_IN_WORK, "Runs being looked at.", queue.in_work),
+            (names.QUEUE_FAILING, "Runs whose last look ended with an error.", queue.failing),
+            (names.LEADER, "1 while this replica may write.", leader.is_leader),
+        ):
+            Gauge(name, text, registry=self.registry).set_function(_number(value))
+        self.registry.register(_Kept(cache, self._runs))
+
+    def called(self, verb: str, kind: str, code: int, seconds: float) -> None:
+        """A call to the API server ended."""
+        self._requests.labels(verb, kind, str(code)).inc()
+        self._request_seconds.labels(verb).observe(seconds)
+        if verb not in READS and 200 <= code < 300:
+            self._writes.labels(kind).inc()
+
+    def finished(self, key: Key, result: str, seconds: float) -> None:
+        """A look at a run ended."""
+        self._reconciles.labels(result).observe(seconds)
+
+    def event(self, kind: str) -> None:
+        """A watch brought something."""
+        self._events.labels(kind).inc()
+
+    def run(self, key: Key, status: RunStatus | None) -> None:
+        """Where a run stands now; None: it is gone."""
+        if status is None:
+            self._runs.pop(key, None)
+        else:
+            self._runs[key] = _Stands(status.phase, problems(status), status.trainer.restarts)
+
+    def forget_runs(self) -> None:
+        """This replica leads no more; the next leader counts."""
+        self._runs.clear()
+
+    def decision(self, state: str) -> None:
+        """The autoscaler decided."""
+        self._decisions.labels(state).inc()
+
+    def text(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+def problems(status: RunStatus) -> tuple[tuple[str, str], ...]:
+    """Conditions of a run that are not as they should be, with their reasons.
+
+    What has not begun, is off, or ended as the spec says is no problem; what takes its time is one, and it is the
+    alert's part to say how long it may take.
+    """
+    return tuple(
+        (condition.type, condition.reason)
+        for condition in status.conditions
+        if condition.reason == Reason.SUSPENDED_AS_BROKEN
+        or (
+            (condition.status == "True") is (condition.type in _BAD_IF_TRUE)
+            and condition.type not in _NEVER_BAD
+            and condition.reason not in _FINE
+        )
+    )
+
+
+_BAD_IF_TRUE: Final = frozenset({ConditionType.DEGRADED, ConditionType.FAILED})
+_NEVER_BAD: Final = frozenset(
+    {ConditionType.COMPLETED, ConditionType.SUSPENDED, ConditionType.GENERATORS_PINNED}
+)
+_FINE: Final = frozenset(
+    {
+        Reason.NOT_STARTED, Reason.RUN_SUSPENDED, Reason.RUN_COMPLETED, Reason.RUN_FAILED, Reason.NOT_RUNNING, Reason.PREPARED, Reason.READY,
+        Reason.AUTOSCALING_OFF, Reason.TOO_FEW_POINTS, Reason.NO_FIT,
+    }
+)  # fmt: skip
+
+
+class _Stands(NamedTuple):
+    phase: Phase
+    problems: tuple[tuple[str, str], ...]
+    trainer_restarts: int
+
+
+class _Kept(Collector):
+    """What is kept, counted at a scrape rather than at every change."""
+
+    def __init__(self, cache: Cache, runs: dict[Key, _Stands]) -> None:
+        self._cache = cache
+        self._runs = runs
+
+    def collect(self) -> Iterable[Metric]:
+        runs = GaugeMetricFamily(names.RUNS, "Runs, as this replica last looked at them.", labels=["phase"])
+        by_phase = Tally(run.phase for run in self._runs.values())
+        for phase in Phase:
+            runs.add_metric([phase.value], by_phase[phase])
+        yield runs
+        problem = GaugeMetricFamily(
+            names.RUN_PROBLEM,
+            "1 for a condition of a run that is not as it should be.",
+            labels=["namespace", "run", "condition", "reason"],
+        )
+        restarts = CounterMetricFamily(
+            names.TRAINER_RESTARTS,
+            "Attempts of the trainer that ended before the run did.",
+            labels=["namespace", "run"],
+        )
+        for (namespace, name), run in self._runs.items():
+            label = label_value(name)
+            restarts.add_metric([namespace, label], run.trainer_restarts)
+            for condition, reason in run.problems:
+                problem.add_metric([namespace, label, condition, reason], 1.0)
+        yield problem
+        yield restarts
+        kept = GaugeMetricFamily(names.CACHED_OBJECTS, "Objects of runs kept in memory.", labels=["kind"])
+        by_kind = Tally(kind for kind, _, _ in self._cache)
+        for kind in KINDS.values():
+            if kind.watched:
+                kept.add_metric([kind.name], by_kind[kind.name])
+        yield kept
+
+
+def _number(value: Callable[[], float]) -> Callable[[], float]:
+    return lambda: float(value())

@@ -1,0 +1,119 @@
+"""Settings of the operator's process, read once at its start. Nothing else of it looks at the environment.
+
+=============================  =======================================================================================
+``SCALERL_WATCH_NAMESPACES``   namespaces whose runs are served, with commas; empty: all of the cluster
+``SCALERL_TRAINER_IMAGE``      images where a run names none (required, all three)
+``SCALERL_GENERATOR_IMAGE``
+``SCALERL_COORDINATOR_IMAGE``
+``SCALERL_IMAGE_PULL_POLICY``  Always, IfNotPresent (default) or Never
+``SCALERL_SIDECAR_URL``        where the curve-fit sidecar answers; empty: there is none, and no run is forecast
+``SCALERL_WORKERS``            runs looked at at a time (16)
+``SCALERL_LISTEN``             address and port of health and metrics (0.0.0.0:8080)
+``SCALERL_LEASE``              name of the Lease that the leader holds (scalerl-operator)
+``SCALERL_LOG_LEVEL``          DEBUG, INFO (default), WARNING or ERROR
+``POD_NAMESPACE``              the operator's own namespace, where its Lease is (default)
+``POD_NAME``                   who holds the Lease, and who is named in events (else the host's name and a number)
+``KUBECONFIG``                 where the API server is, outside of a cluster
+=============================  =======================================================================================
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from scalerl_operator.kube.leader_election import LEASE_NAME
+from scalerl_operator.kube.types import Images
+
+_POLICIES = ("Always", "IfNotPresent", "Never")
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+
+class SettingsError(ValueError):
+    """A variable is missing or says what cannot be; the message names it."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the process was told. ``namespaces`` empty: all of the cluster. ``sidecar_url`` None: no forecasts."""
+
+    images: Images
+    namespaces: tuple[str, ...] = ()
+    sidecar_url: str | None = None
+    workers: int = 16
+    host: str = "0.0.0.0"  # noqa: S104 the kubelet and Prometheus ask from outside the pod
+    port: int = 8080
+    lease: str = LEASE_NAME
+    log_level: str = "INFO"
+    operator_namespace: str = "default"
+    identity: str = ""
+    kubeconfig: str | None = None
+    drain_seconds: float = 15.0
+    """How long looks in work may take to end after SIGTERM."""
+    resync_seconds: float = 300.0
+    """Between two comparisons of the cache with what the API server lists."""
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> Settings:
+        """From the environment; :class:`SettingsError` names the first variable at fault."""
+
+        def of(name: str, default: str = "") -> str:
+            return environ.get(name, "").strip() or default
+
+        def one_of(name: str, choices: tuple[str, ...], default: str) -> str:
+            if (value := of(name, default)) not in choices:
+                raise SettingsError(f"{name} is {value!r}; it is one of {', '.join(choices)}")
+            return value
+
+        def image(role: str) -> str:
+            name = f"SCALERL_{role}_IMAGE"
+            if not (value := of(name)):
+                raise SettingsError(f"{name} is empty; name the image of runs that name none")
+            return value
+
+        host, port = _listen(of("SCALERL_LISTEN", "0.0.0.0:8080"))
+        return cls(
+            images=Images(
+                trainer=image("TRAINER"),
+                generator=image("GENERATOR"),
+                coordinator=image("COORDINATOR"),
+                pull_policy=one_of("SCALERL_IMAGE_PULL_POLICY", _POLICIES, "IfNotPresent"),
+            ),
+            namespaces=tuple(
+                dict.fromkeys(n.strip() for n in of("SCALERL_WATCH_NAMESPACES").split(",") if n.strip())
+            ),
+            sidecar_url=_url("SCALERL_SIDECAR_URL", of("SCALERL_SIDECAR_URL")),
+            workers=_count("SCALERL_WORKERS", of("SCALERL_WORKERS", "16")),
+            host=host,
+            port=port,
+            lease=of("SCALERL_LEASE", LEASE_NAME),
+            log_level=one_of("SCALERL_LOG_LEVEL", _LEVELS, "INFO"),
+            operator_namespace=of("POD_NAMESPACE", "default"),
+            identity=of("POD_NAME") or f"{socket.gethostname()}-{secrets.token_hex(4)}",
+            kubeconfig=of("KUBECONFIG") or None,
+        )
+
+
+def _listen(value: str) -> tuple[str, int]:
+    host, colon, port = value.rpartition(":")
+    if not colon or not port.isdecimal() or not 0 <= int(port) < 65536:
+        raise SettingsError(f"SCALERL_LISTEN is {value!r}; it is ADDRESS:PORT, as 0.0.0.0:8080")
+    return host.strip("[]"), int(port)
+
+
+def _url(name: str, value: str) -> str | None:
+    if not value:
+        return None
+    parts = urlsplit(value)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise SettingsError(f"{name} is {value!r}; it is a URL as http://127.0.0.1:8090, or empty")
+    return value.rstrip("/")
+
+
+def _count(name: str, value: str) -> int:
+    if not value.isdecimal() or not 1 <= int(value) <= 1024:
+        raise SettingsError(f"{name} is {value!r}; it is a number from 1 to 1024")
+    return int(value)

@@ -1,0 +1,344 @@
+"""The record: what is written is what is read, a torn tail is cut, a full disk changes nothing; and its replay."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from operator_tests.scaling import answer, evaluations, flat_curve, run, spec, status
+from scalerl_api.autoscaling import AutoscalingSpec
+from scalerl_api.forecast import ForecastAnswer, ForecastRequest
+from scalerl_api.wire import EvaluationPoint
+from scalerl_curvefit import CurveError
+from scalerl_curvefit.sidecar.answers import answer_forecast
+from scalerl_operator.autoscaling.decide import decide
+from scalerl_operator.autoscaling.decision_log import DecisionRecord, Line, seal
+from scalerl_operator.autoscaling.log_storage import RecordError
+from scalerl_operator.autoscaling.models import Generators, History, State
+from scalerl_operator.autoscaling.observation import observe, point
+from scalerl_operator.autoscaling.question import question
+from scalerl_operator.autoscaling.replay import under, verify
+
+RULES = spec(stopAfter=2)
+
+
+def asked(request: ForecastRequest) -> tuple[ForecastAnswer | None, str]:
+    try:
+        return answer_forecast(request), ""
+    except CurveError as error:
+        return None, str(error)
+
+
+def record_run(
+    path: Path, evaluated: list[EvaluationPoint], rules: AutoscalingSpec = RULES, every: int = 1
+) -> list[Line]:
+    """Decide at every evaluation of a run, with real forecasts."""
+    record, lines = DecisionRecord.open(path), []
+    whole = run(rules.model_dump(by_alias=True, exclude_none=True), budget={"maxSeconds": 5_000})
+    for count in range(1, len(evaluated) + 1, every):
+        points = [point(e) for e in evaluated[:count]]
+        seen = observe(
+            whole,
+            status(evaluated[:count]),
+            points,
+            Generators(wanted=1, ready=1),
+            unix_seconds=1.7e9 + count,
+        )
+        request = question(rules, points, seen, record.known.history)
+        forecast, trouble = (None, request) if isinstance(request, str) else asked(request)
+        seen = replace(seen, forecast=forecast, trouble=trouble)
+        decision = decide(rules, seen, record.known.history)
+        lines.append(asyncio.run(record.append("autoscale", rules, points, seen, decision)))
+    record.close()
+    return lines
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[Line]]:
+    path = tmp_path_factory.mktemp("record") / "decisions.jsonl"
+    lines = record_run(path, flat_curve(40), every=3)
+    return path.read_bytes(), lines
+
+
+def test_a_record_is_made_again_to_the_last_field(recorded: tuple[bytes, list[Line]]) -> None:
+    content, lines = recorded
+    read, found = verify(content)
+    assert found == []
+    assert read == lines
+    assert {line.decision.state for line in lines} >= {State.INSUFFICIENT, State.CONTINUE, State.STOP}
+    assert [len(line.added) for line in lines] == [1] + [3] * 13
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_changed_byte_is_found_and_its_line_named(recorded: tuple[bytes, list[Line]], seed: int) -> None:
+    content = bytearray(recorded[0])
+    chooser = random.Random(seed)
+    at = chooser.randrange(len(content)) if seed else len(content) - 1
+    content[at] = chooser.choice([b for b in b'0123456789abcdef.,:"{ \n\xff' if b != content[at]])
+    number = recorded[0].count(b"\n", 0, at) + 1
+    _, found = verify(bytes(content))
+    assert found
+    assert number in {difference.line for difference in found}
+
+
+def test_a_line_taken_out_or_put_in_is_found(recorded: tuple[bytes, list[Line]]) -> None:
+    lines = recorded[0].splitlines(keepends=True)
+    assert any(d.field == "sequence" for d in verify(b"".join(lines[:5] + lines[6:]))[1])
+    assert any(d.line == 7 for d in verify(b"".join(lines[:6] + lines[5:]))[1])
+
+
+def test_a_record_of_the_first_method_is_made_again_to_the_last_byte() -> None:
+    """Written before an alarm needed a fall below the best: each answer is decided on by the rules of its method."""
+    content = (Path(__file__).parent / "records" / "method-1.jsonl").read_bytes()
+    lines, found = verify(content)
+    assert found == []
+    assert b"".join(msgspec.json.encode(line) + b"\n" for line in lines) == content
+    assert {(line.decision.state.value, line.decision.action.kind) for line in lines} >= {
+        ("INSUFFICIENT", "none"),
+        ("INSUFFICIENT", "scale"),
+        ("GROW", "scale"),
+        ("CONTINUE", "none"),
+        ("STOP", "stop"),
+        ("BROKEN", "none"),
+        ("BROKEN", "hold"),
+    }
+    reasons = [line.decision.reasons[0] for line in lines]
+    assert any("too little for an alarm" in reason for reason in reasons)
+    assert {line.observation.forecast.method for line in lines if line.observation.forecast} == {
+        msgspec.UNSET
+    }
+
+
+def test_the_sidecar_is_told_which_evaluations_a_person_knows_to_be_low() -> None:
+    evaluated = flat_curve(20)
+    points = [point(e) for e in evaluated]
+    seen = observe(run(), status(evaluated), points, Generators(wanted=1, ready=1), unix_seconds=1.7e9)
+    request = question(RULES, points, seen, History(forgiven=120))
+    assert isinstance(request, ForecastRequest)
+    assert request.alarms_after == next(p.tokens for p in points if p.version == 120)
+    request = question(RULES, points, seen, History())
+    assert isinstance(request, ForecastRequest)
+    assert request.alarms_after == 0.0
+
+
+def test_a_changed_line_that_was_sealed_again_is_found_by_the_next(
+    recorded: tuple[bytes, list[Line]],
+) -> None:
+    lines = list(recorded[1])
+    lines[4] = seal(replace(lines[4], time="1970-01-01T00:00:00+00:00"), lines[3].digest)
+    _, found = verify(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    assert [(d.line, d.field) for d in found] == [(6, "digest")]
+
+
+def test_another_decision_than_follows_is_named_by_field(recorded: tuple[bytes, list[Line]]) -> None:
+    """Even where whoever changed it mended the digests."""
+    _, lines = recorded
+    forged, previous = [], ""
+    for number, line in enumerate(lines):
+        if number == 10:
+            line = replace(
+                line, decision=replace(line.decision, history=replace(line.decision.history, streak=7))
+            )
+        forged.append(seal(line, previous))
+        previous = forged[-1].digest
+    _, found = verify(b"".join(msgspec.json.encode(line) + b"\n" for line in forged))
+    assert [(d.line, d.field) for d in found] == [(11, "decision.history.streak"), (12, "before.streak")]
+
+
+def test_reopening_goes_on_where_it_ended_and_cuts_a_torn_tail(
+    tmp_path: Path, recorded: tuple[bytes, list[Line]]
+) -> None:
+    content, lines = recorded
+    path = tmp_path / "decisions.jsonl"
+    path.write_bytes(content + content[:100])
+    record = DecisionRecord.open(path)
+    assert record.notes == ["decisions.jsonl: cut off 100 bytes of an unfinished last line"]
+    assert path.read_bytes() == content
+    assert record.known.history == lines[-1].decision.history
+    assert record.known.sequence == len(lines)
+    seen = lines[-1].observation
+    points = list(record.known.points)
+    decision = decide(RULES, seen, record.known.history)
+    asyncio.run(record.append("autoscale", RULES, points[:20], seen, decision))
+    record.close()
+    _, found = verify(path.read_bytes())
+    assert [d.field for d in found] == [
+        "observation.points.used",
+        "observation.points.version",
+        "observation.points.digest",
+    ]
+    assert DecisionRecord.open(path).known.points == points[:20]
+
+
+def test_a_record_that_cannot_be_trusted_is_set_aside_and_not_acted_on(
+    tmp_path: Path, recorded: tuple[bytes, list[Line]]
+) -> None:
+    path = tmp_path / "decisions.jsonl"
+    changed = recorded[0].replace(b'"streak":1', b'"streak":9', 1)
+    for attempt in (1, 2):
+        path.write_bytes(changed)
+        record = DecisionRecord.open(path)
+        assert record.known.history == History()
+        assert f"decisions-untrusted-{attempt}.jsonl" in record.notes[0]
+        assert (tmp_path / f"decisions-untrusted-{attempt}.jsonl").read_bytes() == changed
+        assert path.read_bytes() == b""
+        record.close()
+
+
+def test_a_newer_programs_record_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    path.write_bytes(b'{"format":3}\n')
+    with pytest.raises(RecordError, match="format 3"):
+        DecisionRecord.open(path)
+    assert path.read_bytes() == b'{"format":3}\n'
+
+
+def test_an_older_programs_record_is_set_aside(tmp_path: Path) -> None:
+    """Its decisions followed other rules."""
+    path = tmp_path / "decisions.jsonl"
+    path.write_bytes(b'{"format":1}\n')
+    (note,) = DecisionRecord.open(path).notes
+    assert "line 1: format 1; this program reads format 2" in note
+    assert (tmp_path / "decisions-untrusted-1.jsonl").exists()
+
+
+@pytest.fixture
+def little_space(tmp_path: Path) -> Iterator[None]:
+    """Files can grow to 4,000 bytes and no further, as on a disk that fills up in the middle of a write."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_leaves_the_record_whole(tmp_path: Path, little_space: None) -> None:
+    path = tmp_path / "decisions.jsonl"
+    record = DecisionRecord.open(path)
+    evaluated = evaluations([0.2, 0.3])
+    points = [point(e) for e in evaluated]
+    seen = observe(run(), status(evaluated), points, Generators(wanted=1, ready=1), unix_seconds=1.7e9)
+
+    def write() -> None:
+        decision = decide(RULES, seen, record.known.history)
+        asyncio.run(record.append("autoscale", RULES, points, seen, decision))
+
+    while path.stat().st_size < 3_000:
+        write()
+    written = record.known.sequence
+    with pytest.raises(RecordError, match="File too large"):
+        write()
+    assert record.known.sequence == written
+    lines, found = verify(path.read_bytes())
+    assert (len(lines), found) == (written, [])
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    write()
+    assert verify(path.read_bytes())[1] == []
+
+
+def test_what_is_written_is_on_disk_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_size), real(fd)))
+    path = tmp_path / "decisions.jsonl"
+    record_run(path, evaluations([0.2]))
+    assert synced[-1] == path.stat().st_size > 0
+
+
+def test_the_same_policy_would_have_done_the_same(recorded: tuple[bytes, list[Line]]) -> None:
+    def never(request: ForecastRequest) -> tuple[ForecastAnswer | None, str]:
+        raise AssertionError("the same question has its answer in the record")
+
+    assert not any(other.differs for other in under(RULES, recorded[1], never))
+
+
+def test_another_policy_is_asked_its_own_questions(recorded: tuple[bytes, list[Line]]) -> None:
+    """A smaller gain is still to be had where .02 is not."""
+    others = list(under(spec(stopAfter=2, minGain="0.0005"), recorded[1], asked))
+    first = next(other for other in others if other.differs)
+    assert first.line.decision.state is State.STOP
+    assert first.decision.state is State.CONTINUE
+    assert not any(other.decision.state is State.STOP for other in others)
+
+
+def test_another_patience_moves_the_stop(recorded: tuple[bytes, list[Line]]) -> None:
+    def first_stop(decisions: list[State]) -> int:
+        return decisions.index(State.STOP)
+
+    patient = [o.decision.state for o in under(spec(stopAfter=4), recorded[1], asked)]
+    assert first_stop(patient) == first_stop([line.decision.state for line in recorded[1]]) + 2
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([0.0, 0.05, 0.15, 0.9, None]), st.sampled_from([0.56, 0.2, None])),
+        min_size=1,
+        max_size=8,
+    ),
+    st.integers(0, 3),
+)
+@settings(max_examples=30, deadline=None)
+def test_any_recorded_history_is_reproduced(
+    tmp_path_factory: pytest.TempPathFactory, looks: list[tuple[float | None, float | None]], dropped: int
+) -> None:
+    """Points may vanish in between, as after a restart from a checkpoint."""
+    path = tmp_path_factory.mktemp("any") / "decisions.jsonl"
+    record = DecisionRecord.open(path)
+    whole = run()
+    for count, (p_gain, reward) in enumerate(looks, 5):
+        evaluated = evaluations([0.2 + 0.01 * i for i in range(count - (dropped if count % 2 else 0))])
+        evaluated[-1] = msgspec.structs.replace(
+            evaluated[-1], reward=float("nan") if reward is None else reward
+        )
+        points = [point(e) for e in evaluated]
+        seen = observe(
+            whole, status(evaluated), points, Generators(wanted=1, ready=1), unix_seconds=1.7e9 + count
+        )
+        seen = replace(
+            seen,
+            forecast=None if p_gain is None else answer(p_gain),
+            trouble="down" if p_gain is None else "",
+        )
+        decision = decide(RULES, seen, record.known.history)
+        asyncio.run(record.append("autoscale", RULES, points, seen, decision))
+    record.close()
+    lines, found = verify(path.read_bytes())
+    assert (len(lines), found) == (len(looks), [])
+
+
+async def test_closing_waits_for_a_write_whose_caller_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the rest of the line would go into whatever file gets the descriptor next."""
+    path = tmp_path / "decisions.jsonl"
+    record, evaluated = DecisionRecord.open(path), evaluations([0.2, 0.3])
+    points = [point(e) for e in evaluated]
+    seen = observe(run(), status(evaluated), points, Generators(wanted=1, ready=1), unix_seconds=1.7e9)
+    real, writing = os.pwrite, threading.Event()
+
+    def slow(fd: int, content: bytes, offset: int) -> int:
+        writing.set()
+        time.sleep(0.2)
+        return real(fd, content, offset)
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    decision = decide(RULES, seen, History())
+    task = asyncio.create_task(record.append("autoscale", RULES, points, seen, decision))
+    await asyncio.to_thread(writing.wait, 10)
+    task.cancel()
+    record.close()
+    assert len(verify(path.read_bytes())[0]) == 1
+    with pytest.raises(RecordError, match="closed"):
+        await record.append("autoscale", RULES, points, seen, decision)

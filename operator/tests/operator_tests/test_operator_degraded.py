@@ -1,0 +1,199 @@
+"""What went wrong in a run that goes on degrades it for as long as it is so, not for good."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from operator_tests.manifests import UID, cluster_run
+from scalerl_api import wire
+from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.exports import ExportedModel, Exports
+from scalerl_api.status import RunStatus
+from scalerl_api.wire import Tracker
+from scalerl_operator.controller.degraded import QUIET_SECONDS
+from scalerl_operator.controller.observe import observe
+from scalerl_operator.controller.status import Looked, Steered, report, waits_for_progress_only
+from scalerl_operator.policy.decision import Course, Memory
+from scalerl_operator.workloads import Role
+
+_COUNTS = dict.fromkeys(
+    [
+        *("acknowledged", "trained", "filtered", "queued", "leased", "late", "stale", "invalid"),
+        *("duplicate", "expired_leases"),
+    ],
+    0,
+)
+QUIET = wire.Status(
+    phase=wire.Phase.RUNNING,
+    waiting_for="",
+    step=3,
+    published_version=3,
+    stop_reason="",
+    counts=wire.Counts(**_COUNTS),
+    members=[],
+    points=[],
+    last_step_stats={},
+    wall_seconds=0.0,
+    device_seconds=0.0,
+    tokens_generated=0,
+    tokens_trained=0,
+    generator_busy_fraction=0.0,
+    trainer_busy_fraction=0.0,
+    max_staleness_steps=0,
+    mean_staleness_steps=0.0,
+    checkpoint_version=0,
+)
+RUN = cluster_run()
+
+
+class Looks:
+    """One look after the other; each finds what the last one has written."""
+
+    def __init__(self) -> None:
+        self.stored: dict[str, Any] = {}
+        self.heard = QUIET
+
+    def look(self, at: float, phase: Phase = Phase.RUNNING, *, silent: bool = False, **heard: Any) -> str:
+        """The reason of Degraded; what is heard stays until it is said anew."""
+        self.heard = msgspec.structs.replace(self.heard, **heard)
+        observed = observe({}, UID, {Role.PREPARE: "", Role.TRAINER: ""})
+        course = Course(phase, Memory(attempt=1))
+        word = None if silent else self.heard
+        looked = Looked(1e9 + at, 1, None, None, observed, course, word, Steered(1))
+        before = RunStatus.model_validate(self.stored)
+        self.after = report(RUN, before, looked)
+        self.quiet = waits_for_progress_only(before, self.after)
+        self.stored = self.after.to_object()
+        said = self.after.condition(ConditionType.DEGRADED)
+        assert said is not None
+        assert (said.status == "True") == (said.reason != Reason.AS_EXPECTED)
+        return said.reason
+
+
+@pytest.fixture
+def looks() -> Looks:
+    return Looks()
+
+
+def test_grading_that_failed_once_is_over_after_a_while(looks: Looks) -> None:
+    assert looks.look(0) == Reason.AS_EXPECTED
+    assert looks.look(5, grading_errors=1) == Reason.GRADING_FAILED
+    assert looks.look(5 + QUIET_SECONDS - 1) == Reason.GRADING_FAILED
+    assert looks.look(5 + QUIET_SECONDS + 1) == Reason.AS_EXPECTED
+    assert looks.look(5 + QUIET_SECONDS + 6, grading_errors=2) == Reason.GRADING_FAILED
+
+
+def test_a_skipped_step_is_over_after_a_while(looks: Looks) -> None:
+    assert looks.look(0) == Reason.AS_EXPECTED
+    assert looks.look(5, skipped_steps=1, grading_errors=1) == Reason.STEP_SKIPPED
+    assert looks.look(5 + QUIET_SECONDS + 1) == Reason.AS_EXPECTED
+    assert looks.look(5 + QUIET_SECONDS + 6, skipped_steps=2) == Reason.STEP_SKIPPED
+
+
+def test_slots_given_up_are_told_and_over_after_a_while(looks: Looks) -> None:
+    """Also those of an evaluation; the count moves with what moves all the time."""
+    assert looks.look(0) == Reason.AS_EXPECTED
+    for second in range(5, 500):
+        counts = msgspec.structs.replace(QUIET.counts, given_up=8 * second, too_long=8 * second)
+        assert looks.look(second, counts=counts) == Reason.SLOTS_GIVEN_UP
+        assert looks.quiet == (second > 5)
+    assert looks.look(499 + QUIET_SECONDS + 1) == Reason.AS_EXPECTED
+    counts = msgspec.structs.replace(counts, held_out_given_up=1)
+    assert looks.look(499 + QUIET_SECONDS + 6, counts=counts) == Reason.SLOTS_GIVEN_UP
+    assert looks.after.trouble.given_up_rollouts == 8 * 499 + 1
+
+
+def test_grading_that_fails_again_and_again_is_not_over_and_only_progress(looks: Looks) -> None:
+    looks.look(0)
+    looks.look(1, grading_errors=1)
+    for minute in range(1, 60):
+        assert looks.look(60.0 * minute, grading_errors=1 + minute) == Reason.GRADING_FAILED
+        assert looks.quiet, "the count moves: written with what moves all the time"
+
+
+def test_a_checkpoint_that_failed_is_over_with_the_next_one(looks: Looks) -> None:
+    looks.look(0, checkpoint_version=40)
+    assert looks.look(5, checkpoint_failures=1) == Reason.CHECKPOINT_FAILED
+    assert looks.look(1e6) == Reason.CHECKPOINT_FAILED, "time alone mends nothing"
+    assert looks.look(1e6 + 5, checkpoint_version=60) == Reason.AS_EXPECTED
+    assert looks.look(1e6 + 10) == Reason.AS_EXPECTED
+
+
+def test_a_trainer_that_goes_back_has_written_no_checkpoint(looks: Looks) -> None:
+    looks.look(0, checkpoint_version=40)
+    looks.look(5, checkpoint_failures=1)
+    assert looks.look(10, checkpoint_version=20) == Reason.CHECKPOINT_FAILED
+    assert looks.look(15, checkpoint_version=30) == Reason.AS_EXPECTED
+
+
+def test_a_failure_that_a_newer_checkpoint_came_with_is_over(looks: Looks) -> None:
+    looks.look(0, checkpoint_version=40)
+    assert looks.look(60, checkpoint_failures=1, checkpoint_version=60) == Reason.AS_EXPECTED
+    assert looks.look(65, checkpoint_failures=2) == Reason.CHECKPOINT_FAILED
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_what_was_counted_for_an_earlier_release_is_no_news(looks: Looks, *, silent: bool) -> None:
+    looks.look(0)
+    del looks.stored["trouble"]
+    looks.look(5, silent=silent, checkpoint_failures=3, grading_errors=7)
+    assert looks.look(10) == Reason.AS_EXPECTED
+    assert looks.look(15, checkpoint_failures=4) == Reason.CHECKPOINT_FAILED
+
+
+def test_the_first_checkpoint_of_all_ends_it_too(looks: Looks) -> None:
+    looks.look(0, checkpoint_version=-1)
+    assert looks.look(1, checkpoint_failures=1) == Reason.CHECKPOINT_FAILED
+    assert looks.look(5, checkpoint_version=20) == Reason.AS_EXPECTED
+
+
+def test_a_coordinator_that_is_silent_for_a_moment_changes_nothing(looks: Looks) -> None:
+    looks.look(0)
+    looks.look(1, checkpoint_failures=1)
+    assert looks.look(5, silent=True) == Reason.CHECKPOINT_FAILED
+
+
+def test_a_run_that_is_over_is_not_degraded(looks: Looks) -> None:
+    looks.look(0)
+    assert looks.look(1, checkpoint_failures=1, grading_errors=3) == Reason.CHECKPOINT_FAILED
+    assert looks.look(5, Phase.SUSPENDED, silent=True) == Reason.AS_EXPECTED
+
+
+def test_the_status_says_what_was_exported_and_where_it_lies(looks: Looks) -> None:
+    model = ExportedModel(
+        version=100,
+        reward=0.61237,
+        path="checkpoints/hf/step-00000100",
+        uri="s3://models/a/step-00000100",
+        time="2026-08-01T12:00:00Z",
+    )
+    assert looks.look(0, exports=Exports(best=model, last=model)) == Reason.AS_EXPECTED
+    assert looks.stored["exports"]["best"] == {
+        "version": 100,
+        "reward": "0.6124",
+        "path": "checkpoints/hf/step-00000100",
+        "uri": "s3://models/a/step-00000100",
+        "time": "2026-08-01T12:00:00Z",
+    }
+    assert looks.stored["exports"]["last"] == looks.stored["exports"]["best"]
+    looks.look(10, exports=None)
+    assert looks.after.exports.best is not None, "a coordinator that cannot read the file takes nothing back"
+
+
+def test_an_export_that_fails_degrades_the_run_until_one_succeeds(looks: Looks) -> None:
+    assert looks.look(0, exports=Exports(failures=1, problem="s3://b: refused")) == Reason.EXPORT_FAILED
+    assert looks.after.exports.problem == "s3://b: refused"
+    assert looks.look(5, exports=Exports(failures=1)) == Reason.AS_EXPECTED
+
+
+def test_a_tracker_that_fails_degrades_the_run_until_it_works(looks: Looks) -> None:
+    failing = Tracker(name="mlflow", failures=1, problem="connection refused")
+    assert looks.look(0, trackers=[Tracker(name="tensorBoard"), failing]) == Reason.TRACKER_FAILED
+    said = looks.after.condition(ConditionType.DEGRADED)
+    assert said is not None
+    assert "mlflow: connection refused" in (said.message or "")
+    assert "tensorBoard" not in (said.message or "")
+    assert looks.look(5, trackers=[Tracker(name="mlflow", failures=1)]) == Reason.AS_EXPECTED

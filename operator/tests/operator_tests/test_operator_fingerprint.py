@@ -1,0 +1,106 @@
+"""What of a run's objects is news, and what is not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from operator_tests.manifests import UID, cluster_run
+from scalerl_operator.controller.fingerprint import standing
+from scalerl_operator.controller.owned import Place
+from scalerl_operator.kube.types import Desired, Images
+
+RUN = cluster_run()
+IMAGES = Images("t", "g", "c")
+DESIRED = Desired(prepare=True, coordinator=True, generators=2, trainer_attempt=1)
+
+Object = dict[str, Any]
+Objects = dict[tuple[str, str], Object]
+
+
+def place(*changes: Callable[[Objects], object]) -> Place:
+    objects: Objects = {}
+    for kind in ("Deployment", "ConfigMap", "Job", "Pod"):
+        metadata = {"name": "a", "uid": kind, "labels": {"l": "1"}, "annotations": {"n": "1"}}
+        objects[kind, "a"] = {
+            "kind": kind,
+            "metadata": metadata,
+            "spec": {"replicas": 1},
+            "data": {"k": "v"},
+            "status": {"ready": 1},
+        }
+    objects = copy.deepcopy(objects)
+    for change in changes:
+        change(objects)
+    run = {"metadata": {"uid": UID, "generation": 1, "name": "r", "namespace": "n"}}
+    return Place(run, objects, 0.0)
+
+
+def said(
+    at: Place, desired: Desired = DESIRED, images: Images = IMAGES, *, frozen: bool = False
+) -> int | None:
+    return standing(RUN, at, desired, images, frozen=frozen)
+
+
+def put(kind: str, part: str, **values: Any) -> Callable[[Objects], object]:
+    def change(objects: Objects) -> None:
+        held = objects[kind, "a"]
+        for name in part.split("."):
+            held = held[name]
+        held.update(values)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        put("Deployment", "status", ready=2),
+        put("Deployment", "metadata", resourceVersion="7"),
+        put("Job", "status", succeeded=1),
+        put("Job", "spec", suspend=True),
+        put("Pod", "status", phase="Running"),
+        lambda objects: objects.pop(("Pod", "a")),
+        lambda objects: objects.update({("ConfigMap", "r-curve"): {"metadata": {"uid": "x"}}}),
+    ],
+)
+def test_a_status_a_job_pods_and_the_curve_are_no_news(change: Callable[[Objects], object]) -> None:
+    assert said(place(change)) == said(place()) is not None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        put("Deployment", "metadata.labels", l="2"),
+        put("Deployment", "metadata.annotations", n="2"),
+        put("Deployment", "metadata", ownerReferences=[{"uid": "u"}]),
+        put("Deployment", "metadata", uid="another"),
+        put("Deployment", "spec", replicas=2),
+        put("ConfigMap", "data", k="w"),
+        put("ConfigMap", "data", more="v"),
+        put("Job", "metadata", uid="another"),
+        lambda objects: objects.pop(("Job", "a")),
+        lambda objects: objects.pop(("ConfigMap", "a")),
+        lambda objects: objects.update({("ConfigMap", "theirs"): {"metadata": {"uid": "x"}}}),
+    ],
+)
+def test_what_an_object_says_is_news_and_that_one_comes_or_goes(change: Callable[[Objects], object]) -> None:
+    assert said(place(change)) not in (said(place()), None)
+
+
+@pytest.mark.parametrize("kind", ["Deployment", "Job"])
+def test_nothing_stands_while_something_is_on_its_way_out(kind: str) -> None:
+    assert said(place(put(kind, "metadata", deletionTimestamp="2026-01-01T00:00:00Z"))) is None
+    assert said(place(put("Pod", "metadata", deletionTimestamp="2026-01-01T00:00:00Z"))) is not None
+
+
+def test_what_the_objects_follow_from_is_news() -> None:
+    now, run = said(place()), place()
+    assert said(place(), Desired(prepare=True)) != now
+    assert said(place(), images=Images("t2", "g", "c")) != now
+    assert said(place(), frozen=True) != now
+    run.run["metadata"]["generation"] = 2
+    assert said(run) != now

@@ -1,0 +1,113 @@
+"""From the words of scheduler, kubelet and container runtime to the reason that says what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from scalerl_api.conditions import Reason
+from scalerl_operator.controller.message_patterns import mount_problem, placing_problem
+from scalerl_operator.controller.observe import pod_view, rfc3339
+
+STARTED = 1_000_000.0
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ("0/4 nodes are available: 4 Insufficient nvidia.com/gpu.", Reason.UNSCHEDULABLE),
+        (
+            "0/3 nodes are available: 1 node(s) exceed max volume count, 2 Insufficient nvidia.com/gpu.",
+            Reason.UNSCHEDULABLE,
+        ),
+        ("0/3 nodes are available: 3 node(s) exceed max volume count.", Reason.UNSCHEDULABLE),
+        (
+            "0/4 nodes are available: 1 node(s) had volume node affinity conflict, 3 Insufficient cpu.",
+            Reason.UNSCHEDULABLE,
+        ),
+        ("0/2 nodes are available: 2 Too many pods, 1 unbound volume", Reason.UNSCHEDULABLE),
+        (
+            "0/2 nodes are available: 1 node(s) had untolerated taint {a: }, 1 node(s) had volume node affinity "
+            "conflict. preemption: 0/2 nodes are available: 2 Preemption is not helpful for scheduling.",
+            Reason.VOLUME_NOT_READY,
+        ),
+        (
+            "0/1 nodes are available: pod has unbound immediate PersistentVolumeClaims.",
+            Reason.VOLUME_NOT_READY,
+        ),
+        ('0/1 nodes are available: persistentvolumeclaim "c" not found.', Reason.CLAIM_NOT_FOUND),
+    ],
+)
+def test_why_a_pod_has_no_node(message: str, reason: Reason) -> None:
+    assert placing_problem(message) is reason
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ('MountVolume.SetUp failed for volume "x" : secret "s" not found', Reason.SECRET_NOT_FOUND),
+        ('MountVolume.SetUp failed for volume "x" : configmap "c" not found', Reason.CONFIG_MAP_NOT_FOUND),
+        (
+            'MountVolume.SetUp failed for volume "x" : references non-existent secret key: foo',
+            Reason.CONTAINER_CONFIG_INVALID,
+        ),
+        (
+            "Failed to create pod sandbox: rpc error: code = Unknown desc = failed to get sandbox runtime: no "
+            'runtime for "nvidia" is configured',
+            Reason.RUNTIME_CLASS_NOT_FOUND,
+        ),
+        (
+            'Failed to create pod sandbox: plugin type="calico" failed (add): error getting ClusterInformation',
+            Reason.SANDBOX_FAILED,
+        ),
+        ("MountVolume.MountDevice failed: timed out waiting for the condition", Reason.VOLUME_NOT_READY),
+    ],
+)
+def test_why_a_pod_does_not_begin(message: str, reason: Reason) -> None:
+    assert mount_problem(message) is reason
+
+
+@pytest.mark.parametrize(
+    "waiting", ["ImageInspectError", "RegistryUnavailable", "SignatureValidationFailed", "ErrImagePull"]
+)
+def test_an_image_that_cannot_be_had_is_told(waiting: str) -> None:
+    problem = pod_view(a_pod({"waiting": {"reason": waiting, "message": "words"}})).problem
+    assert problem is not None
+    assert (problem.reason, problem.message) == (Reason.IMAGE_PULL_FAILED, "c: words")
+
+
+@pytest.mark.parametrize(
+    ("back_off", "restarts", "lived", "counted"),
+    [
+        ("5m0s", 30, 1e7, 30),
+        ("1m0s", 30, 1e7, 0),  # one every few days, and a few just now
+        ("1m0s", 30, 2000.0, 30),  # on a node whose longest back-off is a minute
+        ("1m0s", 0, 5.0, 0),
+    ],
+)
+def test_restarts_in_a_row_are_counted_whatever_a_nodes_longest_back_off(
+    back_off: str, restarts: int, lived: float, counted: int
+) -> None:
+    looping = {"reason": "CrashLoopBackOff", "message": f"back-off {back_off} restarting failed container"}
+    last = {"terminated": {"exitCode": 1, "finishedAt": rfc3339(STARTED + lived)}}
+    pod = a_pod({"waiting": looping}, restartCount=restarts, lastState=last)
+    assert pod_view(pod).restarts == counted
+
+
+def test_an_end_for_an_empty_volume_is_told_and_is_no_restart_until_it_is_ready_again() -> None:
+    looping = {"reason": "CrashLoopBackOff", "message": "back-off 5m0s restarting failed container"}
+    last = {"terminated": {"exitCode": 4, "finishedAt": rfc3339(STARTED + 50.0)}}
+    view = pod_view(a_pod({"waiting": looping}, restartCount=30, lastState=last))
+    assert (view.restarts, view.steps_lost) == (0, True)
+    again = pod_view(a_pod({"running": {}}, restartCount=31, lastState=last))
+    assert again.steps_lost, "it is yet to look"
+    assert not pod_view(a_pod({"running": {}}, ready=True, restartCount=31, lastState=last)).steps_lost
+
+
+def a_pod(state: dict[str, Any], **container: Any) -> dict[str, Any]:
+    status = {"name": "c", "ready": False, "restartCount": 0, "state": state} | container
+    return {
+        "metadata": {"name": "p", "uid": "u"},
+        "status": {"startTime": rfc3339(STARTED), "containerStatuses": [status]},
+    }

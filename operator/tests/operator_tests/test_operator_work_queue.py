@@ -1,0 +1,332 @@
+"""The work queue: none lost, never two at once for a key, never hot."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from operator_tests.virtual_time import run
+from scalerl_operator.kube.errors import Unreachable
+from scalerl_operator.kube.work_queue import SOONEST_AFTER_FAILURE_SECONDS, Key, WorkQueue
+
+A: Key = ("team", "a")
+B: Key = ("team", "b")
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@dataclass
+class Work:
+    """A handler that takes time, fails or asks for another look as it is told, and notes its passes."""
+
+    seconds: Callable[[], float] = lambda: 0.0
+    outcome: Callable[[Key], float | None] = lambda key: None
+    begun: list[tuple[Key, float]] = field(default_factory=list)
+    active: set[Key] = field(default_factory=set)
+    most_at_once: int = 0
+
+    async def __call__(self, key: Key) -> float | None:
+        assert key not in self.active, f"{key} is in work twice"
+        self.active.add(key)
+        self.most_at_once = max(self.most_at_once, len(self.active))
+        self.begun.append((key, now()))
+        try:
+            await asyncio.sleep(self.seconds())
+            return self.outcome(key)
+        finally:
+            self.active.remove(key)
+
+    def times(self, key: Key) -> list[float]:
+        return [at for one, at in self.begun if one == key]
+
+
+def queue(handler: Callable[[Key], Awaitable[float | None]], **options: object) -> WorkQueue:
+    made = WorkQueue(handler, rng=random.Random(7), **options)  # type: ignore[arg-type]
+    made.release()
+    return made
+
+
+WAKES = st.lists(
+    st.tuples(
+        st.floats(0, 3), st.sampled_from([A, B, ("other", "a")]), st.sampled_from([0.0, 0.0, 0.5, 4.0])
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(wakes=WAKES, seed=st.integers(0, 2**32), workers=st.integers(1, 3))
+def test_no_wake_up_is_lost_and_no_key_is_in_work_twice(
+    wakes: list[tuple[float, Key, float]], seed: int, workers: int
+) -> None:
+    chance = random.Random(seed)
+
+    def outcome(key: Key) -> float | None:
+        what = chance.random()
+        if what < 0.2:
+            raise RuntimeError("by chance")
+        return chance.choice([0.0, 1.0, 10.0]) if what < 0.4 else None
+
+    async def scenario() -> None:
+        work = Work(lambda: chance.choice([0.0, 0.1, 2.0]), outcome)
+        one = queue(work, workers=workers)
+        asked: list[tuple[Key, float]] = []
+        for pause, key, delay in wakes:
+            await asyncio.sleep(pause)
+            one.wake(key, delay)
+            asked.append((key, now()))
+        await asyncio.sleep(600)
+        for key, at in asked:
+            assert any(begun >= at for begun in work.times(key)), f"the wake-up of {key} at {at} was lost"
+        assert work.most_at_once <= workers
+        await one.drain(10)
+
+    run(scenario())
+
+
+@settings(max_examples=60, deadline=None)
+@given(pauses=st.lists(st.floats(0.01, 5), min_size=1, max_size=80))
+def test_a_failing_key_is_never_hot_however_often_it_is_woken(pauses: list[float]) -> None:
+    async def scenario() -> None:
+        def fail(key: Key) -> float | None:
+            raise RuntimeError("always")
+
+        work = Work(outcome=fail)
+        one = queue(work)
+        for pause in pauses:
+            one.wake(A)
+            await asyncio.sleep(pause)
+        times = work.times(A)
+        gaps = [later - sooner for sooner, later in itertools.pairwise(times)]
+        for row, gap in enumerate(gaps):
+            assert gap >= min(SOONEST_AFTER_FAILURE_SECONDS, 0.75 * 2**row) - 1e-6
+        await one.drain(10)
+
+    run(scenario())
+
+
+def test_what_waits_patiently_brings_no_failed_key_forward_and_any_other() -> None:
+    async def scenario() -> None:
+        fails = True
+
+        def outcome(key: Key) -> float | None:
+            if fails:
+                raise RuntimeError("always")
+            return 30.0
+
+        work = Work(lambda: 0.1, outcome)
+        one = queue(work)
+        one.wake(A, patient=True)
+        for _ in range(600):
+            await asyncio.sleep(1.0)
+            one.wake(A, patient=True)
+        assert 10 <= len(work.begun) <= 20, "about one a minute in the end"
+        fails = False
+        await asyncio.sleep(61.0)
+        before = len(work.begun)
+        one.wake(A, patient=True)
+        await asyncio.sleep(1.0)
+        assert len(work.begun) == before + 1
+        await one.drain(1)
+
+    run(scenario())
+
+
+def test_a_key_woken_in_work_is_run_once_more_and_many_wake_ups_are_one() -> None:
+    async def scenario() -> None:
+        work = Work(seconds=lambda: 1.0)
+        one = queue(work)
+        one.wake(A)
+        await asyncio.sleep(0.5)
+        for _ in range(5):
+            one.wake(A)
+        await asyncio.sleep(10)
+        assert work.times(A) == pytest.approx([1000.0, 1001.0], abs=1e-3)
+
+    run(scenario())
+
+
+def test_what_the_handler_returns_is_when_the_key_comes_back_and_a_wake_up_brings_it_forward() -> None:
+    async def scenario() -> None:
+        work = Work(outcome=lambda key: 30.0)
+        one = queue(work)
+        one.wake(A)
+        await asyncio.sleep(40)
+        one.wake(A)
+        one.wake(B, delay=5)
+        await asyncio.sleep(6)
+        assert work.times(A) == pytest.approx([1000.0, 1030.0, 1040.0], abs=1e-3)
+        assert work.times(B) == pytest.approx([1045.0], abs=1e-3)
+        await one.drain(1)
+
+    run(scenario())
+
+
+def test_a_handler_that_asks_for_no_pause_at_all_is_no_busy_loop() -> None:
+    async def scenario() -> None:
+        work = Work(outcome=lambda key: 0.0)
+        one = queue(work)
+        one.wake(A)
+        await asyncio.sleep(10)
+        assert 50 <= len(work.begun) <= 101
+        await one.drain(1)
+
+    run(scenario())
+
+
+def test_back_off_doubles_to_its_ceiling_and_ends_with_a_success() -> None:
+    async def scenario() -> None:
+        failing = True
+
+        def outcome(key: Key) -> float | None:
+            if failing:
+                raise RuntimeError("not yet")
+            return None
+
+        work = Work(outcome=outcome)
+        one = queue(work)
+        one.wake(A)
+        await asyncio.sleep(400)
+        times = work.times(A)
+        gaps = [later - sooner for sooner, later in itertools.pairwise(times)]
+        for gap, whole in zip(gaps, [1, 2, 4, 8, 16, 32, 60, 60, 60], strict=False):
+            assert 0.75 * whole - 1e-3 <= gap <= whole + 1e-3
+        assert one.failing() == 1
+        failing = False
+        await asyncio.sleep(61)
+        assert one.failing() == 0
+        passes = len(work.begun)
+        await asyncio.sleep(500)
+        assert len(work.begun) == passes
+
+    run(scenario())
+
+
+def test_an_unreachable_server_is_asked_again_when_it_said_so_and_at_least_every_quarter_minute() -> None:
+    async def scenario() -> None:
+        def outcome(key: Key) -> float | None:
+            if key == A:
+                raise Unreachable("busy", retry_after=40.0)
+            raise Unreachable("refused")
+
+        work = Work(outcome=outcome)
+        one = queue(work)
+        one.wake(A)
+        one.wake(B)
+        await asyncio.sleep(121)
+        assert work.times(A) == pytest.approx([1000, 1040, 1080, 1120], abs=0.01)
+        later = [at for at in work.times(B) if at > 1060]
+        assert len(later) >= 4
+        await one.drain(1)
+
+    run(scenario())
+
+
+def test_a_pass_that_does_not_end_is_stopped_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        work = Work(seconds=lambda: 10_000.0)
+        one = queue(work, limit=30.0)
+        one.wake(A)
+        await asyncio.sleep(35)
+        assert len(work.times(A)) == 2
+        await one.halt()
+
+    run(scenario())
+    assert "took longer than 30 s" in caplog.text
+
+
+def test_a_held_queue_gathers_and_hands_out_when_released() -> None:
+    async def scenario() -> None:
+        work = Work()
+        one = WorkQueue(work)
+        for key in (A, B, A):
+            one.wake(key)
+        await asyncio.sleep(5)
+        assert not work.begun
+        assert one.depth() == 2
+        one.release()
+        await asyncio.sleep(1)
+        assert [key for key, _ in work.begun] == [A, B]
+        assert one.depth() == one.in_work() == 0
+
+    run(scenario())
+
+
+def test_halt_stops_at_once_and_what_was_in_work_is_due_again() -> None:
+    async def scenario() -> None:
+        work = Work(seconds=lambda: 50.0)
+        one = queue(work)
+        one.wake(A)
+        await asyncio.sleep(1)
+        one.wake(B)  # its task exists, but has not had a turn yet
+        began = now()
+        await one.halt()
+        assert now() - began < 0.1
+        assert not work.active
+        assert one.in_work() == 0
+        assert one.depth() == 2
+        one.release()
+        await asyncio.sleep(1)
+        assert work.active == {A, B}
+        await one.halt()
+
+    run(scenario())
+
+
+def test_drain_lets_passes_finish_begins_none_and_names_those_that_were_late() -> None:
+    async def scenario() -> None:
+        finished: list[str] = []
+        seconds = {A: 2.0, B: 100.0}
+
+        async def handler(key: Key) -> float | None:
+            await asyncio.sleep(seconds[key])
+            finished.append(key[1])
+            return 0.5
+
+        one = queue(handler)
+        one.wake(A)
+        one.wake(B)
+        await asyncio.sleep(0.1)
+        one.wake(("team", "c"), delay=1)
+        assert await one.drain(5) == [B]
+        await asyncio.sleep(50)
+        assert finished == ["a"]
+
+    run(scenario())
+
+
+def test_the_observer_hears_of_every_pass_and_its_result() -> None:
+    class Observer:
+        def __init__(self) -> None:
+            self.heard: list[tuple[str, str]] = []
+
+        def finished(self, key: Key, result: str, seconds: float) -> None:
+            assert seconds >= 0
+            self.heard.append((key[1], result))
+
+    async def scenario() -> None:
+        def outcome(key: Key) -> float | None:
+            if key == B:
+                raise RuntimeError("no")
+            return None
+
+        observer = Observer()
+        one = queue(Work(seconds=lambda: 1.0, outcome=outcome), observer=observer, workers=1)
+        one.wake(A)
+        one.wake(B)
+        await asyncio.sleep(2.5)
+        one.wake(A)
+        await asyncio.sleep(0.1)
+        await one.halt()
+        assert observer.heard == [("a", "ok"), ("b", "error"), ("a", "cancelled")]
+
+    run(scenario())
