@@ -9,7 +9,8 @@ import json
 import pytest
 from stage import Object, Stage, condition, tiny
 
-from scalerl_operator.controller.apply import CHECK_SECONDS, SEARCH_SECONDS
+from scalerl_operator.controller.access_token import CHECK_SECONDS
+from scalerl_operator.controller.apply import SEARCH_SECONDS
 from scalerl_operator.kube import errors
 
 pytestmark = pytest.mark.cluster
@@ -72,7 +73,7 @@ async def test_a_coordinators_pod_without_its_labels_is_made_anew(
     live = await there.get("Pod", f"{NAME}-coordinator-0")
     assert live is not None
     assert live["metadata"]["uid"] != pod["metadata"]["uid"]
-    assert any("took its labels off" in text for _, text in await there.events())
+    assert any("labels were removed" in text for _, text in await there.events())
 
 
 async def test_a_pod_of_that_name_that_is_somebody_elses_is_left_alone(there: Stage) -> None:

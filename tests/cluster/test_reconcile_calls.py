@@ -14,12 +14,12 @@ from scalerl_api.conditions import Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.build import render
 from scalerl_operator.controller import reconcile
-from scalerl_operator.controller.apply import TRIED_SECONDS
 from scalerl_operator.controller.autoscaler import Word
 from scalerl_operator.controller.diagnosis import ASK_SECONDS, SILENT_SECONDS
 from scalerl_operator.controller.observe import PLACING_SECONDS
+from scalerl_operator.controller.preflight import TRIED_SECONDS
 from scalerl_operator.controller.reconcile import START_LOOKS, Reconciler
-from scalerl_operator.controller.repairs import LONGEST_REPAIR_SECONDS
+from scalerl_operator.controller.run_state import LONGEST_REPAIR_SECONDS
 from scalerl_operator.controller.scaling import RunScaling
 from scalerl_operator.kube import errors
 from scalerl_operator.names import QUEUE

@@ -11,9 +11,9 @@ import pytest
 from stage import Stage, condition, tiny
 
 from scalerl_api import wire
-from scalerl_operator.controller.drift import differs
-from scalerl_operator.controller.owned import WORKLOADS
-from scalerl_operator.controller.repairs import LONGEST_REPAIR_SECONDS, REPAIR_SECONDS
+from scalerl_operator.controller.apply import first_difference
+from scalerl_operator.controller.run_context import WORKLOADS
+from scalerl_operator.controller.run_state import LONGEST_REPAIR_SECONDS, REPAIR_SECONDS, RunState
 from scalerl_operator.kube import errors
 from scalerl_operator.names import QUEUE, RENDERED_HASH
 
@@ -63,7 +63,7 @@ async def test_what_was_created_is_taken_over_whatever_it_is(
     if kind == "ConfigMap":  # beside that, the run has steps since
         assert live["data"].pop("trained")
         live["metadata"]["annotations"] = made["metadata"]["annotations"]
-    assert differs(without_labels(made), without_labels(live)) is None, "and is as it was made"
+    assert first_difference(without_labels(made), without_labels(live)) is None, "and is as it was made"
     applied = there.calls.counts["apply"]
     await there.look()
     assert there.calls.counts["apply"] == applied
@@ -153,7 +153,7 @@ async def test_a_run_is_deleted_only_when_a_trainer_without_its_label_has_saved(
 ) -> None:
     """However often somebody takes it off."""
     await there.start(tiny())
-    monkeypatch.setattr(there.reconciler._applier.repairs, "may", lambda *_: False)
+    monkeypatch.setattr(RunState, "may_repair", lambda *_: False)
     (job,) = (o["metadata"]["name"] for o in await there.all("Job", "trainer"))
     await there.edit("Job", job, STRIPPED)
     await there.delete("ScaleRLRun", "tiny-addition")
@@ -245,7 +245,7 @@ async def test_what_comes_between_the_question_and_the_making_is_not_written_ove
     async def nothing(*_: Any, **__: Any) -> None:
         return None
 
-    monkeypatch.setattr(there.reconciler._applier, "_taken", nothing)
+    monkeypatch.setattr(there.reconciler._preflight, "_check_name", nothing)
     run = await there.looks(lambda r: bool(condition(r, "Degraded")))
     assert condition(run, "Degraded") == "NameTaken"
     live = await there.get("ConfigMap", "tiny-addition-spec")

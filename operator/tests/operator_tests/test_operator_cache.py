@@ -28,7 +28,7 @@ def thing(
             "uid": uid,
             "resourceVersion": str(version),
             "labels": labels,
-            "managedFields": [{"manager": "kubelet"}],
+            "managedFields": [{"manager": "kubelet", "fieldsV1": {"f:status": {}}}],
         },
         **more,
     }
@@ -55,7 +55,7 @@ def test_a_run_and_what_is_its_are_found_and_the_copies_are_the_readers_own(cach
     assert cache.runs() == [("team", "r")]
     found = cache.run("team", "r")
     assert found is not None
-    assert "managedFields" not in found["metadata"]
+    assert found["metadata"]["managedFields"] == [{"manager": "kubelet"}]
     owned = cache.owned("team", "r")
     assert set(owned) == {("Job", "r-trainer-1")}
     owned["Job", "r-trainer-1"]["status"]["active"] = 99

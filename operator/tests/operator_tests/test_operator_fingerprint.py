@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from operator_tests.manifests import UID, cluster_run
-from scalerl_operator.controller.fingerprint import standing
-from scalerl_operator.controller.owned import Place
+from scalerl_operator.controller.fingerprint import fingerprint
+from scalerl_operator.controller.run_context import RunContext
 from scalerl_operator.kube.types import Desired, Images
 
 RUN = cluster_run()
@@ -21,10 +21,10 @@ Object = dict[str, Any]
 Objects = dict[tuple[str, str], Object]
 
 
-def place(*changes: Callable[[Objects], object]) -> Place:
+def place(*changes: Callable[[Objects], object]) -> RunContext:
     objects: Objects = {}
     for kind in ("Deployment", "ConfigMap", "Job", "Pod"):
-        metadata = {"name": "a", "uid": kind, "labels": {"l": "1"}, "annotations": {"n": "1"}}
+        metadata = {"name": "a", "uid": kind, "labels": {"l": "1"}, "annotations": {"scalerl.dev/n": "1"}}
         objects[kind, "a"] = {
             "kind": kind,
             "metadata": metadata,
@@ -36,13 +36,13 @@ def place(*changes: Callable[[Objects], object]) -> Place:
     for change in changes:
         change(objects)
     run = {"metadata": {"uid": UID, "generation": 1, "name": "r", "namespace": "n"}}
-    return Place(run, objects, 0.0)
+    return RunContext(run, objects, 0.0)
 
 
 def said(
-    at: Place, desired: Desired = DESIRED, images: Images = IMAGES, *, frozen: bool = False
+    at: RunContext, desired: Desired = DESIRED, images: Images = IMAGES, *, frozen: bool = False
 ) -> int | None:
-    return standing(RUN, at, desired, images, frozen=frozen)
+    return fingerprint(RUN, at, desired, images, frozen=frozen)
 
 
 def put(kind: str, part: str, **values: Any) -> Callable[[Objects], object]:
@@ -60,6 +60,7 @@ def put(kind: str, part: str, **values: Any) -> Callable[[Objects], object]:
     [
         put("Deployment", "status", ready=2),
         put("Deployment", "metadata", resourceVersion="7"),
+        put("Deployment", "metadata.annotations", **{"deployment.kubernetes.io/revision": "2"}),
         put("Job", "status", succeeded=1),
         put("Job", "spec", suspend=True),
         put("Pod", "status", phase="Running"),
@@ -75,7 +76,7 @@ def test_a_status_a_job_pods_and_the_curve_are_no_news(change: Callable[[Objects
     "change",
     [
         put("Deployment", "metadata.labels", l="2"),
-        put("Deployment", "metadata.annotations", n="2"),
+        put("Deployment", "metadata.annotations", **{"scalerl.dev/n": "2"}),
         put("Deployment", "metadata", ownerReferences=[{"uid": "u"}]),
         put("Deployment", "metadata", uid="another"),
         put("Deployment", "spec", replicas=2),
@@ -84,7 +85,9 @@ def test_a_status_a_job_pods_and_the_curve_are_no_news(change: Callable[[Objects
         put("Job", "metadata", uid="another"),
         lambda objects: objects.pop(("Job", "a")),
         lambda objects: objects.pop(("ConfigMap", "a")),
-        lambda objects: objects.update({("ConfigMap", "theirs"): {"metadata": {"uid": "x"}}}),
+        lambda objects: objects.update(
+            {("ConfigMap", "theirs"): {"kind": "ConfigMap", "metadata": {"uid": "x"}}}
+        ),
     ],
 )
 def test_what_an_object_says_is_news_and_that_one_comes_or_goes(change: Callable[[Objects], object]) -> None:

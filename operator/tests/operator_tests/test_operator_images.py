@@ -8,7 +8,7 @@ import pytest
 
 from operator_tests.manifests import EVERYTHING, UID, cluster_run
 from scalerl_operator.build import render
-from scalerl_operator.controller.owned import Place, pinned
+from scalerl_operator.controller.run_context import RunContext, pinned
 from scalerl_operator.kube.types import Images, Object
 from scalerl_operator.names import IMAGE
 
@@ -33,7 +33,7 @@ class Cluster:
         """The image of each workload after a look."""
         run = cluster_run(images=named)
         metadata = {"uid": UID, "namespace": "ml", "name": "math"}
-        images = pinned(Place({"metadata": metadata}, self.objects, 0.0), run.spec.images, operator)
+        images = pinned(RunContext({"metadata": metadata}, self.objects, 0.0), run.spec.images, operator)
         for obj in render(run, UID, EVERYTHING, images, operator_namespace="o"):
             key = (obj["kind"], obj["metadata"]["name"])
             if obj["kind"] in KINDS and (

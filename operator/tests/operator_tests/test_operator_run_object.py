@@ -9,7 +9,7 @@ import pytest
 
 from scalerl_api.spec import KIND
 from scalerl_api.status import ExportsStatus, RunStatus
-from scalerl_operator.controller.run_context import Seen
+from scalerl_operator.controller.run_context import RunContext
 from scalerl_operator.controller.run_object import RunObject
 from scalerl_operator.controller.volume import without_steps
 from scalerl_operator.kube.cache import Cache
@@ -37,7 +37,7 @@ async def test_a_field_that_an_older_crd_does_not_keep_is_written_and_told_of_on
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     metadata = {"name": "a", "namespace": "n", "uid": "u", "resourceVersion": "1"}
-    seen = Seen({"kind": KIND, "metadata": metadata}, {}, 100.0, RunStatus(), Memory())
+    seen = RunContext({"kind": KIND, "metadata": metadata}, {}, 100.0, RunStatus(), Memory())
     server = OlderServer()
     ours = RunObject(cast(KubeApi, server), Cache(lambda key: None))
     for _ in range(3):

@@ -11,8 +11,10 @@ from typing import Any, Final
 from scalerl_api.conditions import Reason
 from scalerl_operator.build.quantities import value
 from scalerl_operator.controller.observe import Problem
+from scalerl_operator.controller.run_context import CLAIM, RunContext
 from scalerl_operator.kube.errors import ApiError
 from scalerl_operator.kube.types import Object
+from scalerl_operator.names import Names
 
 RETRY_SECONDS: Final = 300.0
 """After a refusal: the class may allow it by now."""
@@ -42,33 +44,29 @@ def failed(claim: Object) -> Problem | None:
     return None
 
 
-class Resizes:
-    """Sizes that the API server refused, by run: not asked for again at each look."""
+def not_enlarged(context: RunContext) -> Problem | None:
+    """Why the run's claim is smaller than wanted."""
+    if context.state.size_refused is not None:
+        return context.state.size_refused[2]
+    claim = context.objects.get((CLAIM, Names(context.name).claim))
+    return failed(claim) if claim is not None else None
 
-    def __init__(self) -> None:
-        self._refused: dict[str, tuple[Any, float, Problem]] = {}
 
-    def forget(self, uid: str) -> None:
-        """The run is gone."""
-        self._refused.pop(uid, None)
-
-    def problem(self, uid: str) -> Problem | None:
-        """Why the claim is smaller than wanted."""
-        return self._refused[uid][2] if uid in self._refused else None
-
-    def waits(self, uid: str, wanted: Object, live: Object, now: float) -> bool:
-        """Whether the claim was refused this size a short while ago."""
-        size, at, _ = self._refused.get(uid, (None, 0.0, None))
-        if size == _size(wanted) and size != _size(live) and 0 <= now - at < RETRY_SECONDS:
-            return True
-        self._refused.pop(uid, None)
-        return False
-
-    def refused(self, uid: str, wanted: Object, live: Object, error: ApiError, now: float) -> bool:
-        """The API server refused the claim; whether it was asked for another size."""
-        if _size(wanted) == _size(live):
-            return False
-        name = wanted["metadata"]["name"]
-        said = f"PersistentVolumeClaim {name} stays at {_size(live)}, spec.storage.size is {_size(wanted)}: {error.message}"
-        self._refused[uid] = (_size(wanted), now, Problem(Reason.CLAIM_NOT_ENLARGED, said))
+def waits(context: RunContext, wanted: Object, live: Object) -> bool:
+    """Whether the API server refused this size of the claim a short while ago."""
+    size, at, _ = context.state.size_refused or (None, 0.0, None)
+    if size == _size(wanted) and size != _size(live) and 0 <= context.unix_seconds - at < RETRY_SECONDS:
         return True
+    context.state.size_refused = None
+    return False
+
+
+def refused_size(context: RunContext, wanted: Object, live: Object, error: ApiError) -> bool:
+    """Notes that the API server refused the claim; False if it was not asked for another size."""
+    if _size(wanted) == _size(live):
+        return False
+    name = wanted["metadata"]["name"]
+    said = f"PersistentVolumeClaim {name} stays at {_size(live)}, spec.storage.size is {_size(wanted)}: {error.message}"
+    problem = Problem(Reason.CLAIM_NOT_ENLARGED, said)
+    context.state.size_refused = (_size(wanted), context.unix_seconds, problem)
+    return True

@@ -1,45 +1,52 @@
-"""Standing: whether a run's objects are still as they were last found, or made. Pure.
+"""Whether a run's objects still are as they were when they were last applied, as a hash. Pure.
 
-Most looks at a run come of a pod or a Job that says something new. To render and compare all of its objects is most of
-what a look costs, and what they follow from has seldom changed.
+Most reconciles follow a change of a pod's or a Job's status. To render and compare all of a run's objects is most of what a
+reconcile costs, and their inputs have seldom changed.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from scalerl_api.spec import ScaleRLRun
-from scalerl_operator.controller.owned import Place, leaving
+from scalerl_api.spec import GROUP, ScaleRLRun
+from scalerl_operator.controller.run_context import CLAIM, RunContext, is_deleted
 from scalerl_operator.kube.types import Desired, Images, Object
 from scalerl_operator.names import Names
 
 
-def standing(run: ScaleRLRun, place: Place, desired: Desired, images: Images, *, frozen: bool) -> int | None:
-    """What a run's objects follow from, and what they say, as one number: as long as it is the same, rendering and
-    comparing would find the same. None while something is on its way out.
+def fingerprint(
+    run: ScaleRLRun, context: RunContext, desired: Desired, images: Images, *, frozen: bool
+) -> int | None:
+    """Hash of all that a run's objects are rendered from and of what they hold: while it is the same, applying them would
+    change nothing. None while an object is being deleted.
 
-    Pods are nothing that is rendered, and no status is. Of a Job it counts that it is there, with its labels: it
-    cannot be changed. The curve grows all the time, and is compared at every look anyway.
+    Pods and statuses are not rendered. Of a Job, which cannot be changed, only its uid and its labels count. The curve is
+    compared at every reconcile.
     """
-    curve = ("ConfigMap", Names(place.name).curve)
+    curve = ("ConfigMap", Names(context.name).curve)
     there: list[tuple[str, str, int]] = []
-    for (kind, name), obj in place.objects.items():
+    for (kind, name), obj in context.objects.items():
         if kind == "Pod" or (kind, name) == curve:
             continue
-        if leaving(obj):
+        if is_deleted(obj):
             return None
-        there.append((kind, name, _identity(obj) if kind == "Job" else _content(obj)))
+        there.append((kind, name, _identity(obj) if kind == "Job" else content_hash(obj)))
     there.sort()
-    generation = place.run["metadata"].get("generation")
+    generation = context.run["metadata"].get("generation")
     labels = tuple(sorted(run.metadata.labels.items()))
-    return hash((generation, labels, desired, images, frozen, leaving(place.run), tuple(there)))
+    return hash((generation, labels, desired, images, frozen, is_deleted(context.run), tuple(there)))
 
 
 def _identity(job: Object) -> int:
     return hash((job["metadata"]["uid"], tuple(sorted((job["metadata"].get("labels") or {}).items()))))
 
 
-def _content(obj: Object) -> int:
-    parts = [obj["metadata"].get(name) for name in ("uid", "labels", "annotations", "ownerReferences")]
-    parts += [obj.get(name) for name in ("spec", "data", "binaryData")]
+def content_hash(obj: Object) -> int:
+    """Of what an object holds, without its status and without what other components note in its annotations. Of a claim the
+    spec does not count: it can only grow (:mod:`.claim_size`)."""
+    metadata = obj["metadata"]
+    notes = {k: v for k, v in (metadata.get("annotations") or {}).items() if k.startswith(f"{GROUP}/")}
+    parts = [metadata.get(name) for name in ("uid", "labels", "ownerReferences")]
+    parts += [obj.get(name) for name in ("data", "binaryData")]
+    parts += [notes, None if obj["kind"] == CLAIM else obj.get("spec")]
     return hash(msgspec.json.encode(parts, order="deterministic"))

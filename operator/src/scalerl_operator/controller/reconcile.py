@@ -4,7 +4,7 @@
 
 Whatever woke us, the whole run is looked at. A look that finds everything as it should be writes nothing. A look may
 end at any line, with this process: the next one, here or elsewhere, sees what is there and goes on. So what is decided
-and cannot be seen from what is there (how a run ended, that it rests, which attempt is judged) is reported before it is
+and cannot be context from what is there (how a run ended, that it rests, which attempt is judged) is reported before it is
 applied: a coordinator that is gone could not say again why.
 """
 
@@ -24,15 +24,18 @@ from scalerl_operator.autoscaling import replicas
 from scalerl_operator.build import render
 from scalerl_operator.build.shared import spec_hash
 from scalerl_operator.controller.accepted_spec import going_on, kept, last_accepted, with_spec
+from scalerl_operator.controller.access_token import ensure_token, read_token
 from scalerl_operator.controller.apply import Applier
+from scalerl_operator.controller.claim_size import RETRY_SECONDS, not_enlarged
 from scalerl_operator.controller.coordinator_poller import Answer, Coordinators
-from scalerl_operator.controller.diagnosis import Stuck
-from scalerl_operator.controller.fingerprint import standing
-from scalerl_operator.controller.local_queues import Queues
+from scalerl_operator.controller.diagnosis import diagnose
+from scalerl_operator.controller.fingerprint import fingerprint
+from scalerl_operator.controller.local_queues import queue_problem
 from scalerl_operator.controller.observe import Observed, Problem, label, observe, patient, seconds
-from scalerl_operator.controller.owned import CLAIM, WORKLOADS, leaving, pinned
-from scalerl_operator.controller.run_context import Seen
+from scalerl_operator.controller.preflight import Preflight
+from scalerl_operator.controller.run_context import CLAIM, WORKLOADS, RunContext, is_deleted, pinned
 from scalerl_operator.controller.run_object import RunObject
+from scalerl_operator.controller.run_state import RunState
 from scalerl_operator.controller.scaling import RunScaling
 from scalerl_operator.controller.status import (
     Looked,
@@ -42,7 +45,7 @@ from scalerl_operator.controller.status import (
     understood,
 )
 from scalerl_operator.controller.upgrade import restate
-from scalerl_operator.controller.volume import Claims, Volume, abandons, without_steps
+from scalerl_operator.controller.volume import Volume, abandons, observe_volume, without_steps
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.types import Desired, Images, Object
@@ -100,10 +103,8 @@ class Reconciler:
         self._api = api
         self._cache = cache
         self._run = RunObject(api, cache)
-        self._applier = Applier(api, cache, namespaced=namespaced)
-        self._claims = Claims(api)
-        self._stuck = Stuck(api, self._applier.doubt)
-        self._queues = Queues(api)
+        self._applier = Applier(api, cache)
+        self._preflight = Preflight(api, namespaced=namespaced)
         self.coordinators = Coordinators(
             lambda what: self._api.must_lead(what), self._answered, background=background
         )
@@ -115,10 +116,8 @@ class Reconciler:
         self._clock = clock
         self._uids: dict[Key, str] = {}
         self._keys: dict[str, Key] = {}
+        self._states: dict[str, RunState] = {}
         self._scalings: dict[str, RunScaling] = {}
-        self._standing: dict[str, int] = {}
-        self._blocked: dict[str, Problem] = {}
-        self._hashes: dict[str, tuple[int, dict[Role, str]]] = {}
 
     async def close(self) -> None:
         """Let go of all connections and of what is under way."""
@@ -145,39 +144,49 @@ class Reconciler:
         if obj is None:
             self._on_status(key, None)
             return None
-        seen = self._observe(key, obj)
-        if leaving(obj) and FINALIZER not in seen.finalizers:
-            await self._let_go(seen)
+        context = self._observe(key, obj)
+        if is_deleted(obj) and FINALIZER not in context.finalizers:
+            await self._let_go(context)
             return None  # the rest is the garbage collector's
-        await self._applier.find(seen, seen.at_work)
+        await self._applier.find_unlabelled(context, context.to_be_drained)
         invalid, spec = None, kept(obj)
         try:
             run = run_from_object(obj)
         except SpecError as problem:
             invalid = Problem(Reason.SPEC_INVALID, "; ".join(str(p) for p in problem.problems))
-            spec = last_accepted(obj, seen.before)
+            spec = last_accepted(obj, context.before)
             if spec is None:
-                return await self._refuse(seen, invalid)
+                return await self._refuse(context, invalid)
             invalid, run = going_on(invalid), accepted_run(with_spec(obj, spec))
-        if not leaving(obj) and FINALIZER not in seen.finalizers:
-            await self._run.hold(seen)
-        return await self._look(run, seen, spec, invalid)
+        if not is_deleted(obj) and FINALIZER not in context.finalizers:
+            await self._run.hold(context)
+        return await self._look(run, context, spec, invalid)
 
     # --- observe ----------------------------------------------------------------------------------
 
-    def _observe(self, key: Key, obj: Object) -> Seen:
-        self._uids[key] = obj["metadata"]["uid"]
-        self._keys[obj["metadata"]["uid"]] = key
+    def _observe(self, key: Key, obj: Object) -> RunContext:
+        uid = obj["metadata"]["uid"]
+        self._uids[key], self._keys[uid] = uid, key
         before = RunStatus.read(obj.get("status"))
-        return Seen(obj, self._cache.owned(*key), self._clock(), before, remembered(before))
+        return RunContext(
+            obj,
+            self._cache.owned(*key),
+            self._clock(),
+            before,
+            remembered(before),
+            self._states.setdefault(uid, RunState()),
+        )
 
-    async def _hear(self, seen: Seen, observed: Observed) -> Answer:
-        if seen.memory.outcome is not None:
-            await self.coordinators.forget(seen.uid)
+    async def _hear(self, context: RunContext, observed: Observed) -> Answer:
+        if context.memory.outcome is not None:
+            await self.coordinators.forget(context.uid)
             return Answer(True)
         pods = observed.of(Role.COORDINATOR)
         return await self.coordinators.hear(
-            seen.uid, pods, lambda again: self._applier.token(seen, again), (pods, observed.trainer)
+            context.uid,
+            pods,
+            lambda again: read_token(self._api, context, again=again),
+            (pods, observed.trainer),
         )
 
     def _answered(self, uid: str) -> None:
@@ -187,72 +196,74 @@ class Reconciler:
 
     # --- validate ---------------------------------------------------------------------------------
 
-    async def _refuse(self, seen: Seen, why: Problem) -> float | None:
+    async def _refuse(self, context: RunContext, why: Problem) -> float | None:
         """A spec that cannot be read, of a run of which none was ever accepted: nothing is created, and what there is
         already stays as it is.
 
         If the run is being deleted, until what works has saved what it has: for that nobody needs the spec.
         """
-        course = Course(seen.before.phase if seen.memory.attempt else Phase.PENDING, seen.memory)
+        course = Course(context.before.phase if context.memory.attempt else Phase.PENDING, context.memory)
         heard = None
-        if leaving(seen.run):
-            observed = observe(seen.objects, seen.uid, {Role.PREPARE: "", Role.TRAINER: ""})
-            answer = await self._hear(seen, observed)
+        if is_deleted(context.run):
+            observed = observe(context.objects, context.uid, {Role.PREPARE: "", Role.TRAINER: ""})
+            answer = await self._hear(context, observed)
             if not answer.known:
                 return LATEST_ANSWER_SECONDS
             heard = answer.status
-            steered = Steered(seen.before.generators.replicas)
-            course = lifecycle.leave(self._facts(seen, observed, heard, steered), seen.memory)
+            steered = Steered(context.before.generators.replicas)
+            course = lifecycle.leave(self._facts(context, observed, heard, steered), context.memory)
             if course.release:
-                await self._run.release(seen)
-                await self._let_go(seen)
+                await self._run.release(context)
+                await self._let_go(context)
                 return None
             if course.tell is not None:
-                await self._tell(seen, course.tell)
+                await self._tell(context, course.tell)
         await self._report(
-            None, seen, Looked(seen.unix_seconds, seen.generation, why, None, None, course, heard, Steered(0))
+            None,
+            context,
+            Looked(context.unix_seconds, context.generation, why, None, None, course, heard, Steered(0)),
         )
         return course.again_seconds
 
     # --- plan -------------------------------------------------------------------------------------
 
     async def _look(
-        self, run: ScaleRLRun, seen: Seen, spec: str | None, invalid: Problem | None
+        self, run: ScaleRLRun, context: RunContext, spec: str | None, invalid: Problem | None
     ) -> float | None:
         """``spec``: the run's, as the status keeps it. ``invalid``: why the present one is not accepted; the run then has
         the one accepted before."""
-        await restate(self._api, self._cache, seen)
+        await restate(self._api, self._cache, context)
         observed, placed = patient(
-            observe(seen.objects, seen.uid, self._spec_hashes(run, seen)), seen.unix_seconds
+            observe(context.objects, context.uid, self._spec_hashes(run, context)), context.unix_seconds
         )
-        answer = await self._hear(seen, observed)
+        answer = await self._hear(context, observed)
         if not answer.known:
             return LATEST_ANSWER_SECONDS
         heard = answer.status
-        steered = self._steer(run, seen, observed, heard)
+        steered = self._steer(run, context, observed, heard)
         course = lifecycle.decide(
-            run.spec, self._facts(seen, observed, heard, steered, suspend=run.spec.suspend), seen.memory
+            run.spec, self._facts(context, observed, heard, steered, suspend=run.spec.suspend), context.memory
         )
         if course.release:
-            await self._run.release(seen)
-            await self._let_go(seen)
+            await self._run.release(context)
+            await self._let_go(context)
             return None
-        seen, volume = await self._volume(run, seen, observed, course)
-        plan = self._plan(run, seen, course)
-        missing = None if plan.stands else await self._missing(run, seen, plan.images)
+        context, volume = await self._volume(run, context, observed, course)
+        plan = self._plan(run, context, course)
+        missing = None if plan.stands else await self._missing(run, context, plan.images)
         # What drains is to save what it has, wherever it can.
         empty = _is_empty(observed) and not course.frozen
         if volume.gone and _starts(course) and (empty or not _at_work(observed)):
             missing = volume.problem
         if missing is not None:
-            course = Course(Phase.PENDING, seen.memory, again_seconds=BLOCKED_SECONDS)
-        blocked = self._blocked.get(seen.uid) if missing is None else None
-        refused = self.coordinators.refusal(seen.uid)
-        queue_missing = await self._queues.missing(seen, course.phase)
+            course = Course(Phase.PENDING, context.memory, again_seconds=BLOCKED_SECONDS)
+        blocked = context.state.blocked if missing is None else None
+        refused = self.coordinators.refusal(context.uid)
+        queue_missing = await queue_problem(self._api, context, course.phase)
         looked = Looked(
             *(
-                seen.unix_seconds,
-                seen.generation,
+                context.unix_seconds,
+                context.generation,
                 missing,
                 blocked,
                 observed,
@@ -262,45 +273,45 @@ class Reconciler:
                 refused,
             ),
             invalid=invalid,
-            spec=spec if missing is None else seen.before.accepted_spec,
+            spec=spec if missing is None else context.before.accepted_spec,
             queue_missing=queue_missing,
-            volume=volume.problem or self._applier.not_enlarged(seen),
+            volume=volume.problem or not_enlarged(context),
         )
         if missing is None:
-            if not seen.knows(course, steered, spec):
-                seen = await self._write_down(run, seen, looked)
-            blocked = await self._apply(run, seen, observed, plan, heard, gone=volume.gone)
-            volume_problem = volume.problem or self._applier.not_enlarged(seen)
+            if not context.status_has(course, steered, spec):
+                context = await self._write_down(run, context, looked)
+            blocked = await self._apply(run, context, observed, plan, heard, gone=volume.gone)
+            volume_problem = volume.problem or not_enlarged(context)
             looked = replace(looked, blocked=blocked, volume=volume_problem)
             if course.tell is not None:
-                await self._tell(seen, course.tell)
-        await self._tell_people(seen)
-        put_off = await self._report(run, seen, looked)
+                await self._tell(context, course.tell)
+        await self._tell_people(context)
+        put_off = await self._report(run, context, looked)
         if course.ask_suspend and missing is None:
-            await self._run.suspend(seen)
-        repair = self._applier.repairs.next_seconds(seen)
+            await self._run.suspend(context)
+        repair = context.state.next_repair_seconds(context.unix_seconds)
         if course.memory.outcome is not None:
-            return _soonest(await self._run.expire(run, seen), repair)
+            return _soonest(await self._run.expire(run, context), repair)
         return _soonest(
             course.again_seconds,
             put_off,
             placed,
             repair,
-            self._applier.resize_seconds(seen),
+            RETRY_SECONDS if context.state.size_refused is not None else None,
             # A claim that takes the lost one's place has no label of the run yet, and so is not watched.
             BLOCKED_SECONDS if blocked is not None or volume.gone else None,
-            self._next_start_look(seen, observed, plan.desired),
+            self._next_start_look(context, observed, plan.desired),
         )
 
-    def _spec_hashes(self, run: ScaleRLRun, seen: Seen) -> dict[Role, str]:
+    def _spec_hashes(self, run: ScaleRLRun, context: RunContext) -> dict[Role, str]:
         """What the Jobs of the present spec carry."""
-        known = self._hashes.get(seen.uid)
-        if known is None or known[0] != seen.generation:
+        known = context.state.spec_hashes
+        if known is None or known[0] != context.generation:
             hashes = {role: spec_hash(run, role) for role in (Role.PREPARE, Role.TRAINER)}
-            known = self._hashes[seen.uid] = (seen.generation, hashes)
+            known = context.state.spec_hashes = (context.generation, hashes)
         return known[1]
 
-    def _next_start_look(self, seen: Seen, observed: Observed, desired: Desired) -> float | None:
+    def _next_start_look(self, context: RunContext, observed: Observed, desired: Desired) -> float | None:
         """For what only events tell: why a pod is not made, or is scheduled and does not begin. All else wakes us.
 
         The longer a start takes, the rarer.
@@ -310,11 +321,11 @@ class Reconciler:
         if not unmade and not any(pod.creating and not pod.leaving for pod in observed.pods):
             return None
         first, last = START_LOOKS
-        return min(max(first, (seen.unix_seconds - seconds(seen.before.start_time)) / 2), last)
+        return min(max(first, (context.unix_seconds - seconds(context.before.start_time)) / 2), last)
 
     def _facts(
         self,
-        seen: Seen,
+        context: RunContext,
         observed: Observed,
         heard: Status | None,
         steered: Steered,
@@ -324,12 +335,12 @@ class Reconciler:
         word = None
         if heard is not None:
             word = Heard(heard.phase, heard.stop_reason, Usage(heard.wall_seconds, heard.device_seconds))
-        scaling = self._scalings.get(seen.uid)
+        scaling = self._scalings.get(context.uid)
         return Facts(
-            unix_seconds=seen.unix_seconds,
-            deleting=leaving(seen.run),
+            unix_seconds=context.unix_seconds,
+            deleting=is_deleted(context.run),
             suspend=suspend,
-            queued=bool(label(seen.run, QUEUE)),
+            queued=bool(label(context.run, QUEUE)),
             serving=observed.serving,
             prepare=observed.prepare,
             trainer=observed.trainer,
@@ -339,23 +350,25 @@ class Reconciler:
             generators_wanted=steered.replicas,
         )
 
-    def _steer(self, run: ScaleRLRun, seen: Seen, observed: Observed, heard: Status | None) -> Steered:
+    def _steer(
+        self, run: ScaleRLRun, context: RunContext, observed: Observed, heard: Status | None
+    ) -> Steered:
         """What autoscaling says; what it said last while the coordinator is silent."""
-        if heard is None or seen.memory.outcome is not None:
-            return self._as_before(run, seen)
-        scaling = self._scalings.get(seen.uid)
+        if heard is None or context.memory.outcome is not None:
+            return self._as_before(run, context)
+        scaling = self._scalings.get(context.uid)
         if scaling is None:
-            scaling = self._scalings[seen.uid] = self._make_scaling(run, seen.uid)
+            scaling = self._scalings[context.uid] = self._make_scaling(run, context.uid)
         ready = observed.service(Role.GENERATOR).ready
-        return scaling.steer(run, seen.before, heard, ready, resumed=seen.memory.resumed)
+        return scaling.steer(run, context.before, heard, ready, resumed=context.memory.resumed)
 
-    def _as_before(self, run: ScaleRLRun, seen: Seen) -> Steered:
-        before = seen.before.generators
+    def _as_before(self, run: ScaleRLRun, context: RunContext) -> Steered:
+        before = context.before.generators
         kept = replicas.decide(
             run.spec.generator.replicas, run.spec.autoscaling, base=before.base, chosen=before.chosen
         )
         steered = Steered(kept.wanted, kept.base, kept.chosen, pinned=kept.pinned)
-        said = seen.before.condition(ConditionType.FORECAST_READY)
+        said = context.before.condition(ConditionType.FORECAST_READY)
         if said is None or run.spec.autoscaling.mode == "Off":
             return steered
         reason, message = understood(said)
@@ -363,46 +376,48 @@ class Reconciler:
 
     # --- render, apply ----------------------------------------------------------------------------
 
-    def _plan(self, run: ScaleRLRun, seen: Seen, course: Course) -> _Plan:
-        trained = bool(seen.before.step)
+    def _plan(self, run: ScaleRLRun, context: RunContext, course: Course) -> _Plan:
+        trained = bool(context.before.step)
         desired = Desired(course.prepare, course.coordinator, course.generators, course.trainer, trained)
-        images = pinned(seen, run.spec.images, self._images)
-        known = self._standing.get(seen.uid)
+        images = pinned(context, run.spec.images, self._images)
+        known = context.state.fingerprint
         # So it is in most looks: a pod or a Job says something new.
-        stands = known is not None and known == standing(run, seen, desired, images, frozen=course.frozen)
+        stands = known is not None and known == fingerprint(
+            run, context, desired, images, frozen=course.frozen
+        )
         return _Plan(desired, images, course.frozen, stands)
 
     async def _volume(
-        self, run: ScaleRLRun, seen: Seen, observed: Observed, course: Course
-    ) -> tuple[Seen, Volume]:
+        self, run: ScaleRLRun, context: RunContext, observed: Observed, course: Course
+    ) -> tuple[RunContext, Volume]:
         """What there is to say of the run's claim, and the run: without its steps if somebody gave them up."""
-        steps, empty = seen.before.step or 0, _is_empty(observed)
+        steps, empty = context.before.step or 0, _is_empty(observed)
         # That its trainer gives up on an empty volume is no end of a run.
-        outcome = seen.memory.outcome if empty else course.memory.outcome
-        if leaving(seen.run) or outcome is not None:
-            return seen, Volume()
-        volume = await self._claims.look(run, seen, steps, at_work=_at_work(observed), empty=empty)
-        if not (volume.gone and abandons(seen, steps)) or (_at_work(observed) and not empty):
-            return seen, volume
-        await self._run.write(seen, without_steps(seen.before), at_once=True)
+        outcome = context.memory.outcome if empty else course.memory.outcome
+        if is_deleted(context.run) or outcome is not None:
+            return context, Volume()
+        volume = await observe_volume(self._api, run, context, steps, mounted=_at_work(observed), empty=empty)
+        if not (volume.gone and abandons(context, steps)) or (_at_work(observed) and not empty):
+            return context, volume
+        await self._run.write(context, without_steps(context.before), at_once=True)
         await self._api.event(
-            seen.run, "Warning", Reason.STEPS_ABANDONED, f"{steps} steps are given up: {ABANDON}"
+            context.run, "Warning", Reason.STEPS_ABANDONED, f"{steps} steps are given up: {ABANDON}"
         )
-        seen = replace(seen, before=RunStatus.read(seen.run.get("status")))
-        return seen, await self._claims.look(run, seen, 0, at_work=False)
+        context = replace(context, before=RunStatus.read(context.run.get("status")))
+        return context, await observe_volume(self._api, run, context, 0, mounted=False)
 
-    async def _missing(self, run: ScaleRLRun, seen: Seen, images: Images) -> Problem | None:
+    async def _missing(self, run: ScaleRLRun, context: RunContext, images: Images) -> Problem | None:
         """What keeps a run of which there is nothing yet from being started at all."""
-        begun = any(kind in WORKLOADS and seen.mine(obj) for (kind, _), obj in seen.objects.items())
-        if seen.before.start_time is not None or begun:
+        begun = any(kind in WORKLOADS and context.owns(obj) for (kind, _), obj in context.objects.items())
+        if context.before.start_time is not None or begun:
             return None
         every = Desired(True, True, max(1, run.spec.generator.replicas), 1)
-        return await self._applier.missing(run, seen, lambda: self._render(run, seen, every, images))
+        return await self._preflight.check(run, context, lambda: self._render(run, context, every, images))
 
     async def _apply(
         self,
         run: ScaleRLRun,
-        seen: Seen,
+        context: RunContext,
         observed: Observed,
         plan: _Plan,
         heard: Status | None,
@@ -410,82 +425,78 @@ class Reconciler:
         gone: bool,
     ) -> Problem | None:
         """What keeps an object of the run from being made. ``gone``: its claim, which is not made anew."""
-        scaling = self._scalings.get(seen.uid)
+        scaling = self._scalings.get(context.uid)
         more = scaling.objects(run, heard) if heard is not None and scaling is not None else []
         if plan.stands:
-            blocked = await self._applier.keep(run, seen, more)
+            blocked = await ensure_token(self._api, run, context)
+            for obj in more:
+                blocked = blocked or await self._applier.apply_one(obj, context)
         else:
-            wanted = self._render(run, seen, plan.desired, plan.images)
+            wanted = self._render(run, context, plan.desired, plan.images)
             wanted = [obj for obj in wanted if not (gone and obj["kind"] == CLAIM)]
-            blocked = await self._applier.apply(run, seen, [*wanted, *more], frozen=plan.frozen)
-            found = standing(run, seen, plan.desired, plan.images, frozen=plan.frozen)
-            settled = not self._applier.repairs.lately(seen) and self._applier.resize_seconds(seen) is None
+            blocked = await self._applier.apply(run, context, [*wanted, *more], frozen=plan.frozen)
+            found = fingerprint(run, context, plan.desired, plan.images, frozen=plan.frozen)
+            state = context.state
+            settled = not state.repaired_lately(context.unix_seconds) and state.size_refused is None
             if blocked is None and found is not None and settled:
-                self._standing[seen.uid] = found
+                state.fingerprint = found
         if plan.desired.coordinator and not any(pod.role == Role.COORDINATOR for pod in observed.pods):
-            await self._applier.replace_stripped(seen)
-        blocked = blocked or await self._stuck.why(seen, observed, plan.desired)
-        self._blocked.pop(seen.uid, None)
+            await self._applier.replace_unlabelled_coordinator(context)
+        blocked = blocked or await diagnose(self._api, context, observed, plan.desired)
         if blocked is not None:
-            self._blocked[seen.uid] = blocked
+            self._preflight.forget_namespace(context.namespace)
+        context.state.blocked = blocked
         return blocked
 
-    def _render(self, run: ScaleRLRun, seen: Seen, desired: Desired, images: Images) -> list[Object]:
-        return render(run, seen.uid, desired, images, operator_namespace=self._operator_namespace)
+    def _render(self, run: ScaleRLRun, context: RunContext, desired: Desired, images: Images) -> list[Object]:
+        return render(run, context.uid, desired, images, operator_namespace=self._operator_namespace)
 
-    async def _tell(self, seen: Seen, reason: str) -> None:
-        if await self.coordinators.tell(seen.uid, reason):
+    async def _tell(self, context: RunContext, reason: str) -> None:
+        if await self.coordinators.tell(context.uid, reason):
             what = f"the run is told to stop: {reason}" if reason else "the run is told to go on"
-            await self._api.event(seen.run, "Normal", Reason.STOPPING if reason else Reason.GOING_ON, what)
+            await self._api.event(context.run, "Normal", Reason.STOPPING if reason else Reason.GOING_ON, what)
 
-    async def _tell_people(self, seen: Seen) -> None:
-        scaling = self._scalings.get(seen.uid)
+    async def _tell_people(self, context: RunContext) -> None:
+        scaling = self._scalings.get(context.uid)
         text, alarming = scaling.event() if scaling is not None else ("", False)
         if text:
-            await self._api.event(seen.run, "Warning" if alarming else "Normal", Reason.AUTOSCALER, text)
+            await self._api.event(context.run, "Warning" if alarming else "Normal", Reason.AUTOSCALER, text)
 
     # --- report -----------------------------------------------------------------------------------
 
-    async def _write_down(self, run: ScaleRLRun, seen: Seen, looked: Looked) -> Seen:
+    async def _write_down(self, run: ScaleRLRun, context: RunContext, looked: Looked) -> RunContext:
         """What is decided, before it is carried out; the run as it is then. Nothing is carried out if it fails.
 
         What keeps an object from being made is as the last look left it. If that stays so there is nothing to report
         after it: it is the same patch, only earlier.
         """
-        await self._report(run, seen, looked)
-        before = RunStatus.read(seen.run.get("status"))
-        return replace(seen, before=before, memory=looked.course.memory)
+        await self._report(run, context, looked)
+        before = RunStatus.read(context.run.get("status"))
+        return replace(context, before=before, memory=looked.course.memory)
 
-    async def _report(self, run: ScaleRLRun | None, seen: Seen, looked: Looked) -> float | None:
+    async def _report(self, run: ScaleRLRun | None, context: RunContext, looked: Looked) -> float | None:
         """Write the status if it says anything new. Returns when a write that was put off is due."""
-        status = report(run, seen.before, looked)
-        scaling = self._scalings.get(seen.uid)
+        status = report(run, context.before, looked)
+        scaling = self._scalings.get(context.uid)
         if scaling is not None:
             status = scaling.decorate(status)
         if not status.selector:
-            labels = sorted(selector(seen.uid, Role.GENERATOR).items())
+            labels = sorted(selector(context.uid, Role.GENERATOR).items())
             status = status.model_copy(update={"selector": ",".join(f"{k}={v}" for k, v in labels)})
-        self._on_status((seen.namespace, seen.name), status)
-        return await self._run.write(seen, status)
+        self._on_status((context.namespace, context.name), status)
+        return await self._run.write(context, status)
 
-    async def _let_go(self, seen: Seen) -> None:
+    async def _let_go(self, context: RunContext) -> None:
         """Nothing is left to do for a run, though it may be there for long: another's finalizer may hold it."""
-        self._uids.pop((seen.namespace, seen.name), None)
-        await self._forget(seen.uid)
+        self._uids.pop((context.namespace, context.name), None)
+        await self._forget(context.uid)
 
     async def _forget(self, uid: str) -> None:
         scaling = self._scalings.pop(uid, None)
         if scaling is not None:
             scaling.close()
-        self._run.forget(uid)
         self._keys.pop(uid, None)
-        self._standing.pop(uid, None)
-        self._blocked.pop(uid, None)
-        self._hashes.pop(uid, None)
-        self._applier.forget(uid)
-        self._claims.forget(uid)
-        self._stuck.forget(uid)
-        self._queues.forget(uid)
+        self._states.pop(uid, None)
         await self.coordinators.forget(uid)
 
 

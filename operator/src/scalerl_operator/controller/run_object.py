@@ -12,8 +12,7 @@ from scalerl_api.spec import KIND, ScaleRLRun
 from scalerl_api.status import RunStatus
 from scalerl_operator.controller.events import announce
 from scalerl_operator.controller.observe import seconds
-from scalerl_operator.controller.owned import leaving
-from scalerl_operator.controller.run_context import Seen
+from scalerl_operator.controller.run_context import RunContext, is_deleted
 from scalerl_operator.controller.status import merge_patch, waits_for_progress_only
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.cache import Cache
@@ -27,41 +26,36 @@ PROGRESS_SECONDS: Final = 15.0
 
 
 class RunObject:
-    """Writes the objects of all runs. Remembers when each status was written last."""
+    """Writes the objects of all runs."""
 
     def __init__(self, api: KubeApi, cache: Cache) -> None:
         self._api = api
         self._cache = cache
-        self._written: dict[str, float] = {}
         self._dropped: set[str] = set()
         """Fields of a status that the installed CRD, which is older than this process, does not keep."""
 
-    def forget(self, uid: str) -> None:
-        """The run is gone."""
-        self._written.pop(uid, None)
-
-    async def write(self, seen: Seen, status: RunStatus, *, at_once: bool = False) -> float | None:
+    async def write(self, context: RunContext, status: RunStatus, *, at_once: bool = False) -> float | None:
         """The status, if it says anything new, and the events of what it says. Returns when a write that was put off is
         due. ``at_once``: none is put off."""
-        new, old = status.to_object(), seen.run.get("status") or {}
+        new, old = status.to_object(), context.run.get("status") or {}
         new = {name: value for name, value in new.items() if name not in self._dropped}
         if new == old:
             return None
-        if not at_once and seen.before.conditions and waits_for_progress_only(seen.before, status):
-            due = self._written.get(seen.uid, 0.0) + PROGRESS_SECONDS - seen.unix_seconds
+        if not at_once and context.before.conditions and waits_for_progress_only(context.before, status):
+            due = context.state.status_written + PROGRESS_SECONDS - context.unix_seconds
             if 0 < due <= PROGRESS_SECONDS:
                 return due
-        self._written[seen.uid] = seen.unix_seconds
+        context.state.status_written = context.unix_seconds
         made = await self._api.patch(
             KIND,
-            seen.namespace,
-            seen.name,
+            context.namespace,
+            context.name,
             {"status": merge_patch(old, new)},
             subresource="status",
-            resource_version=seen.run["metadata"]["resourceVersion"],
+            resource_version=context.run["metadata"]["resourceVersion"],
         )
         self._cache.remember(made)
-        seen.run.update(metadata=made["metadata"], status=made["status"])
+        context.run.update(metadata=made["metadata"], status=made["status"])
         if dropped := new.keys() - made["status"].keys():
             self._dropped |= dropped
             log.warning(
@@ -69,52 +63,52 @@ class RunObject:
                 KIND,
                 ", status.".join(sorted(dropped)),
             )
-        await announce(self._api, seen.run, seen.before, status)
+        await announce(self._api, context.run, context.before, status)
         return None
 
-    async def hold(self, seen: Seen) -> None:
+    async def hold(self, context: RunContext) -> None:
         """It is not to go before it is drained."""
-        await self._set_finalizers(seen, [*seen.finalizers, FINALIZER])
+        await self._set_finalizers(context, [*context.finalizers, FINALIZER])
 
-    async def release(self, seen: Seen) -> None:
+    async def release(self, context: RunContext) -> None:
         """The drain is over: the finalizer goes, and with the run all that it owns."""
-        await self._set_finalizers(seen, [f for f in seen.finalizers if f != FINALIZER])
+        await self._set_finalizers(context, [f for f in context.finalizers if f != FINALIZER])
 
-    async def suspend(self, seen: Seen) -> None:
+    async def suspend(self, context: RunContext) -> None:
         """As Kueue does: what holds a run back is to be seen in its spec, where a person takes it back."""
         made = await self._api.patch(
             KIND,
-            seen.namespace,
-            seen.name,
-            {"spec": {"suspend": True}, "metadata": {"uid": seen.uid}},
-            resource_version=seen.run["metadata"]["resourceVersion"],
+            context.namespace,
+            context.name,
+            {"spec": {"suspend": True}, "metadata": {"uid": context.uid}},
+            resource_version=context.run["metadata"]["resourceVersion"],
         )
         self._cache.remember(made)
 
-    async def expire(self, run: ScaleRLRun, seen: Seen) -> float | None:
+    async def expire(self, run: ScaleRLRun, context: RunContext) -> float | None:
         """A run that has ended is deleted once its time to be looked at is over. Returns in how long that is."""
         ttl = run.spec.ttl_seconds_after_finished
-        if ttl is None or leaving(seen.run):
+        if ttl is None or is_deleted(context.run):
             return None
-        if seen.before.completion_time is None:
+        if context.before.completion_time is None:
             return 0.0  # written just now: our own writes wake nobody
-        left = seconds(seen.before.completion_time) + ttl - seen.unix_seconds
+        left = seconds(context.before.completion_time) + ttl - context.unix_seconds
         if left > 0:
             return left
-        await self._api.delete(KIND, seen.namespace, seen.name, uid=seen.uid)
+        await self._api.delete(KIND, context.namespace, context.name, uid=context.uid)
         return None
 
-    async def _set_finalizers(self, seen: Seen, finalizers: list[str]) -> None:
+    async def _set_finalizers(self, context: RunContext, finalizers: list[str]) -> None:
         try:
             made = await self._api.patch(
                 KIND,
-                seen.namespace,
-                seen.name,
-                {"metadata": {"finalizers": finalizers, "uid": seen.uid}},
-                resource_version=seen.run["metadata"]["resourceVersion"],
+                context.namespace,
+                context.name,
+                {"metadata": {"finalizers": finalizers, "uid": context.uid}},
+                resource_version=context.run["metadata"]["resourceVersion"],
             )
         except errors.NotFound:
             return
         if finalizers:
-            seen.run["metadata"] = made["metadata"]
+            context.run["metadata"] = made["metadata"]
             self._cache.remember(made)

@@ -14,8 +14,7 @@ from scalerl_api.load import accepted_run
 from scalerl_operator.build.shared import SPEC_HASH_VERSION, spec_hash
 from scalerl_operator.controller.accepted_spec import with_spec
 from scalerl_operator.controller.observe import label
-from scalerl_operator.controller.owned import leaving
-from scalerl_operator.controller.run_context import Seen
+from scalerl_operator.controller.run_context import RunContext, is_deleted
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
@@ -27,31 +26,31 @@ log = logging.getLogger(__name__)
 _ROLES: Final = (Role.PREPARE, Role.TRAINER)
 
 
-async def restate(api: KubeApi, cache: Cache, seen: Seen) -> None:
+async def restate(api: KubeApi, cache: Cache, context: RunContext) -> None:
     """Write into such Jobs the hash of the spec accepted last, which they were made for; where none is kept, of the present
     one. Not in a run that is being drained: its Jobs are for an earlier spec already, or about to go.
     """
-    if seen.memory.drain_since is not None:
+    if context.memory.drain_since is not None:
         return
-    for key, job in list(seen.objects.items()):
+    for key, job in list(context.objects.items()):
         metadata, role = job["metadata"], label(job, COMPONENT)
         said = (metadata.get("annotations") or {}).get(SPEC_HASH)
         foreign = said is not None and not said.startswith(f"{SPEC_HASH_VERSION}-")
-        if key[0] != "Job" or not foreign or role not in _ROLES or not seen.mine(job) or leaving(job):
+        if key[0] != "Job" or not foreign or role not in _ROLES or not context.owns(job) or is_deleted(job):
             continue
-        kept = seen.before.accepted_spec or json.dumps(seen.run["spec"])
-        annotations = {SPEC_HASH: spec_hash(accepted_run(with_spec(seen.run, kept)), Role(role))}
+        kept = context.before.accepted_spec or json.dumps(context.run["spec"])
+        annotations = {SPEC_HASH: spec_hash(accepted_run(with_spec(context.run, kept)), Role(role))}
         patch = {"metadata": {"uid": metadata["uid"], "annotations": annotations}}
         try:
-            job = await api.patch("Job", seen.namespace, metadata["name"], patch)
+            job = await api.patch("Job", context.namespace, metadata["name"], patch)
         except errors.NotFound:
             continue
         except (errors.Forbidden, errors.Invalid) as error:
-            log.warning("%s/%s: Job %s: %s", seen.namespace, seen.name, metadata["name"], error)
+            log.warning("%s/%s: Job %s: %s", context.namespace, context.name, metadata["name"], error)
             job = {
                 **job,
                 "metadata": {**metadata, "annotations": {**metadata["annotations"], **annotations}},
             }
         else:
             cache.remember(job)
-        seen.objects[key] = job
+        context.objects[key] = job

@@ -13,7 +13,7 @@ from scalerl_api.conditions import Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import ExportsStatus, RunStatus, TroubleStatus
 from scalerl_operator.controller.observe import Problem
-from scalerl_operator.controller.owned import CLAIM, Place, leaving
+from scalerl_operator.controller.run_context import CLAIM, RunContext, is_deleted
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import ABANDON, RUN, RUN_UID, Names, label_value
@@ -31,65 +31,58 @@ class Volume:
     gone: bool = False
 
 
-class Claims:
-    """Looks at the claims of runs. Remembers when it asked for those that are not watched."""
+async def observe_volume(
+    api: KubeApi, run: ScaleRLRun, context: RunContext, steps: int, *, mounted: bool, empty: bool = False
+) -> Volume:
+    """The state of the run's claim.
 
-    def __init__(self, api: KubeApi) -> None:
-        self._api = api
-        self._asked: dict[str, tuple[float, Object | None]] = {}
+    steps: trained so far. mounted: pods of the run may still have the volume mounted. empty: the coordinator found none of
+    the steps on it.
+    """
+    named = run.spec.storage.claim_name
+    name = named or Names(context.name).claim
+    live = context.objects.get((CLAIM, name)) if named is None else None
+    labels = f"{RUN}={label_value(context.name)} {RUN_UID}={context.uid}" if named is None else ""
+    if live is None and steps:
+        live = await _get_claim(api, context, name, cached=mounted and named is not None)
+    if live is None:
+        return Volume(_lost(name, steps, "does not exist", labels), gone=True) if steps else Volume()
+    if named is None and not context.owns(live):
+        if not steps:
+            return Volume()  # the name is taken, as of any object
+        how = f"is not known as this run's (if it is: kubectl label pvc {name} --overwrite {labels})"
+        return Volume(_lost(name, steps, how), gone=True)
+    if (live.get("status") or {}).get("phase") == "Lost" and steps:
+        return Volume(_lost(name, steps, "has lost its volume", labels), gone=True)
+    if steps and empty:
+        return Volume(_lost(name, steps, "holds neither journal nor checkpoint of the run"), gone=True)
+    if not is_deleted(live):
+        return Volume()
+    if steps and not mounted:
+        return Volume(_lost(name, steps, "is being deleted", labels), gone=True)
+    said = f"PersistentVolumeClaim {name} is being deleted; it and its data go with the last pod that has it mounted"
+    return Volume(Problem(Reason.CLAIM_DELETED, said))
 
-    def forget(self, uid: str) -> None:
-        """The run is gone."""
-        self._asked.pop(uid, None)
 
-    async def look(
-        self, run: ScaleRLRun, place: Place, steps: int, *, at_work: bool, empty: bool = False
-    ) -> Volume:
-        """``steps``: trained so far. ``at_work``: pods of the run may still have the volume mounted. ``empty``: the
-        coordinator says that it holds none of the steps."""
-        named = run.spec.storage.claim_name
-        name = named or Names(place.name).claim
-        live = place.objects.get((CLAIM, name)) if named is None else None
-        labels = f"{RUN}={label_value(place.name)} {RUN_UID}={place.uid}" if named is None else ""
-        if live is None and steps:
-            live = await self._ask(place, name, cached=at_work and named is not None)
-        if live is None:
-            return Volume(_lost(name, steps, "does not exist", labels), gone=True) if steps else Volume()
-        if named is None and not place.mine(live):
-            if not steps:
-                return Volume()  # the name is taken, as of any object
-            how = f"is not known as this run's (if it is: kubectl label pvc {name} --overwrite {labels})"
-            return Volume(_lost(name, steps, how), gone=True)
-        if (live.get("status") or {}).get("phase") == "Lost" and steps:
-            return Volume(_lost(name, steps, "has lost its volume", labels), gone=True)
-        if steps and empty:
-            return Volume(_lost(name, steps, "holds neither journal nor checkpoint of the run"), gone=True)
-        if not leaving(live):
-            return Volume()
-        if steps and not at_work:
-            return Volume(_lost(name, steps, "is being deleted", labels), gone=True)
-        said = f"PersistentVolumeClaim {name} is being deleted; it and its data go with the last pod that has it mounted"
-        return Volume(Problem(Reason.CLAIM_DELETED, said))
-
-    async def _ask(self, place: Place, name: str, *, cached: bool) -> Object | None:
-        asked, live = self._asked.get(place.uid, (0.0, None))
-        if not (cached and 0 <= place.unix_seconds - asked < ASK_SECONDS):
-            live = await self._api.get(CLAIM, place.namespace, name)
-            self._asked[place.uid] = (place.unix_seconds, live)
-        return live
+async def _get_claim(api: KubeApi, context: RunContext, name: str, *, cached: bool) -> Object | None:
+    asked, live = context.state.claim_asked
+    if not (cached and 0 <= context.unix_seconds - asked < ASK_SECONDS):
+        live = await api.get(CLAIM, context.namespace, name)
+        context.state.claim_asked = (context.unix_seconds, live)
+    return live
 
 
 def _lost(name: str, steps: int, how: str, labels: str = "") -> Problem:
     """``labels``: of the claim that is to take its place; empty where it needs none."""
     said = f"PersistentVolumeClaim {name} {how}; the run has trained {steps} steps and does not start on an empty volume"
     if labels:
-        said += f"; the claim restored in its place needs the labels {labels}"
+        said += f"; the claim restored in its context needs the labels {labels}"
     return Problem(Reason.CLAIM_LOST, said)
 
 
-def abandons(place: Place, steps: int) -> bool:
+def abandons(context: RunContext, steps: int) -> bool:
     """Whether somebody has given up exactly these steps."""
-    return (place.run["metadata"].get("annotations") or {}).get(ABANDON) == str(steps)
+    return (context.run["metadata"].get("annotations") or {}).get(ABANDON) == str(steps)
 
 
 def without_steps(status: RunStatus) -> RunStatus:

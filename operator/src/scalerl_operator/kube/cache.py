@@ -1,6 +1,6 @@
 """Live copies of runs and of what belongs to them, fed by watch events: what a reconcile looks at first.
 
-Objects are kept as JSON without ``managedFields``, records of decisions without what is recorded, and decoded when
+Objects are kept as JSON without the fields of ``managedFields``, records of decisions without what is recorded, and decoded when
 read: a tenth of the memory of live dicts, and a reader may change what it got. A write's answer goes in too
 (:meth:`Cache.remember`), so that the next look already sees it, and the watch event that follows it wakes nobody.
 
@@ -25,8 +25,17 @@ BURIED_SECONDS: Final = 120.0
 """For how long a deletion is remembered: longer than any answer to a write can be late."""
 
 
+class _Manager(msgspec.Struct, omit_defaults=True):
+    """Who wrote an object, and when."""
+
+    manager: str = ""
+    operation: str = ""
+    subresource: str = ""
+    time: str = ""
+
+
 class _Metadata(msgspec.Struct, omit_defaults=True):
-    """What is kept of an object's metadata: all but ``managedFields``, which can be most of the object."""
+    """What is kept of an object's metadata: all but the fields of ``managedFields``, which can be most of the object."""
 
     name: str
     resourceVersion: str
@@ -40,6 +49,7 @@ class _Metadata(msgspec.Struct, omit_defaults=True):
     annotations: dict[str, str] | None = None
     finalizers: list[str] | None = None
     ownerReferences: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    managedFields: list[_Manager] | None = None
 
 
 class _Item(msgspec.Struct, omit_defaults=True):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from scalerl_operator.controller.ownership import applied
+import pytest
+
+from scalerl_operator.kube.managed_fields import applied, other_writers
+from scalerl_operator.names import FIELD_OWNER
 
 
 def entry(manager: str, operation: str, fields: dict[str, Any], **more: str) -> dict[str, Any]:
@@ -30,3 +33,22 @@ def test_what_is_applied_already_is_kept_beside_it() -> None:
 def test_an_object_that_is_only_applied_is_left_alone() -> None:
     assert applied([THEIRS, STATUS, entry("scalerl-operator", "Apply", {})]) is None
     assert applied([]) is None
+
+
+def written(manager: str, second: int, **more: str) -> dict[str, Any]:
+    return {"manager": manager, "operation": "Update", "time": f"2026-01-01T00:00:{second:02}Z"} | more
+
+
+@pytest.mark.parametrize(
+    ("others", "found"),
+    [
+        ([], []),
+        ([written("kubectl-edit", 4)], []),
+        ([written("kubectl-edit", 5), written("kubectl-edit", 6)], ["kubectl-edit"]),
+        ([written("kubelet", 9, subresource="status")], []),
+        ([written("kube-controller-manager", 9)], []),
+        ([written("kube-controller-manager", 9, subresource="scale")], ["kube-controller-manager"]),
+    ],
+)
+def test_other_writers_are_those_since_our_last_write(others: list[dict[str, Any]], found: list[str]) -> None:
+    assert other_writers([written(FIELD_OWNER, 5), *others, written(FIELD_OWNER, 3)]) == found

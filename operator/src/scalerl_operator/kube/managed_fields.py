@@ -1,6 +1,6 @@
-"""Ownership: from an object that we created to one that we apply. Pure.
+"""``metadata.managedFields``: from an object that we created to one that we apply, and who wrote it last. Pure.
 
-To create an object costs the API server half of what applying one that is not there does. But what a create set is held
+To create an object costs the API server half of what applying one that does not exist costs. But what a create set is held
 by an *update* of ours, and an apply takes away only what no one else holds, for which an update of ours counts as
 anybody's: what is no longer rendered would stay for ever. So before the first apply the update's fields become applied
 ones, as client-go's ``csaupgrade`` does it for ``kubectl``.
@@ -9,10 +9,13 @@ ones, as client-go's ``csaupgrade`` does it for ``kubectl``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import FIELD_OWNER
+
+_EXPECTED: Final = {("kube-controller-manager", "")}
+"""Writes the revision of a Deployment and the volume of a claim, no field that somebody renders."""
 
 
 def applied(managed: Sequence[Object]) -> list[Object] | None:
@@ -30,6 +33,20 @@ def applied(managed: Sequence[Object]) -> list[Object] | None:
     for entry in (*before, *created):
         fields = _union(fields, entry.get("fieldsV1") or {})
     return [*others, {**newest, "operation": "Apply", "fieldsV1": fields}]
+
+
+def other_writers(managed: Sequence[Object]) -> list[str]:
+    """Managers that wrote the object itself, not its status, since we did.
+
+    >>> ours = {"manager": FIELD_OWNER, "operation": "Update", "time": "2026-01-01T00:00:00Z"}
+    >>> other_writers([ours, {"manager": "kubectl-edit", "operation": "Update", "time": "2026-01-01T00:00:07Z"}])
+    ['kubectl-edit']
+    """
+    ours = max((str(e.get("time", "")) for e in managed if e.get("manager") == FIELD_OWNER), default="")
+    # A time has no fraction of a second: in the same second another may have been later.
+    later = [entry for entry in managed if str(entry.get("time", "")) >= ours]
+    writers = {(str(entry.get("manager")), str(entry.get("subresource", ""))) for entry in later}
+    return sorted(name for name, part in writers - _EXPECTED if name != FIELD_OWNER and part != "status")
 
 
 def _is_ours(entry: Object, operation: str) -> bool:
