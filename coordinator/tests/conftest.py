@@ -31,7 +31,7 @@ from scalerl_coordinator.http import runner
 from scalerl_coordinator.journal import Journal
 from scalerl_coordinator.server import Server
 from scalerl_coordinator.settings import Settings
-from scalerl_coordinator.store import load_state
+from scalerl_coordinator.state_loading import load_state
 from scalerl_tasks import Prompt, SourceError, open_task
 
 TOKEN = "secret"

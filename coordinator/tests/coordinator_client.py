@@ -16,7 +16,7 @@ from scalerl_api import endpoints, wire
 T = TypeVar("T")
 
 
-class Answer(Exception):
+class ErrorAnswer(Exception):
     """An answer that is not 2xx."""
 
     def __init__(self, status: int, problem: wire.Problem) -> None:
@@ -42,7 +42,7 @@ class Client:
         ) as response:
             data = await response.read()
             if response.status != 200:
-                raise Answer(response.status, msgspec.msgpack.decode(data, type=wire.Problem))
+                raise ErrorAnswer(response.status, msgspec.msgpack.decode(data, type=wire.Problem))
             return msgspec.msgpack.decode(data, type=kind)
 
     async def status(self) -> wire.Status:

@@ -14,15 +14,16 @@ from coordinator_client import make_group
 from scalerl_api import wire
 from scalerl_api.wire import NextAction, PushResult, Split
 from scalerl_coordinator import frames
-from scalerl_coordinator import records as r
+from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.core import Core
 from scalerl_coordinator.curriculum import SeededEpochs
+from scalerl_coordinator.generator_requests import GeneratorRequests
 from scalerl_coordinator.journal import Disk, Journal
-from scalerl_coordinator.rollouts import Rollouts
 from scalerl_coordinator.settings import Identity, Settings
-from scalerl_coordinator.state import State
-from scalerl_coordinator.store import load_state
-from scalerl_coordinator.training import Training
+from scalerl_coordinator.state import CoordinatorState
+from scalerl_coordinator.state_loading import load_state
+from scalerl_coordinator.trainer_requests import TrainerRequests
+from scalerl_coordinator.transitions import apply
 
 TRAIN_PROMPTS = 7
 
@@ -75,18 +76,18 @@ class World:
         self.log = bytearray(frames.segment_header(1))
         self.acknowledged = len(self.log)
         self.core: Core
-        self._begin(State())
+        self._begin(CoordinatorState())
 
-    def _begin(self, state: State) -> None:
+    def _begin(self, state: CoordinatorState) -> None:
         self.process += 1
         curriculum = SeededEpochs(TRAIN_PROMPTS, self.settings.identity.seed)
         self.core = Core.begin(self.settings, curriculum, state, f"p{self.process}", self.now)
-        self.rollouts = Rollouts(self.core)
-        self.training = Training(self.core)
+        self.rollouts = GeneratorRequests(self.core)
+        self.training = TrainerRequests(self.core)
         self.write()
 
     @property
-    def state(self) -> State:
+    def state(self) -> CoordinatorState:
         return self.core.state
 
     # --- the journal ----------------------------------------------------------------------------
@@ -103,10 +104,10 @@ class World:
         self.write()
         self.acknowledged = len(self.log)
 
-    def replay(self) -> State:
-        state = State()
+    def replay(self) -> CoordinatorState:
+        state = CoordinatorState()
         for frame in frames.read_segment(memoryview(bytes(self.log)), "log", 1, last=True):
-            state.apply(r.decode(frame.header))
+            apply(state, r.decode(frame.header))
         return state
 
     def crash(self, keep: int) -> None:
@@ -131,7 +132,7 @@ class World:
         """The coordinator starts again with an empty directory."""
         self.log = bytearray(frames.segment_header(1))
         self.acknowledged = len(self.log)
-        self._begin(State())
+        self._begin(CoordinatorState())
         self.acknowledge()
 
     # --- shorthands -----------------------------------------------------------------------------
@@ -156,11 +157,11 @@ class World:
         request = wire.LeaseRequest(
             member_id=member_id, weight_version=version, max_groups=groups, wait_seconds=0
         )
-        self.rollouts.arrive(request, self.now)
+        self.rollouts.receive_lease_request(request, self.now)
         leases = self.rollouts.offer(member_id, groups, self.now)
         if leases is None:
             return []
-        self.core.book.tell((lease.lease_id for lease in leases.leases), self.now)
+        self.core.book.mark_sent((lease.lease_id for lease in leases.leases), self.now)
         return leases.leases
 
     def push(self, member_id: str, group: wire.Group) -> wire.PushResult:
@@ -249,7 +250,7 @@ class JournalWorld(World):
         self.journal: Journal | None = None
         super().__init__(settings)
 
-    def _begin(self, state: State) -> None:
+    def _begin(self, state: CoordinatorState) -> None:
         self.journal = Journal(self.directory, disk=QuickDisk(), segment_bytes=4000)
         state = load_state(self.journal)
         self.loop.run_until_complete(self.journal.start())
@@ -272,7 +273,7 @@ class JournalWorld(World):
         assert self.journal is not None
         self.loop.run_until_complete(self.journal.durable())
 
-    def replay(self) -> State:
+    def replay(self) -> CoordinatorState:
         self.acknowledge()
         assert self.journal is not None
         return load_state(self.journal)
@@ -285,7 +286,7 @@ class JournalWorld(World):
         if keep % 2:
             self.journal.rotate(before)
         self.close()
-        self._begin(State())
+        self._begin(CoordinatorState())
         self.acknowledge()
         self.journal.blobs.read(g.lease_id for g in self.state.groups.values() if not g.given_up)
 
@@ -294,7 +295,7 @@ class JournalWorld(World):
         self.close()
         for path in self.directory.iterdir():
             path.unlink()
-        self._begin(State())
+        self._begin(CoordinatorState())
         self.acknowledge()
 
     def close(self) -> None:
@@ -332,28 +333,28 @@ def train(world: World, incarnation: str = "t", *, publish: bool = True) -> None
 
 def check_consistency(world: World) -> None:
     """What holds after every record."""
-    state, fates, identity = world.state, world.state.fates, world.settings.identity
-    assert fates.acknowledged == fates.trained + fates.filtered + fates.queued + fates.skipped
-    assert min(fates.trained, fates.filtered, fates.queued, fates.skipped, fates.given_up) >= 0
+    state, counts, identity = world.state, world.state.counts, world.settings.identity
+    assert counts.acknowledged == counts.trained + counts.filtered + counts.queued + counts.skipped
+    assert min(counts.trained, counts.filtered, counts.queued, counts.skipped, counts.given_up) >= 0
     if not world.changed:
         size, rollouts = identity.prompts_per_step, identity.completions_per_prompt
         done = rollouts * (state.first_kept_step * size + len(state.groups))
-        assert fates.acknowledged + fates.given_up == done
+        assert counts.acknowledged + counts.given_up == done
     if state.rows and state.first_kept_step == 0:
         skipped = [g for step in range(state.version) if step in state.skips for g in state.step_groups(step)]
-        assert fates.skipped == sum(g.rollouts for g in skipped if not g.filtered)
+        assert counts.skipped == sum(g.rollouts for g in skipped if not g.filtered)
     untrained = {slot: g for slot, g in state.groups.items() if state.step_of(slot) >= state.version}
-    assert fates.queued == sum(g.rollouts for g in untrained.values() if not g.filtered)
+    assert counts.queued == sum(g.rollouts for g in untrained.values() if not g.filtered)
     # Every issued slot is somewhere, and in one place.
     leased = [lease.slot for lease in state.leases.values() if lease.split is wire.Split.TRAIN]
     places = sorted([*leased, *state.reissue, *state.groups])
     assert places == list(range(state.slots_of(state.first_kept_step)[0], state.next_slot))
     assert sorted(state.prompts) == places
-    assert set(state.lapsed) <= set(state.reissue)
+    assert set(state.expired_lease_of) <= set(state.reissue)
     assert all(state.closed(step) for step in range(state.first_kept_step, state.version))
     filled = Counter(state.step_of(slot) for slot in state.groups)
     assert {step: groups for step, groups in state.filled.items() if groups} == filled
-    assert set(state.marks) == set(range(state.first_kept_step, state.version)) or not state.rows
+    assert set(state.progress_at) == set(range(state.first_kept_step, state.version)) or not state.rows
     for version, evaluation in state.evaluations.items():
         held = [
             lease.slot

@@ -11,7 +11,7 @@ from coordinator_world import World, check_consistency, make_settings, ready, tr
 
 from scalerl_api.wire import PushResult, Split
 from scalerl_coordinator.core import Refusal
-from scalerl_coordinator.state import State
+from scalerl_coordinator.state import CoordinatorState
 
 
 def restart(world: World, **changes: Any) -> None:
@@ -53,12 +53,12 @@ def test_prompts_per_step_change_from_the_first_step_that_is_not_closed():
 def test_a_group_that_is_too_old_for_its_new_step_is_stale_and_its_slot_is_issued_again():
     world = ready(World(make_settings(max_staleness_steps=2)))
     world.serve(world.member, 0)  # 9 slots at version 0: steps 0, 1 and 2
-    before = world.state.fates.acknowledged
+    before = world.state.counts.acknowledged
     restart(world, prompts_per_step=2, max_staleness_steps=1)
     state = world.state
     # Steps 0 to 2 were closed and stay; nothing of them was cut anew.
     assert steps(world) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
-    assert state.fates.acknowledged == before
+    assert state.counts.acknowledged == before
 
     world = ready(World(make_settings(max_staleness_steps=2)))
     first, *others = world.lease(world.member, 0)
@@ -70,7 +70,7 @@ def test_a_group_that_is_too_old_for_its_new_step_is_stale_and_its_slot_is_issue
     assert steps(world)[0] == [0, 1]
     assert sorted(state.groups) == [1, 2, 3]  # steps 0 and 1; 4 to 8 are of steps 2, 3 and 4 now
     assert state.reissue == [4, 5, 6, 7, 8]
-    assert (state.fates.stale, state.fates.acknowledged, state.fates.queued) == (10, 6, 6)
+    assert (state.counts.stale, state.counts.acknowledged, state.counts.queued) == (10, 6, 6)
     assert world.push(world.member, make_group(first, version=0)) is PushResult.ACCEPTED
     assert state.closed(0)
     assert [lease.slot for lease in world.lease(world.member, 0)] == []  # k = 1: nobody may run ahead
@@ -81,11 +81,11 @@ def test_a_filtered_group_whose_step_opens_again_counts_as_queued():
     _, *others = world.lease(world.member, 0)
     for lease in others:
         world.push(world.member, make_group(lease, version=0, scores=[1.0, 1.0]))
-    assert world.state.fates.filtered == 12
+    assert world.state.counts.filtered == 12
     restart(world, zero_variance_filter=False)
-    assert (world.state.fates.filtered, world.state.fates.queued) == (0, 16)
+    assert (world.state.counts.filtered, world.state.counts.queued) == (0, 16)
     restart(world, zero_variance_filter=True, prompts_per_step=4)
-    assert (world.state.fates.filtered, world.state.fates.queued) == (8, 8)  # step 1 is slots 4-7
+    assert (world.state.counts.filtered, world.state.counts.queued) == (8, 8)  # step 1 is slots 4-7
 
 
 def test_a_change_of_the_completions_ends_the_leases_and_keeps_the_groups():
@@ -157,7 +157,7 @@ def test_a_state_from_before_sizes_could_change_has_the_size_it_began_with():
     world = ready(World(make_settings()))
     old = msgspec.msgpack.decode(world.state.encode())
     del old["batch_sizes"]
-    assert State.decode(msgspec.msgpack.encode(old)).encode() == world.state.encode()
+    assert CoordinatorState.decode(msgspec.msgpack.encode(old)).encode() == world.state.encode()
 
 
 def test_another_seed_is_refused():

@@ -50,14 +50,14 @@ def under_way() -> World:
 @pytest.mark.parametrize("edited", TAKEN, ids=str)
 def test_a_journal_of_before_is_gone_on_with(edited: Edited) -> None:
     world = under_way()
-    acknowledged = world.state.fates.acknowledged
+    acknowledged = world.state.counts.acknowledged
     world.settings = settings(edited.run)
     world.changed = True
     world.crash(0)
     check_consistency(world)
     state, identity = world.state, world.settings.identity
     assert state.identity == identity
-    assert state.fates.acknowledged + state.fates.stale == acknowledged
+    assert state.counts.acknowledged + state.counts.stale == acknowledged
     world.member = world.register("g", version=0)
     world.hello("t2", 1)
     for step in range(1, 4):

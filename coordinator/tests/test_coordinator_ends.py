@@ -7,7 +7,7 @@ from coordinator_world import World, make_settings, ready, train
 
 from scalerl_api import wire
 from scalerl_api.wire import NextAction, Phase, PushResult, Split
-from scalerl_coordinator.status import view
+from scalerl_coordinator.run_status import build_status
 
 
 def test_the_budget_of_steps_ends_the_run_once_its_last_version_is_measured():
@@ -17,24 +17,24 @@ def test_the_budget_of_steps_ends_the_run_once_its_last_version_is_measured():
     assert world.next("t").action is NextAction.PUBLISH
     world.publish("t")
     assert world.next("t") is None
-    assert view(world.core).waiting_for == "the evaluation of version 1: 0 of 2 prompts"
+    assert build_status(world.core).waiting_for == "the evaluation of version 1: 0 of 2 prompts"
     world.serve(world.member, 1)
     finish = world.next("t")
     assert (finish.action, finish.reason) == (NextAction.FINISH, "maxSteps")
-    assert view(world.core).phase is Phase.FINISHING
+    assert build_status(world.core).phase is Phase.FINISHING
     assert world.rollouts.offer(world.member, 1, world.now).stop
     world.checkpoint("t", [1])
-    assert view(world.core).phase is Phase.FINISHED
+    assert build_status(world.core).phase is Phase.FINISHED
 
 
 def test_the_trainer_is_told_which_versions_are_measured(world):
-    assert [v for v in range(5) if world.training.measures(v)] == [0, 2, 4]
+    assert [v for v in range(5) if world.training.has_evaluation(v)] == [0, 2, 4]
     ending = World(make_settings(max_steps=3))
-    assert [v for v in range(5) if ending.training.measures(v)] == [0, 2, 3, 4]
+    assert [v for v in range(5) if ending.training.has_evaluation(v)] == [0, 2, 3, 4]
     world.core.stop("plateau", world.now)
-    assert world.training.measures(3), "the last one, whichever it is"
+    assert world.training.has_evaluation(3), "the last one, whichever it is"
     world.core.stop(wire.INTERRUPTED, world.now)
-    assert not world.training.measures(3)
+    assert not world.training.has_evaluation(3)
 
 
 def test_a_stop_outlives_crashes_and_can_be_taken_back(world):
@@ -47,7 +47,7 @@ def test_a_stop_outlives_crashes_and_can_be_taken_back(world):
     assert world.next("t") is None  # version 1 is the last now: it is measured
     assert {lease.split for lease in world.lease(member, 1)} == {Split.HELD_OUT}
     world.core.stop("", world.now)
-    assert view(world.core).stop_reason == ""
+    assert build_status(world.core).stop_reason == ""
     assert [lease.slot for lease in world.lease(member, 1, 2) if lease.split is Split.TRAIN]
 
 
@@ -82,7 +82,7 @@ def test_who_interrupts_does_not_wait_for_an_evaluation(world):
     finish = world.next("t")
     assert (finish.action, finish.reason) == (NextAction.FINISH, "interrupted")
     world.checkpoint("t", [1])
-    assert view(world.core).phase is Phase.FINISHED
+    assert build_status(world.core).phase is Phase.FINISHED
     world.core.stop("", world.now)  # resumed
     world.hello("t2", 1)
     assert [lease.slot for lease in world.lease(world.member, 1, 2)] != []
@@ -99,7 +99,7 @@ def test_a_held_out_prompt_that_nobody_can_serve_waits_counts_0_and_ends_no_run(
     while True:
         assert world.push(world.member, make_group(bad, logprob=1.0)) is PushResult.INVALID
         tried += 1
-        assert world.state.fates.acknowledged == world.state.fates.trained + world.state.fates.queued
+        assert world.state.counts.acknowledged == world.state.counts.trained + world.state.counts.queued
         following = world.next("t")
         if following is not None:
             break
@@ -113,7 +113,7 @@ def test_a_held_out_prompt_that_nobody_can_serve_waits_counts_0_and_ends_no_run(
     assert following.action is NextAction.FINISH
     assert tried == 5
     assert world.now >= 7
-    counts = view(world.core).counts
+    counts = build_status(world.core).counts
     assert (counts.held_out_invalid, counts.held_out_given_up, counts.invalid) == (10, 2, 0)
     point = world.state.points[-1]
     assert (point.version, point.prompts, point.given_up_prompts) == (1, 2, 1)

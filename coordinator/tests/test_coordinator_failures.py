@@ -10,13 +10,15 @@ import os
 import aiohttp
 import msgspec
 import pytest
-from coordinator_client import Answer, Client, make_group
+from coordinator_client import Client, ErrorAnswer, make_group
 from coordinator_disks import FullDisk, ReadOnlyDisk
 
 from scalerl_api import endpoints, wire
+from scalerl_coordinator import core as core_module
 from scalerl_coordinator import server as server_module
 from scalerl_coordinator.frames import CorruptJournal
-from scalerl_coordinator.state import State
+from scalerl_coordinator.journal_records import AnyRecord
+from scalerl_coordinator.state import CoordinatorState
 from scalerl_tasks import PromptError, SourceError
 
 
@@ -37,7 +39,7 @@ async def fill(client: Client, member: str, groups: int = 64) -> list[wire.Lease
 
 
 async def no_answer_but(status: int, error: str, call) -> str:
-    with pytest.raises(Answer) as caught:
+    with pytest.raises(ErrorAnswer) as caught:
         await call
     assert (caught.value.status, caught.value.error) == (status, error)
     return caught.value.message
@@ -85,15 +87,15 @@ async def test_a_decision_that_fails_half_way_is_not_written_down(serving_on, tm
         client = Client(session, local.url)
         member = await join(client)
         lease = next(le for le in (await client.lease(member, 0, 64)).leases if le.split is wire.Split.TRAIN)
-        good = State.apply
+        good = core_module.apply
 
-        def half_way(self: State, record: object) -> None:
-            good(self, record)
+        def half_way(state: CoordinatorState, record: AnyRecord) -> None:
+            good(state, record)
             raise KeyError("a bug")
 
-        monkeypatch.setattr(State, "apply", half_way)
+        monkeypatch.setattr(core_module, "apply", half_way)
         assert "a bug" in await no_answer_but(500, "failed", client.push(member, [make_group(lease)]))
-        monkeypatch.setattr(State, "apply", good)
+        monkeypatch.setattr(core_module, "apply", good)
         assert isinstance(local.server.failure.exception(), KeyError)
         await no_answer_but(500, "failed", client.push(member, [make_group(lease)]))
     async with serving_on(tmp_path, "again") as local, aiohttp.ClientSession() as session:
@@ -133,7 +135,7 @@ async def test_a_state_that_cannot_go_back_ends_the_coordinator(serving_on, tmp_
         member = await join(client)
         leases = (await client.lease(member, 0, 64)).leases
 
-        def unreadable(_: object) -> State:
+        def unreadable(_: object) -> CoordinatorState:
             raise problem
 
         monkeypatch.setattr(server_module, "load_state", unreadable)
@@ -205,7 +207,7 @@ async def test_a_group_as_long_as_the_run_allows_is_taken(local, visitor, servin
         reply = await client.push(member, [group])
         assert reply.results == ["invalid"]  # for its prompt's name alone: it was read
         assert "prompt_id" in reply.reasons[0]
-        with pytest.raises(Answer, match="too-large"):
+        with pytest.raises(ErrorAnswer, match="too-large"):
             await client.post(endpoints.GROUPS, bytes(200_000), wire.PushReply)
 
 
@@ -256,7 +258,7 @@ async def test_an_orderly_stop_and_a_start_change_nothing(serving_on, tmp_path):
         before = await client.status()
         shards = [await client.shard("t", step) for step in (0, 1, 2)]
         rows = local.paths.metrics.read_text()
-        assert local.journal.figures.rotations > 2
+        assert local.journal.counters.rotations > 2
     assert list(local.paths.journal.glob("snapshot-*"))
     local.paths.metrics.unlink()
     async with serving_on(tmp_path, "p2", segment_bytes=1500) as local, aiohttp.ClientSession() as session:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from scalerl_coordinator import frames
 from scalerl_coordinator.frames import CorruptJournal
-from scalerl_coordinator.journal import Disk, Journal, JournalDied, JournalLocked, JournalRefused
+from scalerl_coordinator.journal import Disk, Journal, JournalFailed, JournalLocked, JournalRefused
 
 
 async def open_journal(directory: Path, **options) -> tuple[Journal, list[bytes]]:
@@ -249,7 +249,7 @@ async def test_a_snapshot_that_finds_no_room_changes_nothing(tmp_path):
     disk.room = frames.SEGMENT_HEADER.size + 5
     journal.rotate(bytes(1000))
     async with asyncio.timeout(120):
-        while journal.figures.rotations == 0:  # noqa: ASYNC110 -- nothing announces it
+        while journal.counters.rotations == 0:  # noqa: ASYNC110 -- nothing announces it
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
     disk.room = 10**9
@@ -328,14 +328,14 @@ async def test_a_writer_that_dies_is_told_of_and_nobody_waits(tmp_path, where):
 
     disk, deaths = BrokenDisk(), []
     journal, _ = await open_journal(tmp_path, disk=disk)
-    journal.on_refusal, journal.on_death = go_back, deaths.append
+    journal.on_refusal, journal.on_failure = go_back, deaths.append
     disk.broken, disk.room = True, 0
     journal.append(b"a", None)
     async with asyncio.timeout(120):
-        with pytest.raises(JournalDied if where == "write" else JournalRefused):
+        with pytest.raises(JournalFailed if where == "write" else JournalRefused):
             await journal.durable()
         await asyncio.sleep(0.05)
-        with pytest.raises(JournalDied, match="a bug"):
+        with pytest.raises(JournalFailed, match="a bug"):
             journal.check()
     assert [str(death) for death in deaths] == ["a bug"]
     await journal.close()

@@ -25,7 +25,7 @@ from scalerl_coordinator import slots
 from scalerl_coordinator.curriculum import SeededEpochs
 from scalerl_coordinator.membership import UnknownMember
 from scalerl_coordinator.settings import Settings
-from scalerl_coordinator.state import State
+from scalerl_coordinator.state import CoordinatorState
 
 NAMES = ("g0", "g1", "g2")
 
@@ -36,8 +36,8 @@ class Coordinator(RuleBasedStateMachine):
     @initialize(k=st.integers(0, 3), max_steps=st.none() | st.integers(2, 6), spare=st.booleans())
     def begin(self, k: int, max_steps: int | None, spare: bool) -> None:
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(slots, "FRESH_EVERY", 1)  # walks are short: a slot of every k-th step waits
-        self.patch.setattr(slots, "_LEAST_FRESH", 1)
+        self.patch.setattr(slots, "ON_POLICY_EVERY", 1)  # walks are short: a slot of every k-th step waits
+        self.patch.setattr(slots, "_MIN_ON_POLICY", 1)
         self.world = self._make_world(
             make_settings(max_staleness_steps=k, max_steps=max_steps, zero_variance_filter=spare)
         )
@@ -106,7 +106,7 @@ class Coordinator(RuleBasedStateMachine):
             if lease.split is Split.TRAIN:
                 state, k = self.world.state, self.world.settings.identity.max_staleness_steps
                 step = state.step_of(lease.slot)
-                fresh = step > state.lost and slots.is_fresh(lease.slot, state.batch_sizes, k)
+                fresh = step > state.lost and slots.is_on_policy(lease.slot, state.batch_sizes, k)
                 assert step - self.members[name][1] <= (0 if fresh else self._bound(step))
                 assert self.max_steps is None or step < self.max_steps
                 assert lease.prompt_index == SeededEpochs(TRAIN_PROMPTS, 11).choose(lease.slot)
@@ -132,10 +132,10 @@ class Coordinator(RuleBasedStateMachine):
     @rule(data=st.data(), name=st.sampled_from(NAMES))
     def push_again(self, data: st.DataObject, name: str) -> None:
         group = self.accepted[data.draw(st.sampled_from(sorted(self.accepted)))]
-        before = self.world.state.fates.acknowledged
+        before = self.world.state.counts.acknowledged
         result = self._as_member(name, lambda i, _: self.world.push(i, group))
         assert result in (None, PushResult.DUPLICATE, PushResult.LATE)
-        assert self.world.state.fates.acknowledged == before
+        assert self.world.state.counts.acknowledged == before
 
     @precondition(lambda self: self.work)
     @rule(data=st.data(), bad=st.sampled_from(["nan", "short", "future", "slot"]))
@@ -150,9 +150,9 @@ class Coordinator(RuleBasedStateMachine):
             "slot": {},
         }[bad]
         fields = {name: getattr(completion, name) for name in wire.Completion.__struct_fields__}
-        spoiled = wire.Completion(**{**fields, **broken})
+        invalid = wire.Completion(**{**fields, **broken})
         values = {name: getattr(group, name) for name in wire.Group.__struct_fields__}
-        values["completions"] = [spoiled, *group.completions[1:]]
+        values["completions"] = [invalid, *group.completions[1:]]
         if bad == "slot":
             values["prompt_index"] += 1
         result = self._as_member(name, lambda i, _: self.world.push(i, wire.Group(**values)))
@@ -248,7 +248,7 @@ class Coordinator(RuleBasedStateMachine):
     def coordinator_crashes(self, data: st.DataObject, name: str, keep: int) -> None:
         """With a lease or a push under way whose answer never goes out."""
         world = self.world
-        before = world.state.fates.acknowledged
+        before = world.state.counts.acknowledged
         member = self.members.get(name)
         if member is not None and member[0] in world.core.membership.members:
             world.lease(*member, 2)
@@ -258,7 +258,7 @@ class Coordinator(RuleBasedStateMachine):
                     del self.work[at]
                     break
         world.crash(keep)
-        assert world.state.fates.acknowledged >= before
+        assert world.state.counts.acknowledged >= before
         self._check_kept()
 
     def _check_kept(self) -> None:
@@ -279,13 +279,13 @@ class Coordinator(RuleBasedStateMachine):
     def settings_change(self, keep: int, **changes: Any) -> None:
         """While the coordinator restarts. What was acknowledged stays, but for what is too old for its new step."""
         world = self.world
-        stale, acknowledged = world.state.fates.stale, world.state.fates.acknowledged
+        stale, acknowledged = world.state.counts.stale, world.state.counts.acknowledged
         before = world.settings.identity
         world.change(keep, **changes)
         state = world.state
         if world.settings.identity != before:
             self._bound_from(state.batch_sizes[-1].first_step)
-        assert state.fates.acknowledged - acknowledged == stale - state.fates.stale
+        assert state.counts.acknowledged - acknowledged == stale - state.counts.stale
         for lease_id, group in list(self.accepted.items()):
             step = state.step_of(group.slot)
             if step >= state.batch_sizes[-1].first_step and step - _oldest(group) > self._bound(step):
@@ -309,7 +309,7 @@ class Coordinator(RuleBasedStateMachine):
         self.world.lose_volume()
         version = max(self.checkpoints)
         snapshot, self.trained = self.checkpoints[version]
-        start = State.decode(snapshot).slots_of(version)[0]
+        start = CoordinatorState.decode(snapshot).slots_of(version)[0]
         self.accepted = {i: g for i, g in self.accepted.items() if g.slot < start}
         self.checkpoints = {version: self.checkpoints[version]}
         self.point_versions = set()
@@ -324,7 +324,7 @@ class Coordinator(RuleBasedStateMachine):
             return
         check_consistency(self.world)
         state = self.world.state
-        assert state.line.staleness_max <= max(k for _, k in self.bounds)
+        assert state.lineage.staleness_max <= max(k for _, k in self.bounds)
         assert state.version == len(self.trained)
         versions = {p.version for p in state.points}
         assert self.point_versions <= versions

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalerl_api import wire
-from scalerl_coordinator import records as r
-from scalerl_coordinator.accounting import Accepted, Fates, sum_step
+from scalerl_coordinator import journal_records as r
+from scalerl_coordinator.accounting import Accepted, RolloutCounts, sum_step
 from scalerl_coordinator.batcher import Item, balance, zero_variance
-from scalerl_coordinator.checks import BadGroup, measure
 from scalerl_coordinator.clock import LogicalClock
 from scalerl_coordinator.curriculum import SeededEpochs
 from scalerl_coordinator.evaluation import Evaluation, PromptResult, due, summarize
+from scalerl_coordinator.group_checks import InvalidGroup, summarize_group
 from scalerl_coordinator.leases import LeaseBook
 from scalerl_coordinator.membership import Membership, UnknownMember
 from scalerl_coordinator.slots import BatchSize, lease_limit, slots_of, staleness, step_of
@@ -101,7 +101,7 @@ def test_shards_are_a_partition_balanced_and_independent_of_order(tokens, ranks,
 
 @given(readings=st.lists(st.floats(-1e6, 1e6), max_size=30))
 def test_the_clock_never_goes_back_and_never_jumps(readings):
-    clock = LogicalClock(0.0, longest_gap_seconds=2.0)
+    clock = LogicalClock(0.0, max_gap_seconds=2.0)
     times = [clock.read(reading) for reading in readings]
     steps = [b - a for a, b in zip([0.0, *times], times, strict=False)]
     assert all(0 <= step <= 2.0 + 1e-6 for step in steps)
@@ -208,9 +208,9 @@ def test_leases_expire_in_order_of_issue_and_only_open_ones():
     assert book.of("g") == {"b", "c"}
     assert book.abandoned("g", ["c"], 5.0) == ["b"]
     assert book.abandoned("g", ["c"], 1.0) == []
-    book.add("d", "g", 3.0, told=False)
+    book.add("d", "g", 3.0, sent=False)
     assert book.abandoned("g", ["b", "c"], 100.0) == []
-    book.tell(["d", "ended"], 8.0)
+    book.mark_sent(["d", "ended"], 8.0)
     assert book.abandoned("g", ["b", "c"], 8.0) == []
     assert book.abandoned("g", ["b", "c"], 8.5) == ["d"]
     assert (book.remaining_seconds("d", 9.0), book.remaining_seconds("ended", 9.0)) == (4.0, None)
@@ -231,8 +231,8 @@ def test_a_slot_that_comes_back_waits_longer_each_time_but_not_the_first():
     book = LeaseBook(10.0)
     waits = []
     for _ in range(9):
-        spoiled = book.spoil((wire.Split.TRAIN, 3), "bad", 0.0)
-        waits.append(spoiled.not_before)
+        retries = book.add_retry((wire.Split.TRAIN, 3), "bad", 0.0)
+        waits.append(retries.not_before)
     assert waits == [0, 1, 2, 4, 8, 16, 32, 60, 60]
     assert book.waits((wire.Split.TRAIN, 3), 59.0)
     assert not book.waits((wire.Split.TRAIN, 3), 60.0)
@@ -265,7 +265,9 @@ def changed(**changes: object) -> wire.Group:
 
 def test_a_sound_group_is_summed_up():
     spans = [wire.VersionSpan(2, 0), wire.VersionSpan(3, 1)]
-    measured = measure(changed(versions=spans, finish_reason="length", grading_error="timeout"), 2, 8, 3)
+    measured = summarize_group(
+        changed(versions=spans, finish_reason="length", grading_error="timeout"), 2, 8, 3
+    )
     assert measured.lengths == [4, 4]
     assert measured.scores == [0.0, 1.0]
     assert (measured.truncated, measured.oldest_version, measured.newest_version) == (1, 2, 3)
@@ -275,10 +277,10 @@ def test_a_sound_group_is_summed_up():
 
 def test_masked_tokens_have_no_version_and_are_counted():
     spans = [wire.VersionSpan(2, 0), wire.VersionSpan(wire.MASKED, 1), wire.VersionSpan(3, 3)]
-    measured = measure(changed(versions=spans), 2, 8, 3)
+    measured = summarize_group(changed(versions=spans), 2, 8, 3)
     assert (measured.oldest_version, measured.newest_version) == (2, 3)
     assert (measured.masked_tokens, measured.version_tokens) == ([0, 2], 4 * 3 + 2 + 3)
-    nothing = measure(changed(versions=[wire.VersionSpan(wire.MASKED, 0)]), 2, 8, 3)
+    nothing = summarize_group(changed(versions=[wire.VersionSpan(wire.MASKED, 0)]), 2, 8, 3)
     assert (nothing.oldest_version, nothing.newest_version, nothing.masked_tokens) == (3, 3, [0, 4])
 
 
@@ -306,8 +308,8 @@ def test_masked_tokens_have_no_version_and_are_counted():
     ],
 )
 def test_an_unsound_group_is_named(group, message):
-    with pytest.raises(BadGroup, match=message):
-        measure(group, 2, 8, 3)
+    with pytest.raises(InvalidGroup, match=message):
+        summarize_group(group, 2, 8, 3)
 
 
 # --- accounting ----------------------------------------------------------------------------------
@@ -350,5 +352,7 @@ def test_records_of_a_journal_from_before_fields_were_added_are_read():
         msgspec.msgpack.encode(["p1-0", 3, [4, 6], [0.0, 1.0], 1, 2, 20, False, 1]), type=Accepted
     )
     assert kept.trained_tokens == [4, 6]
-    fates = msgspec.msgpack.decode(msgspec.msgpack.encode([8, 4, 2, 2, 0, 0, 0, 0, 0, 0, 1]), type=Fates)
-    assert (fates.acknowledged, fates.grading_errors, fates.given_up) == (8, 1, 0)
+    counts = msgspec.msgpack.decode(
+        msgspec.msgpack.encode([8, 4, 2, 2, 0, 0, 0, 0, 0, 0, 1]), type=RolloutCounts
+    )
+    assert (counts.acknowledged, counts.grading_errors, counts.given_up) == (8, 1, 0)

@@ -11,7 +11,7 @@ import time
 import aiohttp
 import pytest
 import yaml
-from coordinator_client import Answer, Client, make_group
+from coordinator_client import Client, ErrorAnswer, make_group
 
 from scalerl_api import endpoints, wire
 from scalerl_api.process import STEPS_LOST_EXIT_CODE
@@ -38,7 +38,7 @@ async def test_a_full_disk_refuses_with_507_and_loses_nothing(coordinator, servi
     _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, hard))
     for _ in range(2):
-        with pytest.raises(Answer) as caught:
+        with pytest.raises(ErrorAnswer) as caught:
             await serving.push(serving.member, [make_group(train[1])])
         assert (caught.value.status, caught.value.error) == (507, "no-space")
     await serving.heartbeat(serving.member, 0)
@@ -52,7 +52,7 @@ async def test_a_full_disk_refuses_with_507_and_loses_nothing(coordinator, servi
             try:
                 reply = await serving.push(serving.member, [make_group(train[1])])
                 break
-            except Answer:
+            except ErrorAnswer:
                 await asyncio.sleep(0.1)
     assert reply.results == ["accepted"]
     assert (await serving.push(serving.member, [make_group(train[0])])).results == ["duplicate"]
@@ -112,7 +112,7 @@ async def test_a_damaged_group_ends_the_process_with_2_and_one_clear_line(coordi
     whole = bytearray(segment.read_bytes())
     whole[whole.index(b"token_ids")] ^= 1
     segment.write_bytes(whole)
-    with pytest.raises((Answer, aiohttp.ClientError)):
+    with pytest.raises((ErrorAnswer, aiohttp.ClientError)):
         await serving.shard("t", 0)
     assert await asyncio.to_thread(coordinator.process.wait, 15) == 2
     assert "segment-00000001, offset" in coordinator.log()
@@ -136,7 +136,7 @@ class Generator:
                 await self._once()
             except (aiohttp.ClientError, TimeoutError):
                 await asyncio.sleep(0.05)
-            except Answer as answer:
+            except ErrorAnswer as answer:
                 if answer.error != "unknown-member":
                     raise
                 self.member = ""
@@ -249,7 +249,7 @@ def test_an_empty_volume_is_not_taken_for_the_beginning_of_a_run_that_has_steps(
         coordinator.start(ready=False)
         assert coordinator.process.wait(120) == STEPS_LOST_EXIT_CODE
     last = coordinator.log().splitlines()[-1]
-    assert "the run has trained steps, and neither journal nor checkpoint is here" in last
+    assert "the run has trained steps, and its volume has neither journal nor checkpoint" in last
     coordinator.paths.checkpoint(3).mkdir(parents=True)
     coordinator.start()
     assert coordinator.terminate() == 0

@@ -7,7 +7,7 @@ from coordinator_client import make_group
 from coordinator_world import World, train
 
 from scalerl_api.wire import NextAction, PushResult, Split
-from scalerl_coordinator.status import view
+from scalerl_coordinator.run_status import build_status
 
 
 def measured_at_2(world: World) -> None:
@@ -96,7 +96,7 @@ def test_three_measurements_of_the_mismatch_stay_apart(world):
     world.publish("t", probe_kl=0.75, probe_tokens=24.0)
     world.serve(world.member, 2)
     world.report("t", 2, sampled_kl=0.07, sampled_tokens=300.0, ratio_kl=0.5, ratio_tokens=900.0)
-    status = view(world.core)
+    status = build_status(world.core)
     assert status.mismatch_kl("probe") == pytest.approx((0.25 * 8 + 0.75 * 24) / 32)
     assert status.mismatch_kl("sampled") == pytest.approx((0.01 * 100 + 0.07 * 300) / 400)
     assert status.mismatch_kl("sampled", "1k_4k") == 0.02
@@ -120,10 +120,10 @@ def test_the_same_commit_again_counts_once(world):
     world.commit_publish("t", members, probe_kl=0.25, probe_tokens=8.0)
     assert world.state.mismatches["probe_kl"].tokens == 8
     world.commit_publish("t", members, probe_kl=0.75, probe_tokens=8.0)
-    assert view(world.core).mismatch_kl("probe") == 0.5
+    assert build_status(world.core).mismatch_kl("probe") == 0.5
 
 
 def test_a_step_without_a_token_of_its_own_version_says_nothing_of_the_mismatch(world):
     world.serve(world.member, 0, 3)
     assert world.report("t", 0) is not None
-    assert view(world.core).mismatch == []
+    assert build_status(world.core).mismatch == []

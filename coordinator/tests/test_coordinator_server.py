@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
-from coordinator_client import Answer, Client, make_group
+from coordinator_client import Client, ErrorAnswer, make_group
 
 from scalerl_api import endpoints, wire
 from scalerl_coordinator.files import RunFiles
@@ -71,11 +71,11 @@ async def test_another_wire_version_is_refused_with_both_numbers(local, visitor,
     visitor.headers.pop(wire.WIRE_HEADER)
     if version is not None:
         visitor.headers[wire.WIRE_HEADER] = version
-    with pytest.raises(Answer) as caught:
+    with pytest.raises(ErrorAnswer) as caught:
         await visitor.register("g", local.digest)
     assert (caught.value.status, caught.value.error) == (426, "wire-version")
     assert (
-        f"you speak wire version {version or 'none'}, the coordinator {wire.WIRE_VERSION}"
+        f"the request has wire version {version or 'none'}, the coordinator {wire.WIRE_VERSION}"
         in caught.value.message
     )
 
@@ -96,24 +96,24 @@ async def test_another_wire_version_is_refused_with_both_numbers(local, visitor,
     ],
 )
 async def test_garbage_is_answered_with_what_is_wrong_where(local, visitor, body, message):
-    with pytest.raises(Answer, match=message) as caught:
+    with pytest.raises(ErrorAnswer, match=message) as caught:
         await visitor.post(endpoints.GROUPS, body, wire.PushReply)
     assert (caught.value.status, caught.value.error) == (400, "bad-request")
 
 
 async def test_numbers_that_are_none_are_refused(serving):
     for wait in (float("nan"), float("inf"), -1.0):
-        with pytest.raises(Answer, match="wait_seconds") as caught:
+        with pytest.raises(ErrorAnswer, match="wait_seconds") as caught:
             await serving.lease(serving.member, 0, 1, wait=wait)
         assert caught.value.status == 400
-    with pytest.raises(Answer, match="max_groups is 0"):
+    with pytest.raises(ErrorAnswer, match="max_groups is 0"):
         await serving.lease(serving.member, 0, 0)
-    with pytest.raises(Answer, match="busy_seconds nan"):
+    with pytest.raises(ErrorAnswer, match="busy_seconds nan"):
         await serving.heartbeat(serving.member, 0, busy=float("nan"))
 
 
 async def test_bodies_have_a_limit_and_a_length(local, visitor):
-    with pytest.raises(Answer, match="at most 1048576 are taken") as caught:
+    with pytest.raises(ErrorAnswer, match="the limit is 1048576") as caught:
         await visitor.post(endpoints.LEASE, bytes(2**20 + 1), wire.Leases)
     assert (caught.value.status, caught.value.error) == (413, "too-large")
 
@@ -130,7 +130,7 @@ async def test_bodies_have_a_limit_and_a_length(local, visitor):
 async def test_a_compressed_body_is_refused(local, visitor, encoding):
     """A body of a kilobyte, which is one of a megabyte to whoever unpacks it."""
     visitor.headers["Content-Encoding"] = encoding
-    with pytest.raises(Answer, match=f"without the encoding '{encoding}'") as caught:
+    with pytest.raises(ErrorAnswer, match=f"without the encoding '{encoding}'") as caught:
         await visitor.post(endpoints.LEASE, gzip.compress(bytes(2**20)), wire.Leases)
     assert (caught.value.status, caught.value.error) == (415, "encoded")
 
@@ -161,7 +161,7 @@ async def test_a_member_nobody_knows_has_to_register(serving):
         lambda: serving.push("g/none", []),
         lambda: serving.push("g/none", [group]),
     ):
-        with pytest.raises(Answer, match="register again") as caught:
+        with pytest.raises(ErrorAnswer, match="register again") as caught:
             await call()
         assert (caught.value.status, caught.value.error) == (404, "unknown-member")
 
@@ -171,7 +171,7 @@ async def test_a_superseded_trainer_is_told_so_even_while_it_waits(serving):
     await asyncio.sleep(0.2)
     await serving.hello("t2")
     started = time.monotonic()
-    with pytest.raises(Answer) as caught:
+    with pytest.raises(ErrorAnswer) as caught:
         await waiting
     assert (caught.value.status, caught.value.error) == (409, "superseded")
     assert time.monotonic() - started < 2
@@ -270,14 +270,14 @@ async def test_shards_bring_back_the_very_bytes(local, serving):
         )
         seen.add((slot, sequence.sample))
     assert seen == {(slot, sample) for slot in range(4) for sample in range(2)}
-    with pytest.raises(Answer, match="not closed"):
+    with pytest.raises(ErrorAnswer, match="not closed"):
         await serving.shard("t", 3)
 
 
 async def test_an_unauthorized_flood_of_bodies_is_not_read(local):
     async with aiohttp.ClientSession() as session:
         stranger = Client(session, local.url, token="guess")
-        with pytest.raises(Answer) as caught:
+        with pytest.raises(ErrorAnswer) as caught:
             await stranger.post(endpoints.GROUPS, bytes(1000), wire.PushReply)
         assert caught.value.status == 401
 

@@ -9,24 +9,24 @@ from coordinator_world import World, check_consistency, make_settings, ready, tr
 
 from scalerl_api import wire
 from scalerl_api.wire import NextAction, Phase, PushResult
-from scalerl_coordinator import records as r
+from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.core import Refusal
-from scalerl_coordinator.status import view
+from scalerl_coordinator.run_status import build_status
 
 
 def test_zero_variance_groups_are_filtered_at_close_and_not_refilled(world):
     leases = world.lease(world.member, 0, 3)
     world.push(world.member, make_group(leases[0], scores=[1.0, 1.0]))
     world.push(world.member, make_group(leases[1]))
-    assert world.state.fates.filtered == 0
+    assert world.state.counts.filtered == 0
     world.push(world.member, make_group(leases[2], scores=[0.0, 0.0]))
-    assert (world.state.fates.filtered, world.state.fates.queued) == (4, 2)
+    assert (world.state.counts.filtered, world.state.counts.queued) == (4, 2)
     plan = world.plan("t", 0)
     assert [g.filtered for g in plan.groups] == [True, False, True]
     assert [(i.group, i.sample) for i in plan.items] == [(1, 0), (1, 1)]
     row = world.report("t", 0)
     assert (row["groups"], row["filtered_groups"], row["work_tokens"], row["reward"]) == (3, 2, 24, 0.5)
-    assert world.state.fates.trained == 2
+    assert world.state.counts.trained == 2
 
 
 def test_every_rank_gets_its_part_of_the_same_step(world):
@@ -46,10 +46,10 @@ def test_the_trainer_goes_back_and_gets_the_very_same_batches(world):
     for _ in range(2):
         train(world)
     batches = [world.plan("t", step).lease_ids for step in range(2)]
-    before = world.state.fates
+    before = world.state.counts
     assert world.hello("t2", 0) == wire.TrainerWelcome(next_step=0, published_version=2)
-    assert (world.state.fates.trained, world.state.line.work_tokens) == (0, 0)
-    assert world.state.fates.acknowledged == before.acknowledged
+    assert (world.state.counts.trained, world.state.lineage.work_tokens) == (0, 0)
+    assert world.state.counts.acknowledged == before.acknowledged
     assert world.state.rows == {}
     assert [p.version for p in world.state.points] == [0, 2]
     for step in range(2):
@@ -110,7 +110,7 @@ def test_a_checkpoint_from_ahead_is_believed_when_its_steps_are_still_there(worl
         train(world)
     world.hello("t2", 0)
     world.hello("t3", 2)
-    assert (world.state.version, world.state.fates.trained) == (2, 12)
+    assert (world.state.version, world.state.counts.trained) == (2, 12)
     assert sorted(world.state.rows) == [0, 1]
     with pytest.raises(Refusal) as caught:
         world.hello("t4", 5)
@@ -139,9 +139,9 @@ def test_a_trainer_that_lost_its_checkpoints_does_not_wipe_the_run(world):
 def test_a_run_without_a_checkpoint_begins_again_on_the_same_rollouts(world):
     for _ in range(2):
         train(world)
-    acknowledged, batch = world.state.fates.acknowledged, world.plan("t", 0).lease_ids
+    acknowledged, batch = world.state.counts.acknowledged, world.plan("t", 0).lease_ids
     world.hello("t2", 0)
-    assert (world.state.fates.acknowledged, world.state.fates.trained) == (acknowledged, 0)
+    assert (world.state.counts.acknowledged, world.state.counts.trained) == (acknowledged, 0)
     assert world.plan("t2", 0).lease_ids == batch
 
 
@@ -152,18 +152,18 @@ def test_the_run_is_not_finished_before_the_line_that_ends_it_is_saved():
     train(world)
     world.checkpoint("t", [0, 1, 2])
     world.hello("t2", 1)  # it could not read the newest
-    assert world.state.checkpoint == view(world.core).checkpoint_version == 1
+    assert world.state.checkpoint == build_status(world.core).checkpoint_version == 1
     world.report("t2", 1)
     if world.next("t2").action is NextAction.PUBLISH:
         world.publish("t2")
     world.serve(world.member, 2)
     assert world.next("t2").action is NextAction.FINISH
-    assert view(world.core).phase is Phase.FINISHING
+    assert build_status(world.core).phase is Phase.FINISHING
     world.checkpoint("t2", [1, 2])
-    assert view(world.core).phase is Phase.FINISHED
+    assert build_status(world.core).phase is Phase.FINISHED
     world.hello("t3", 2)  # restarted by mistake: it has its checkpoint, and nothing more to write
     assert world.next("t3").action is NextAction.FINISH
-    assert view(world.core).phase is Phase.FINISHED
+    assert build_status(world.core).phase is Phase.FINISHED
 
 
 def test_checkpoint_failures_add_up_over_incarnations(world):
@@ -176,10 +176,10 @@ def test_checkpoint_failures_add_up_over_incarnations(world):
     world.publish("t2")
     world.serve(world.member, 2)
     world.report("t2", 2, checkpoint_failures=1.0)
-    assert view(world.core).checkpoint_failures == 3
+    assert build_status(world.core).checkpoint_failures == 3
     world.acknowledge()
     world.crash(0)
-    assert view(world.core).checkpoint_failures == 3
+    assert build_status(world.core).checkpoint_failures == 3
 
 
 def test_grading_errors_are_counted_and_told_once(world, caplog):
@@ -188,8 +188,8 @@ def test_grading_errors_are_counted_and_told_once(world, caplog):
         failed = msgspec.structs.replace(group.completions[0], grading_error="timeout after 10 s")
         group = msgspec.structs.replace(group, completions=[failed, group.completions[1]])
         assert world.push(world.member, group) is PushResult.ACCEPTED
-    assert view(world.core).grading_errors == 3
-    assert view(world.core).counts.ungraded == 3
+    assert build_status(world.core).grading_errors == 3
+    assert build_status(world.core).counts.ungraded == 3
     # One verdict is left in each group: it says nothing, and the step trains nothing.
     assert [(g.filtered, g.ungraded) for g in world.plan("t", 0).groups] == [(True, [0])] * 3
     assert world.report("t", 0)["grading_errors"] == 3
@@ -201,7 +201,7 @@ def test_metrics_rows_are_kept_until_a_checkpoint_has_them(world):
     train(world)
     world.checkpoint("t", [2])
     assert world.state.rows == {}
-    assert view(world.core).last_step_stats["step"] == 1
+    assert build_status(world.core).last_step_stats["step"] == 1
 
 
 def test_reports_that_are_not_finite_or_out_of_step_are_refused(world):
@@ -217,18 +217,18 @@ def test_reports_that_are_not_finite_or_out_of_step_are_refused(world):
 def test_a_skipped_step_uses_its_rollouts_up_and_trains_on_none(world):
     """It is a step like others for versions, budget and evaluation; its rollouts are in a pile of their own."""
     world.serve(world.member, 0)
-    trained = world.state.fates.queued
-    tokens = world.state.line.trained_tokens
+    trained = world.state.counts.queued
+    tokens = world.state.lineage.trained_tokens
     row = world.report("t", 0, skipped="the loss is nan", grad_norm=1.0, sampled_kl=9.0, sampled_tokens=5.0)
     record = next(record for record, _ in world.core.outbox if isinstance(record, r.StepSkipped))
     assert (record.slots, record.reason) == ([0, 1, 2], "the loss is nan")
-    status = view(world.core)
+    status = build_status(world.core)
     assert (status.step, status.skipped_steps, status.last_skip_reason) == (1, 1, "the loss is nan")
     assert (status.counts.trained, status.counts.skipped) == (0, 6)
     assert status.counts.queued == trained - 6
     assert (row["skipped"], row["trained_tokens"], row["completion_tokens"] > 0) == (1, 0, True)
-    assert world.state.line.trained_tokens == tokens
-    assert world.state.line.work_tokens == row["completion_tokens"]
+    assert world.state.lineage.trained_tokens == tokens
+    assert world.state.lineage.work_tokens == row["completion_tokens"]
     assert status.mismatch == [], "what exploded would hide every measurement after it"
     check_consistency(world)
 
@@ -244,10 +244,10 @@ def test_skipped_steps_in_a_row_are_known_to_the_trainer_that_comes_after(world)
     world.crash(0)
     world.hello("t2", 1)
     assert world.hello("t3", 3).consecutive_skipped_steps == 2, "from a checkpoint ahead of the one before"
-    assert world.state.fates.skipped == 12
+    assert world.state.counts.skipped == 12
     assert world.hello("t4", 1).consecutive_skipped_steps == 0
-    assert (world.state.fates.skipped, world.state.fates.queued) == (0, 18)
-    assert view(world.core).skipped_steps == 2, "that they were skipped stays known"
+    assert (world.state.counts.skipped, world.state.counts.queued) == (0, 18)
+    assert build_status(world.core).skipped_steps == 2, "that they were skipped stays known"
     world.report("t4", 1)
-    assert (world.state.fates.trained, world.state.fates.skipped) == (12, 0), "this time it was applied"
+    assert (world.state.counts.trained, world.state.counts.skipped) == (12, 0), "this time it was applied"
     check_consistency(world)

@@ -10,8 +10,8 @@ from coordinator_world import World, check_consistency, make_settings, train
 from scalerl_api import wire
 from scalerl_api.wire import Split
 from scalerl_coordinator.core import Refusal
-from scalerl_coordinator.state import State
-from scalerl_coordinator.status import view
+from scalerl_coordinator.run_status import build_status
+from scalerl_coordinator.state import CoordinatorState
 
 
 def test_an_empty_coordinator_starts_from_the_checkpoints_snapshot(world):
@@ -32,7 +32,7 @@ def test_an_empty_coordinator_starts_from_the_checkpoints_snapshot(world):
     state = world.state
     assert (state.version, state.points, state.next_slot) == (1, points, next_slot)
     assert state.reissue == sorted(slot for slot in ahead if slot >= 3)
-    assert (state.fates.acknowledged, state.fates.trained, state.fates.queued) == (6, 6, 0)
+    assert (state.counts.acknowledged, state.counts.trained, state.counts.queued) == (6, 6, 0)
     check_consistency(world)
     world.member = world.register("g")
     world.publish("t2")
@@ -77,7 +77,7 @@ def test_a_checkpoint_is_told_where_the_run_was_best(world, points, best):
 def test_a_snapshot_is_the_whole_state(world):
     train(world)
     world.lease(world.member, 1, 2)
-    assert State.decode(world.state.encode()) == world.state
+    assert CoordinatorState.decode(world.state.encode()) == world.state
     world.write()
     assert world.replay() == world.state
 
@@ -106,7 +106,7 @@ def test_time_and_devices_count_from_the_first_lease_and_add_up_over_crashes():
     world.crash(0)
     member = world.register("g")
     world.pass_time(3, {member: 0})
-    status = view(world.core)
+    status = build_status(world.core)
     assert (status.wall_seconds, status.device_seconds) == (13.0, 39.0)
 
 

@@ -32,10 +32,10 @@ from scalerl_api.trackers import TrackersSpec
 from scalerl_coordinator import main
 from scalerl_coordinator.files import RunFiles
 from scalerl_coordinator.tracking import supervisor
-from scalerl_coordinator.tracking.process import follow, open_sink
 from scalerl_coordinator.tracking.sink import flat, hyperparameters, tracker_id
 from scalerl_coordinator.tracking.supervisor import Trackers, missing_package
 from scalerl_coordinator.tracking.tail import CurveTail, MetricsTail
+from scalerl_coordinator.tracking.tracker_process import follow, open_sink
 
 Rows = dict[int, dict[str, float]]
 
@@ -118,7 +118,7 @@ def start(paths: RunPaths, name: str, **variables: str) -> subprocess.Popen[byte
         "SCALERL_TOKEN_FILE": str(paths.token),
         **variables,
     }
-    command = [sys.executable, "-m", "scalerl_coordinator.tracking.process", name]
+    command = [sys.executable, "-m", "scalerl_coordinator.tracking.tracker_process", name]
     pipe = subprocess.PIPE
     return subprocess.Popen(
         command, env=environ, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
@@ -281,12 +281,12 @@ def test_the_tail_reads_each_evaluation_once_and_says_what_was_taken_back(paths:
         tail.read()
 
 
-@pytest.mark.parametrize("begins_anew", [False, True])
+@pytest.mark.parametrize("clears_on_open", [False, True])
 def test_what_is_new_is_written_once_after_a_step_back_and_a_late_evaluation(
-    paths: RunPaths, begins_anew: bool
+    paths: RunPaths, clears_on_open: bool
 ) -> None:
     """As long as the process lives, whichever kind of sink it has."""
-    files, sink = RunFiles(paths), Lists(begins_anew)
+    files, sink = RunFiles(paths), Lists(clears_on_open)
     files.write_rows(rows(300), 300, whole=True)
     write_curve(paths, [0, 100, 200])
     again = rows(290) | {s: row(s, 7.0) for s in range(290, 302)}
@@ -307,19 +307,23 @@ def test_what_is_new_is_written_once_after_a_step_back_and_a_late_evaluation(
     follow(paths, sink, lambda step: None, wait)
     assert [step for step, _ in sink.steps] == list(range(302))
     assert [row["loss"] for _, row in sink.steps][288:] == [
-        *((row(s)["loss"] for s in (288, 289)) if begins_anew else (row(s)["loss"] for s in range(288, 300))),
-        *[7.0] * (12 if begins_anew else 2),
+        *(
+            (row(s)["loss"] for s in (288, 289))
+            if clears_on_open
+            else (row(s)["loss"] for s in range(288, 300))
+        ),
+        *[7.0] * (12 if clears_on_open else 2),
     ]
-    order = [0, LATE, 100, 200, 300] if begins_anew else [0, 100, 200, LATE, 300]
+    order = [0, LATE, 100, 200, 300] if clears_on_open else [0, 100, 200, LATE, 300]
     assert sink.points == [(version, figures(version)) for version in order]
-    assert (sink.opened, sink.closed) == ((3, 3) if begins_anew else (1, 1))
+    assert (sink.opened, sink.closed) == ((3, 3) if clears_on_open else (1, 1))
 
 
 class Lists:
     """A sink that keeps what it is given."""
 
-    def __init__(self, begins_anew: bool) -> None:
-        self.begins_anew, self.opened, self.closed = begins_anew, 0, 0
+    def __init__(self, clears_on_open: bool) -> None:
+        self.clears_on_open, self.opened, self.closed = clears_on_open, 0, 0
 
     def open(self) -> tuple[int, set[int]]:
         self.steps, self.points = list[Any](), list[Any]()
@@ -635,7 +639,7 @@ async def test_a_tracker_that_fails_is_told_once_counted_and_tried_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(supervisor._PACKAGES, "wandb", "scalerl_no_such_package")
-    monkeypatch.setattr(supervisor, "PAUSES", (0.01,))
+    monkeypatch.setattr(supervisor, "BACKOFF_SECONDS", (0.01,))
     trackers = Trackers(TrackersSpec.model_validate({"wandb": {}}))
     trackers.start()
     with caplog.at_level(logging.ERROR):

@@ -15,8 +15,8 @@ import pytest
 from coordinator_world import JournalWorld, World, check_consistency, make_settings, train
 
 from scalerl_api.wire import Split
-from scalerl_coordinator.accounting import Line
-from scalerl_coordinator.state import State
+from scalerl_coordinator.accounting import Lineage
+from scalerl_coordinator.state import CoordinatorState
 
 WRITTEN = Path(__file__).parent / "written_by_an_earlier_release"
 SETTINGS = make_settings(evaluation_temperature=1.0)
@@ -24,7 +24,7 @@ SETTINGS = make_settings(evaluation_temperature=1.0)
 
 def go_on(world: World) -> None:
     check_consistency(world)
-    line = world.state.line
+    line = world.state.lineage
     assert (line.work_tokens, line.trained_tokens, line.consecutive_skipped_steps) == (96, 40, 0)
     world.hello("t3", 4)
     world.member = world.register("g", version=4)
@@ -36,7 +36,7 @@ def go_on(world: World) -> None:
     train(world, "t3")
     check_consistency(world)
     assert world.state.version == 6
-    assert world.state.line.trained_tokens == 60
+    assert world.state.lineage.trained_tokens == 60
 
 
 @pytest.mark.parametrize("name", ["journal", "journal-with-snapshot"])
@@ -44,9 +44,9 @@ def test_a_journal(name: str, tmp_path: Path) -> None:
     shutil.copytree(WRITTEN / name, tmp_path / "journal")
     world = JournalWorld(SETTINGS, tmp_path / "journal")
     try:
-        fates = world.state.fates
-        assert (fates.acknowledged, fates.trained, fates.filtered) == (34, 18, 8)
-        assert set(world.state.marks) == {1, 2, 3}
+        counts = world.state.counts
+        assert (counts.acknowledged, counts.trained, counts.filtered) == (34, 18, 8)
+        assert set(world.state.progress_at) == {1, 2, 3}
         assert {lease.split for lease in world.state.leases.values()} == {Split.HELD_OUT}
         go_on(world)
     finally:
@@ -56,7 +56,7 @@ def test_a_journal(name: str, tmp_path: Path) -> None:
 
 def test_a_checkpoint() -> None:
     snapshot = (WRITTEN / "checkpoint").read_bytes()
-    assert isinstance(State.decode(snapshot).line, Line)
+    assert isinstance(CoordinatorState.decode(snapshot).lineage, Lineage)
     world = World(SETTINGS)
     world.hello("t", 4, snapshot)
     world.acknowledge()

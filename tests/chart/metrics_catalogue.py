@@ -12,7 +12,7 @@ from prometheus_client.registry import CollectorRegistry
 
 from scalerl_api import wire
 from scalerl_api.status import Condition, RunStatus
-from scalerl_coordinator.journal import JournalFigures
+from scalerl_coordinator.journal import JournalCounters
 from scalerl_coordinator.metrics import Metrics as CoordinatorMetrics
 from scalerl_curvefit.sidecar.metrics import Metrics as SidecarMetrics
 from scalerl_generator.metrics import ActorMetrics
@@ -85,7 +85,7 @@ def _registries() -> Iterator[CollectorRegistry]:
         trackers=[wire.Tracker(name="tensorBoard")],
     )  # fmt: skip
     coordinator = CoordinatorMetrics(
-        lambda: status, JournalFigures(), refusing=lambda: False, staleness_bound=1, closed_slots={}
+        lambda: status, JournalCounters(), refusing=lambda: False, staleness_bound=1, closed_slots={}
     )
     yield coordinator._registry
     yield TrainerMetrics().registry

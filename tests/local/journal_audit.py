@@ -15,8 +15,9 @@ from bad_items.sitecustomize import is_clamped
 from scalerl_api import wire
 from scalerl_api.paths import RunPaths
 from scalerl_coordinator import frames
-from scalerl_coordinator import records as r
-from scalerl_coordinator.state import State
+from scalerl_coordinator import journal_records as r
+from scalerl_coordinator.state import CoordinatorState
+from scalerl_coordinator.transitions import apply
 
 Place = tuple[str, int, int]
 """Split, version that is measured (training: -1), slot or held-out prompt."""
@@ -70,7 +71,7 @@ class Audit:
 
 def audit(journal: JournalCopy, completions: int) -> Audit:
     """Count; asserts that each lease ends once and each slot is filled once."""
-    found, state = Audit(), State()
+    found, state = Audit(), CoordinatorState()
     leases: dict[str, Place] = {}
     ended: set[str] = set()
     groups: dict[int, r.GroupAccepted | r.GivenUp] = {}
@@ -88,7 +89,7 @@ def audit(journal: JournalCopy, completions: int) -> Audit:
             case r.LeaseClosed():
                 assert record.lease_id not in ended
                 ended.add(record.lease_id)
-                lost = record.why is r.Why.EXPIRED
+                lost = record.reason is r.CloseReason.EXPIRED
                 (found.expired if lost else found.returned)[leases[record.lease_id]] += 1
             case r.GroupAccepted():
                 assert record.slot not in groups, f"slot {record.slot} was filled twice"
@@ -107,11 +108,11 @@ def audit(journal: JournalCopy, completions: int) -> Audit:
                 steps[record.step] = "skipped"
             case r.Restored():
                 raise AssertionError("the journal was lost")
-        state.apply(record)
+        apply(state, record)
     for slot, group in groups.items():
         if isinstance(group, r.GivenUp):
             found.fates["given_up"] += completions
-            found.too_long += completions * (group.why is r.GivenUpFor.TOO_LONG)
+            found.too_long += completions * (group.cause is r.GiveUpReason.TOO_LONG)
             continue
         graded = {score for at, score in enumerate(group.scores) if at not in group.ungraded}
         fate = steps[state.step_of(slot)] if len(graded) > 1 else "filtered"

@@ -1,17 +1,26 @@
-"""Who generates what, and what makes a batch: the one process of a run that remembers.
+"""Assigns prompts to generators, forms training batches, and journals the run's state.
 
-Lives here, from the inside out:
+The way of a rollout, from prompt to trained batch::
 
-- pure arithmetic, one question a module: :mod:`.clock` (time that a pause cannot jump), :mod:`.slots`
-  (staleness), :mod:`.curriculum` (which prompt), :mod:`.batcher` (what a step is made of, who gets which
-  part), :mod:`.evaluation` (points of the curve), :mod:`.accounting` (totals);
-- :mod:`.records` and :mod:`.state` (with :mod:`.rollout_records` and :mod:`.trainer_records`): everything that must
-  survive, as a state machine whose only door is ``apply(record)``; live operation and replay go through the same one;
-- :mod:`.membership` and :mod:`.leases`: what may be forgotten at a restart (heartbeats, deadlines);
-- :mod:`.core`, :mod:`.rollouts`, :mod:`.training`, :mod:`.status`: decisions. They read the state, emit
-  records, and know neither sockets, nor files, nor clocks;
-- I/O: :mod:`.journal` (read back by :mod:`.recovery`, its byte layout in :mod:`.frames`), :mod:`.files`,
-  :mod:`.server` behind the door of :mod:`.http`, :mod:`.metrics`, :mod:`.main`.
+    actor                    coordinator                                                           trainer
+      │ POST lease             Server._lease() ▶ GeneratorRequests.receive_lease_request(), .offer()
+      ├───────────────────────▶  slots.lease_limit() bounds staleness; Curriculum.choose() picks the prompt
+      │◀── Leases ─────────────  Core.commit(LeasesIssued); LeaseBook.add() starts the deadline
+      │ heartbeats               GeneratorRequests.heartbeat() ▶ LeaseBook.extend()
+      │                          Core.tick() ▶ Core.close_lease(), Core.retry_slot() after a deadline
+      │ POST groups            Server._push() ▶ GeneratorRequests.push()
+      ├───────────────────────▶  group_checks.summarize_group() ▶ Core.commit(GroupAccepted + its tokens)
+      │◀── PushReply ──────────  CoordinatorState.fill_slot() closes a full step: batcher.zero_variance()
+      │                                                                                           POST next │
+      │                        Server._next() ▶ TrainerRequests.next() ─────────────────────── Next: TRAIN ▶│
+      │                        Server._shard() ▶ TrainerRequests.plan_shard(): batcher.balance()            │
+      │                          BlobIndex.read() ▶ fill_shard() ──────────────────────────────────▶ Shard ▶│
+      │                        Server._step() ▶ TrainerRequests.step() ▶ Core.commit(StepTrained) ◀─ report │
+      │                          RunFiles.write_rows() appends to metrics.jsonl
 
-Never lives here: torch, a model, a tokenizer, token-by-token work in Python, or a client of this server.
+Every :meth:`Core.commit` calls ``transitions.apply()`` on the :class:`CoordinatorState` and queues the record;
+``Server._decided()`` answers after ``Journal.durable()``. A restart replays the journal: ``load_state()``.
+
+Members' heartbeats (``membership``) and leases' deadlines (``leases``) are not journaled: a restart may lose them.
+No torch, no model, no tokenizer, no work per token in Python, no client of this server.
 """

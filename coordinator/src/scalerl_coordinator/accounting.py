@@ -1,8 +1,7 @@
-"""Totals: the fate of every rollout, what a line of versions has trained, what the run has used.
+"""Totals: rollouts by outcome, what a lineage has trained, what the run has used.
 
-Three kinds, because a trainer that returns to a checkpoint takes back some and not others: :class:`Fates`
-moves rollouts between piles and never loses one; a :class:`Line` is put back to what it was at that version;
-:class:`Usage` is spent for good.
+A trainer that returns to a checkpoint changes the three differently: :class:`RolloutCounts` moves rollouts between
+counts and loses none; :class:`Lineage` is restored to its value at that version; :class:`Usage` never decreases.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from scalerl_api.wire import trained_tokens
 from scalerl_coordinator.slots import staleness
 
 Row = dict[str, int | float]
-"""A line of metrics.jsonl. With ``int`` named, a count that comes back from a snapshot is still one."""
+"""A line of metrics.jsonl. ``int`` is named so that a count decoded from a snapshot stays an int."""
 
 
 class Accepted(msgspec.Struct, array_like=True):
-    """What is remembered of a group of training rollouts; its tokens stay in the journal."""
+    """What the state keeps of a group of training rollouts; its tokens stay in the journal."""
 
     lease_id: str
     prompt_tokens: int
@@ -33,9 +32,9 @@ class Accepted(msgspec.Struct, array_like=True):
     ungraded: list[int] = []
     masked_tokens: list[int] = []
     given_up: str = ""
-    """Why there are no completions: a :class:`~.records.GivenUpFor`."""
+    """The :class:`~.journal_records.GiveUpReason` of a slot that was given up, which has no completions."""
     given_up_rollouts: int = 0
-    """How many there would have been."""
+    """Completions that its lease asked for."""
 
     @property
     def rollouts(self) -> int:
@@ -47,12 +46,12 @@ class Accepted(msgspec.Struct, array_like=True):
 
     @property
     def trained_tokens(self) -> list[int]:
-        """Of each completion, how many tokens have a gradient if the group has one."""
+        """Tokens of each completion that contribute a gradient if the group does."""
         return trained_tokens(self.lengths, self.masked_tokens, self.ungraded)
 
 
-class Fates(msgspec.Struct, array_like=True):
-    """Training rollouts by fate: ``acknowledged = trained + filtered + queued + skipped`` after every record."""
+class RolloutCounts(msgspec.Struct, array_like=True):
+    """Training rollouts by outcome: ``acknowledged = trained + filtered + queued + skipped`` after every record."""
 
     acknowledged: int = 0
     trained: int = 0
@@ -66,37 +65,37 @@ class Fates(msgspec.Struct, array_like=True):
     held_out_invalid: int = 0
     """Evaluation rollouts that were refused as invalid."""
     grading_errors: int = 0
-    """Accepted rollouts, evaluation's too, whose verifier failed."""
+    """Accepted rollouts, held-out ones included, whose verifier failed."""
     given_up: int = 0
-    """Rollouts that slots which were given up would have had; in no other pile."""
+    """Rollouts that the given-up slots would have had; in no other count."""
     too_long: int = 0
-    """Of those: their prompt leaves no room for a completion."""
+    """The part of ``given_up`` whose prompt leaves no room for a completion."""
     ungraded: int = 0
-    """Of ``acknowledged``: not trained on, since their verifier failed."""
+    """The part of ``acknowledged`` that is not trained on because the verifier failed."""
     masked_tokens: int = 0
     """Of acknowledged rollouts."""
     skipped: int = 0
-    """Of steps that were not applied."""
+    """Rollouts of steps whose update was not applied."""
     held_out_given_up: int = 0
-    """Evaluation rollouts that count 0 because they could not be generated."""
+    """Held-out rollouts that score 0 because they could not be generated."""
     timed_out_leases: int = 0
-    """Of ``expired_leases``: by their deadline."""
+    """The part of ``expired_leases`` that passed its deadline."""
 
 
-class Line(msgspec.Struct, array_like=True, frozen=True):
-    """Sums over the steps trained on the present line of versions, from version 0."""
+class Lineage(msgspec.Struct, array_like=True, frozen=True):
+    """Sums over the steps trained on the present lineage, from version 0."""
 
     work_tokens: int = 0
     """Completion tokens consumed, filtered groups included: the compute axis of the curve."""
     trained_tokens: int = 0
-    """As the trainer reports them."""
+    """As reported by the trainer."""
     staleness_tokens: int = 0
-    """Completion tokens of trained (unfiltered) groups, and the sum of their staleness in steps:"""
+    """Completion tokens of trained (unfiltered) groups; the sum of their staleness in steps follows."""
     staleness_sum: int = 0
     staleness_max: int = 0
     unused: float = 0.0
     unused_too: int = 0
-    """Journals and checkpoints have numbers of before in these two places. New fields come last."""
+    """Old journals and checkpoints have values in these two positions. New fields come last."""
     consecutive_skipped_steps: int = 0
 
     @property
@@ -105,7 +104,7 @@ class Line(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepSums(msgspec.Struct, array_like=True):
-    """What one closed step is made of."""
+    """Sums over one closed step."""
 
     groups: int = 0
     filtered_groups: int = 0
@@ -119,9 +118,9 @@ class StepSums(msgspec.Struct, array_like=True):
     staleness_max: int = 0
     grading_errors: int = 0
     given_up_groups: int = 0
-    """Of ``filtered_groups``."""
+    """The part of ``filtered_groups`` that was given up."""
     graded: int = 0
-    """Rollouts with a verdict: ``score_sum`` is over these."""
+    """Rollouts that have a score: ``score_sum`` is over these."""
     masked_tokens: int = 0
 
 
@@ -145,37 +144,37 @@ def sum_step(step: int, groups: list[Accepted]) -> StepSums:
         sums.trained_rollouts += group.rollouts
         trained = sum(group.trained_tokens)
         sums.staleness_tokens += trained
-        # The sum keeps its sign: tokens from ahead of a trainer that went back count as less than fresh.
+        # The sum keeps its sign: tokens newer than a step that is trained again count as negative.
         sums.staleness_sum += step * trained - group.version_tokens
         sums.staleness_max = max(sums.staleness_max, staleness(step, group.oldest_version))
     return sums
 
 
-def extend(line: Line, sums: StepSums, trained_tokens: int, *, skipped: bool) -> Line:
-    """The line after one more step. One that was skipped used its tokens up, and trained on none of them."""
+def extend(lineage: Lineage, sums: StepSums, trained_tokens: int, *, skipped: bool) -> Lineage:
+    """The lineage after one more step. A skipped step consumes its tokens and trains on none."""
     if skipped:
         return msgspec.structs.replace(
-            line,
-            work_tokens=line.work_tokens + sums.work_tokens,
-            consecutive_skipped_steps=line.consecutive_skipped_steps + 1,
+            lineage,
+            work_tokens=lineage.work_tokens + sums.work_tokens,
+            consecutive_skipped_steps=lineage.consecutive_skipped_steps + 1,
         )
-    return Line(
-        work_tokens=line.work_tokens + sums.work_tokens,
-        trained_tokens=line.trained_tokens + trained_tokens,
-        staleness_tokens=line.staleness_tokens + sums.staleness_tokens,
-        staleness_sum=line.staleness_sum + max(0, sums.staleness_sum),
-        staleness_max=max(line.staleness_max, sums.staleness_max),
+    return Lineage(
+        work_tokens=lineage.work_tokens + sums.work_tokens,
+        trained_tokens=lineage.trained_tokens + trained_tokens,
+        staleness_tokens=lineage.staleness_tokens + sums.staleness_tokens,
+        staleness_sum=lineage.staleness_sum + max(0, sums.staleness_sum),
+        staleness_max=max(lineage.staleness_max, sums.staleness_max),
     )
 
 
 class MismatchSums(msgspec.Struct, array_like=True):
-    """One measurement between trainer and generators, over tokens: since the run began, and of late."""
+    """One KL measurement between trainer and generators, summed over tokens: of the whole run, and recent."""
 
     kl: float = 0.0
     tokens: float = 0.0
     recent_kl: float = 0.0
     recent_tokens: float = 0.0
-    """Halved before each new measurement: few tokens alone cannot move what an alert reads, a few measurements can."""
+    """Halved before each new measurement: an alert reads it, so a few tokens must not move it, and a few measurements must."""
 
     def add(self, kl: float, tokens: float) -> None:
         """``kl``: mean over ``tokens`` tokens, of which there is at least one."""
@@ -186,7 +185,7 @@ class MismatchSums(msgspec.Struct, array_like=True):
 
 
 def add_mismatches(sums: dict[str, MismatchSums], stats: dict[str, float]) -> None:
-    """Take in what ``stats`` of a step or of a publish hold; keys are those of the KL estimates."""
+    """Add the measurements in the ``stats`` of a step or of a publish; keys are those of the KL estimates."""
     for source in SOURCES:
         for positions in (ALL, *POSITIONS):
             name = key(source, "kl", positions)
@@ -196,7 +195,7 @@ def add_mismatches(sums: dict[str, MismatchSums], stats: dict[str, float]) -> No
 
 
 class Usage(msgspec.Struct, array_like=True):
-    """What the run has used over all incarnations, since its first lease. Never taken back."""
+    """Usage over all incarnations since the first lease. Never decreases."""
 
     wall_seconds: float = 0.0
     device_seconds: float = 0.0

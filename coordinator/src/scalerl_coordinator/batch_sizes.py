@@ -1,36 +1,32 @@
-"""What a journal makes of settings that differ from those of the process before.
+"""Applies settings that differ from those of the previous process to the state.
 
-Steps that are closed stay as they are. From the first one that is not, slots are cut into steps by the new settings.
-Slots keep their number, their prompt and, where it is young enough for its new step, their group. Groups of one step
-may then differ in their number of completions: advantages and weights are by group.
+Closed steps stay as they are. From the first step that is not closed, slots are divided into steps by the new settings.
+A slot keeps its number and its prompt; it keeps its group if that is not too stale for the new step. The groups of one
+step may then differ in their number of completions: advantages and weights are computed per group.
 """
 
 from __future__ import annotations
 
 import bisect
-from typing import TYPE_CHECKING
 
 from scalerl_api.wire import Split
-from scalerl_coordinator.rollout_records import fill
 from scalerl_coordinator.settings import Identity
 from scalerl_coordinator.slots import BatchSize, first_slot, staleness
-
-if TYPE_CHECKING:
-    from scalerl_coordinator.state import State
+from scalerl_coordinator.state import CoordinatorState
 
 
-def change(state: State, identity: Identity) -> None:
-    """Let ``identity`` hold from here on."""
+def change(state: CoordinatorState, identity: Identity) -> None:
+    """Make ``identity`` the state's settings."""
     before, state.identity = state.identity, identity
     if before is None:
         state.batch_sizes = [BatchSize(0, 0, identity.prompts_per_step)]
     elif identity != before:
-        _reclaim(state, before, identity)
-        _cut(state, identity)
+        _end_outdated_leases(state, before, identity)
+        _divide_steps(state, identity)
 
 
-def _reclaim(state: State, before: Identity, identity: Identity) -> None:
-    """Leases whose groups would not be what is wanted now end; evaluations of another set begin again."""
+def _end_outdated_leases(state: CoordinatorState, before: Identity, identity: Identity) -> None:
+    """End leases whose groups no longer fit the settings; restart evaluations whose set has changed."""
     same_set = identity.evaluation_set == before.evaluation_set
     ended = {
         Split.TRAIN: (identity.completions_per_prompt, identity.max_completion_tokens)
@@ -49,7 +45,7 @@ def _reclaim(state: State, before: Identity, identity: Identity) -> None:
             evaluation.todo = [p for p in range(evaluation.prompts) if p not in evaluation.results]
 
 
-def _cut(state: State, identity: Identity) -> None:
+def _divide_steps(state: CoordinatorState, identity: Identity) -> None:
     step = state.version
     while state.closed(step):
         step += 1
@@ -57,23 +53,23 @@ def _cut(state: State, identity: Identity) -> None:
     state.batch_sizes = [size for size in state.batch_sizes if size.first_step < step]
     state.batch_sizes.append(BatchSize(step, first, identity.prompts_per_step))
     state.filled = {t: groups for t, groups in state.filled.items() if t < step}
-    fates = state.fates
+    counts = state.counts
     for slot in sorted(slot for slot in state.groups if slot >= first):
         group = state.groups[slot]
         if group.given_up:
-            fill(state, slot)
+            state.fill_slot(slot)
             continue
-        if group.filtered:  # its step was closed before an earlier one was, and is open again
+        if group.filtered:  # its step had closed before an earlier one, and is open again
             group.filtered = False
-            fates.filtered -= group.rollouts
-            fates.queued += group.rollouts
+            counts.filtered -= group.rollouts
+            counts.queued += group.rollouts
         if staleness(state.step_of(slot), group.oldest_version) > identity.max_staleness_steps:
             del state.groups[slot]
             bisect.insort(state.reissue, slot)
-            fates.acknowledged -= group.rollouts
-            fates.queued -= group.rollouts
-            fates.stale += group.rollouts
-            fates.ungraded -= len(group.ungraded)
-            fates.masked_tokens -= sum(group.masked_tokens)
+            counts.acknowledged -= group.rollouts
+            counts.queued -= group.rollouts
+            counts.stale += group.rollouts
+            counts.ungraded -= len(group.ungraded)
+            counts.masked_tokens -= sum(group.masked_tokens)
         else:
-            fill(state, slot)
+            state.fill_slot(slot)

@@ -1,30 +1,29 @@
-"""Time for deadlines: monotonic, and deaf to the coordinator's own pauses."""
+"""A monotonic clock for deadlines that does not count the coordinator's own pauses."""
 
 from __future__ import annotations
 
 
 class LogicalClock:
-    """Turns readings of a monotonic clock into seconds in which the coordinator was awake.
+    """Converts readings of a monotonic clock into seconds in which the coordinator was running.
 
-    A deadline is a promise to members that somebody listens to them until then. When the process was
-    stopped, swapped out or its machine suspended, nobody listened: a gap between two readings above
-    ``longest_gap_seconds`` counts as that much and no more, so that waking up expires nobody. Readings
-    that go backwards count as nothing.
+    A member meets a deadline only if the coordinator can receive its requests until then. While the process was stopped,
+    swapped out or its machine suspended, it received nothing: a gap between two readings above ``max_gap_seconds`` counts
+    as ``max_gap_seconds``, so that a pause expires no lease. A reading that goes backwards counts as zero.
 
-    >>> clock = LogicalClock(100.0, longest_gap_seconds=1.0)
+    >>> clock = LogicalClock(100.0, max_gap_seconds=1.0)
     >>> clock.read(100.5), clock.read(4000.0), clock.read(3999.0), clock.read(3999.25)
     (0.5, 1.5, 1.5, 1.75)
     """
 
-    def __init__(self, reading: float, longest_gap_seconds: float = 2.0) -> None:
+    def __init__(self, reading: float, max_gap_seconds: float = 2.0) -> None:
         self._last = reading
         self._now = 0.0
-        self._longest_gap = longest_gap_seconds
+        self._max_gap = max_gap_seconds
 
     def read(self, reading: float, *, awake: bool = True) -> float:
-        """Logical seconds since construction; never decreases, and stands still while not ``awake``."""
+        """Logical seconds since construction; never decreases, and does not advance while not ``awake``."""
         gap = reading - self._last
         self._last = reading
         if awake and gap > 0:
-            self._now += min(gap, self._longest_gap)
+            self._now += min(gap, self._max_gap)
         return self._now

@@ -1,11 +1,12 @@
-"""The coordinator without its sockets and files: what is known, and the one way to change it.
+"""Decisions of the coordinator, without sockets and files: the state, and the one way to change it.
 
-Calls come in with the (logical) time. A call reads the state, decides, and hands every change to
-:meth:`Core.commit`, which applies it and queues it for the journal in ``outbox``. Whoever makes the call journals
-the outbox and sends the answer only when that is on disk; so an answer never rests on something that a crash could
-take back. If the disk refuses, :meth:`Core.rebase` takes everything back to what the journal holds.
+Calls carry the (logical) time. A call reads the state, decides, and hands every change to :meth:`Core.commit`, which
+applies it and queues it for the journal in ``outbox``. The caller journals the outbox and answers only when it is on
+disk, so no answer depends on a change that a crash can undo. If the disk refuses a write, :meth:`Core.rebase` returns
+the state to what the journal holds.
 
-What members do is in :class:`~.rollouts.Rollouts`, what the trainer does in :class:`~.training.Training`.
+Requests of generators are in :class:`~.generator_requests.GeneratorRequests`, those of the trainer in
+:class:`~.trainer_requests.TrainerRequests`.
 """
 
 from __future__ import annotations
@@ -15,28 +16,28 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from scalerl_api.wire import INTERRUPTED, Split
-from scalerl_coordinator import records as r
+from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.curriculum import Curriculum
-from scalerl_coordinator.leases import HOPELESS_ATTEMPTS, MOST_FAILURES, NOTABLE_ATTEMPTS, LeaseBook, Place
+from scalerl_coordinator.leases import MAX_FAILURES, MAX_FINAL_ATTEMPTS, REPORTED_ATTEMPTS, LeaseBook, SlotKey
 from scalerl_coordinator.membership import Member, Membership
-from scalerl_coordinator.rollout_records import OpenLease
 from scalerl_coordinator.settings import FIXED, Settings
-from scalerl_coordinator.state import State
+from scalerl_coordinator.state import CoordinatorState, OpenLease
+from scalerl_coordinator.transitions import apply
 
 log = logging.getLogger(__name__)
 
 _USAGE_SECONDS = 5.0
-"""How much use may go unjournaled, and so be lost with the process."""
+"""Usage up to this age is not journaled yet, and is lost with the process."""
 
 WORK = "work"
 TRAINER = "trainer"
 
 MAX_STEPS = "maxSteps"
-"""Why a run ended that used up this part of its budget: the name of the spec's field, as of all budgets."""
+"""End reason of a run that reached its maximum of steps: the name of the spec's budget field."""
 
 
 class Refusal(Exception):
-    """A request that makes sense and is refused; ``error`` is the constant of :class:`scalerl_api.wire.Problem`."""
+    """A valid request that is refused; ``error`` is the constant of :class:`scalerl_api.wire.Problem`."""
 
     def __init__(self, error: str, message: str) -> None:
         super().__init__(message)
@@ -45,7 +46,7 @@ class Refusal(Exception):
 
 @dataclass(slots=True)
 class _Meter:
-    """Use since the last record of it."""
+    """Usage since the last UsageAdded record."""
 
     last: float
     wall: float = 0.0
@@ -57,26 +58,28 @@ class _Meter:
 
 @dataclass(slots=True)
 class Core:
-    """Everything the decisions share."""
+    """What all decisions share."""
 
     settings: Settings
     curriculum: Curriculum
-    state: State
+    state: CoordinatorState
     membership: Membership
     book: LeaseBook
     meter: _Meter
     outbox: list[tuple[r.AnyRecord, bytes]] = field(default_factory=list)
-    """Applied, not yet journaled; with each record its blob."""
+    """Records that are applied and not yet journaled, each with its blob."""
     forgotten: set[str] = field(default_factory=set)
-    """Leases whose blobs nobody will ask for again."""
+    """Leases whose blobs are no longer needed."""
     closed_slots: Counter[str] = field(default_factory=Counter)
-    """Since the process began, whatever line they are on: training slots served (``""``), or given up, by why."""
+    """Training slots since the process began, on any lineage: served (``""``), or given up, by cause."""
     wake: set[str] = field(default_factory=set)
-    """Who has a reason to look again: ``WORK`` (actors that poll for leases), ``TRAINER``."""
+    """Long polls to wake: ``WORK`` (actors that request leases), ``TRAINER``."""
 
     @classmethod
-    def begin(cls, settings: Settings, curriculum: Curriculum, state: State, nonce: str, now: float) -> Core:
-        """Take over ``state`` (an empty one for a new run) as the process called ``nonce``.
+    def begin(
+        cls, settings: Settings, curriculum: Curriculum, state: CoordinatorState, nonce: str, now: float
+    ) -> Core:
+        """Start from ``state`` (an empty one for a new run) as the process called ``nonce``.
 
         Raises:
             Refusal: ``identity``: the journal belongs to a run with other prompts or another seed.
@@ -103,8 +106,8 @@ class Core:
             log.info("from step %d on: %s", state.batch_sizes[-1].first_step, ", ".join(changed))
         return core
 
-    def rebase(self, state: State, now: float) -> None:
-        """Go on from ``state``: members stay, deadlines of leases that are still open stay."""
+    def rebase(self, state: CoordinatorState, now: float) -> None:
+        """Replace the state; keep the members, and the deadlines of leases that are still open."""
         self.state = state
         self.outbox.clear()
         self.book.resync({i: lease.holder for i, lease in state.leases.items()}, now)
@@ -119,7 +122,7 @@ class Core:
             record, r.Started | r.CheckpointCommitted | r.TrainerJoined | r.Restored | r.Published
         )
         before = {g.lease_id for g in state.groups.values()} if sweeping else set()
-        state.apply(record)
+        apply(state, record)
         self.outbox.append((record, blob))
         if sweeping:
             self.forgotten |= before - {g.lease_id for g in state.groups.values()}
@@ -138,53 +141,55 @@ class Core:
                 pass
             case _:
                 if isinstance(record, r.GivenUp) and record.split is Split.TRAIN:
-                    self.closed_slots[record.why.value] += 1
+                    self.closed_slots[record.cause.value] += 1
                 self.wake |= {WORK, TRAINER}
 
-    def close_lease(self, lease_id: str, why: r.Why, rollouts: int = 0) -> None:
-        self.commit(r.LeaseClosed(lease_id, why, rollouts))
+    def close_lease(self, lease_id: str, reason: r.CloseReason, rollouts: int = 0) -> None:
+        self.commit(r.LeaseClosed(lease_id, reason, rollouts))
         self.book.remove(lease_id)
 
-    def spoil(self, lease: OpenLease, reason: str, now: float, *, failed: bool) -> None:
-        """The lease of a place was closed without a group. ``failed``: its holder was well, and could not serve it.
+    def retry_slot(self, lease: OpenLease, reason: str, now: float, *, failed: bool) -> None:
+        """Count a lease that was closed without a group. ``failed``: its holder is healthy, and could not serve the slot.
 
-        A place that failed with two members that serve others, or too often while nobody is better placed to try
-        it, is given up.
+        A slot is given up when it failed with two members that serve other slots, or ``MAX_FAILURES`` times and no other
+        member should try it.
         """
-        place = (lease.split, lease.slot)
+        slot_key = (lease.split, lease.slot)
         member = self.membership.named(lease.holder)
         proven = member is not None and member.proven
         failed_by = lease.holder if failed else None
-        spoiled = self.book.spoil(place, reason, now, failed_by=failed_by, proven=proven)
-        failures = spoiled.proven_failures if proven else spoiled.failures
-        often = failures >= MOST_FAILURES and not (
-            member is not None and self.others_should_try(place, member)
+        retries = self.book.add_retry(slot_key, reason, now, failed_by=failed_by, proven=proven)
+        failures = retries.proven_failures if proven else retries.failures
+        often = failures >= MAX_FAILURES and not (
+            member is not None and self.others_should_try(slot_key, member)
         )
-        if len(spoiled.proven) > 1 or often:
-            self.give_up(lease, r.GivenUpFor.FAILED, f"failed {spoiled.failures} times, last: {reason}", now)
-        elif spoiled.attempts == NOTABLE_ATTEMPTS:
-            log.error("%s slot %d came back %d times, last because: %s", *place, spoiled.attempts, reason)
-        if spoiled.attempts >= HOPELESS_ATTEMPTS:
+        if len(retries.proven) > 1 or often:
+            self.give_up(
+                lease, r.GiveUpReason.FAILED, f"failed {retries.failures} times, last: {reason}", now
+            )
+        elif retries.attempts == REPORTED_ATTEMPTS:
+            log.error("%s slot %d failed %d times, last reason: %s", *slot_key, retries.attempts, reason)
+        if retries.attempts >= MAX_FINAL_ATTEMPTS:
             self.wake.add(TRAINER)
 
-    def give_up(self, lease: OpenLease, why: r.GivenUpFor, reason: str, now: float) -> None:
-        """The place of a closed lease is not issued again: its step, or its evaluation, goes on without it."""
-        self.book.spoiled.pop((lease.split, lease.slot), None)
+    def give_up(self, lease: OpenLease, cause: r.GiveUpReason, reason: str, now: float) -> None:
+        """Stop issuing the slot of a closed lease: its step, or its evaluation, proceeds without it."""
+        self.book.retries.pop((lease.split, lease.slot), None)
         held_out = lease.split is Split.HELD_OUT
         log.error(
-            "%s %d (prompt %d) is given up: %s",
+            "gave up %s %d (prompt %d): %s",
             *("held-out prompt" if held_out else "slot", lease.slot, lease.prompt_index, reason),
         )
         if held_out:
-            self.flush_usage(now)  # the point that may follow carries the time
+            self.flush_usage(now)  # the point that may follow records the time
         self.commit(
-            r.GivenUp(lease.split, lease.slot, lease.policy_version if held_out else -1, why, reason[:500])
+            r.GivenUp(lease.split, lease.slot, lease.policy_version if held_out else -1, cause, reason[:500])
         )
 
-    def give_away(self, holder: str) -> None:
-        """All leases of a member that will not deliver."""
+    def reassign_leases(self, holder: str) -> None:
+        """Close all leases of a member that will not deliver, so that others get their slots."""
         for lease_id in sorted(self.book.of(holder), key=self._lease_order):
-            self.close_lease(lease_id, r.Why.EXPIRED)
+            self.close_lease(lease_id, r.CloseReason.EXPIRED)
 
     def _lease_order(self, lease_id: str) -> tuple[Split, int]:
         lease = self.state.leases[lease_id]
@@ -193,17 +198,17 @@ class Core:
     # --- time -----------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Everything that happens because time passes; call a few times a second."""
+        """Handle timeouts: lost members, expired leases, ended back-offs. Call it a few times a second."""
         before = self.meter.last
         self._measure(now)
         for name in self.membership.lost(now):
-            self.give_away(name)
+            self.reassign_leases(name)
             self.wake.add(TRAINER)
         for lease_id in self.book.expired(now):
             lease = self.state.leases[lease_id]
-            self.close_lease(lease_id, r.Why.TIMED_OUT)
+            self.close_lease(lease_id, r.CloseReason.TIMED_OUT)
             seconds = self.settings.lease_seconds
-            self.spoil(lease, f"{lease.holder} generated nothing for {seconds:g} s", now, failed=True)
+            self.retry_slot(lease, f"{lease.holder} made no progress for {seconds:g} s", now, failed=True)
         if self.book.wait_over(before, now):
             self.wake.add(WORK)
         if self.membership.backoff_over(before, now):
@@ -222,30 +227,30 @@ class Core:
         meter.device += elapsed * (members * self.settings.generator_devices + self.settings.trainer_devices)
 
     def flush_usage(self, now: float) -> None:
-        """Journal the use so far: before anything that carries the run's time."""
+        """Journal the usage so far: before any record that depends on the run's time."""
         self._measure(now)
         meter = self.meter
         if meter.wall or meter.busy or meter.tokens:
             self.commit(r.UsageAdded(meter.wall, meter.device, meter.alive, meter.busy, meter.tokens))
             self.meter = _Meter(now)
 
-    def others_should_try(self, place: Place, member: Member) -> bool:
-        """Whether ``place`` failed with ``member``, and somebody is there who has not tried it, or has served others."""
-        spoiled = self.book.spoiled.get(place)
-        if spoiled is None or member.name not in spoiled.failed_by:
+    def others_should_try(self, slot_key: SlotKey, member: Member) -> bool:
+        """Whether the slot failed with ``member``, and another member has not tried it, or serves other slots."""
+        retries = self.book.retries.get(slot_key)
+        if retries is None or member.name not in retries.failed_by:
             return False
         return any(
             other.healthy
             and other.version >= member.version
-            and (other.name not in spoiled.failed_by or (other.proven and not member.proven))
+            and (other.name not in retries.failed_by or (other.proven and not member.proven))
             for other in self.membership.members.values()
             if other is not member
         )
 
-    # --- questions ------------------------------------------------------------------------------
+    # --- queries --------------------------------------------------------------------------------
 
     @property
-    def ending(self) -> str:
+    def end_reason(self) -> str:
         """Why no further step will be trained; empty while one will."""
         if self.state.stop_reason:
             return self.state.stop_reason
@@ -254,25 +259,25 @@ class Core:
 
     @property
     def interrupted(self) -> bool:
-        """Somebody waits for the end: nothing more is generated or measured for this run."""
+        """The user waits for the process to end: no further generation or evaluation."""
         return self.state.stop_reason == INTERRUPTED
 
     @property
     def finished(self) -> bool:
-        return self.state.finished and bool(self.ending)
+        return self.state.finished and bool(self.end_reason)
 
     @property
     def newest_possible(self) -> int:
-        """The newest weight version of the present line, or of one that is lost and still in use."""
+        """The newest weight version of the present lineage, or of a lost one that is still in use."""
         return max(self.state.version, self.state.published)
 
     def stop(self, reason: str, now: float) -> None:
-        """End the run in order; an empty reason takes that back."""
+        """Stop the run after its present step; an empty reason cancels the stop."""
         self.flush_usage(now)
         self.commit(r.StopRequested(reason))
 
 
-def check_identity(state: State, settings: Settings) -> None:
+def check_identity(state: CoordinatorState, settings: Settings) -> None:
     """Raises Refusal where ``state`` belongs to a run with other prompts or another seed, naming every difference."""
     there, here = state.identity, settings.identity
     differences = ", ".join(
@@ -284,5 +289,5 @@ def check_identity(state: State, settings: Settings) -> None:
         raise Refusal(
             "identity",
             f"the journal belongs to a run with other settings ({differences}); "
-            f"put them back, or start in an empty directory",
+            f"restore them, or start in an empty directory",
         )

@@ -1,9 +1,8 @@
-"""Which prompt a slot gets.
+"""Chooses the prompt of a slot.
 
-A choice is made once, when a slot is first issued, and is journaled: a restart, a re-issue or a rollback
-never chooses again. So a curriculum may depend on anything known at that moment (No-Positive-Resampling:
-the history of pass rates) without a resumed run drifting from an undisturbed one. The one here needs nothing
-but the slot.
+The choice is made once, when a slot is first issued, and journaled: a restart, a re-issue or a rollback does not choose
+again. So a curriculum may depend on anything known at that moment (No-Positive-Resampling: the history of pass rates),
+and a resumed run still equals an uninterrupted one. :class:`SeededEpochs` needs only the slot.
 """
 
 from __future__ import annotations
@@ -23,11 +22,10 @@ class Curriculum(Protocol):
 
 
 class SeededEpochs:
-    """Every prompt once an epoch, each epoch in its own order, set by the seed alone.
+    """Every prompt once an epoch; the seed sets the order of each epoch.
 
-    The order is a keyed permutation computed point by point (a Feistel network on the next even number of
-    bits, walked until it falls inside), so that a source of 10⁸ prompts costs no memory and slot 10⁹ no
-    more than slot 0.
+    The order is a keyed permutation computed point by point (a Feistel network on the next even number of bits, repeated
+    until the result is inside the range): 10⁸ prompts need no memory, and slot 10⁹ costs no more than slot 0.
     """
 
     def __init__(self, prompts: int, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Points of the curve: when one is due, what is still to be generated for it, and what it comes to."""
+"""Points of the curve: when one is due, which prompts it still needs, and its value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scalerl_api.wire import EvaluationPoint
 
 
 class PromptResult(msgspec.Struct, array_like=True, frozen=True):
-    """One held-out prompt, all its samples."""
+    """Result of one held-out prompt over all its samples."""
 
     lease_id: str
     score_sum: float
@@ -19,20 +19,20 @@ class PromptResult(msgspec.Struct, array_like=True, frozen=True):
     truncated: int
     mixed: bool
     given_up: bool = False
-    """It could not be generated: it counts 0, so that the set stays the same set."""
+    """It could not be generated: it scores 0, so that the set stays the same."""
 
 
 class Evaluation(msgspec.Struct, array_like=True):
-    """A version being measured."""
+    """The evaluation of one version, incomplete."""
 
     version: int
     work_tokens: int
     todo: list[int]
-    """Positions in the held-out set not leased now, ascending."""
+    """Positions in the held-out set that are neither leased nor done, ascending."""
     results: dict[int, PromptResult]
     prompts: int
     released: bool = False
-    """The hold is over: newer weights may finish it, and the point says so."""
+    """The hold has ended: newer weights may finish the evaluation, and the point records that."""
 
     @property
     def complete(self) -> bool:
@@ -40,7 +40,7 @@ class Evaluation(msgspec.Struct, array_like=True):
 
 
 def due(version: int, every_steps: int, max_steps: int | None) -> bool:
-    """Whether a point is measured at ``version``: at 0, every ``every_steps``, and at the end of the budget.
+    """Whether ``version`` is evaluated: 0, every ``every_steps``-th, and the last of the budget.
 
     >>> [v for v in range(11) if due(v, 4, 10)]
     [0, 4, 8, 10]
@@ -53,10 +53,9 @@ def summarize(
 ) -> EvaluationPoint:
     """The point of a complete evaluation.
 
-    ``reward`` is the mean over prompts of each prompt's mean score; ``standard_error`` is that of the mean over
-    prompts, s/√n with the n − 1 form of s (the set is fixed: it measures how well n prompts stand for all). With
-    one prompt it is 0, since nothing can be said. A prompt that could not be generated counts 0: left out, it would
-    make this point one of another set.
+    ``reward`` is the mean over prompts of each prompt's mean score. ``standard_error`` is the standard error of the mean
+    over prompts, s/√n with the n − 1 form of s (the set is fixed: it measures how well n prompts represent all); 0 with one
+    prompt. A prompt that could not be generated scores 0: without it, the point would be of another set.
     """
     results = [evaluation.results[position] for position in sorted(evaluation.results)]
     means = [r.score_sum / r.samples for r in results]

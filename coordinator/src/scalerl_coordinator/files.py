@@ -1,7 +1,7 @@
-"""The two files a person looks at: ``metrics.jsonl``, one line a trained step, and ``curve.csv``, one row a point.
+"""The two files for users: ``metrics.jsonl``, one line a trained step, and ``curve.csv``, one row a point.
 
-Both follow from the journal, which is ahead of them at most by what a crash or a full disk cut off;
-:meth:`RunFiles.write_rows` closes the gap. Blocking I/O: call from one thread.
+Both follow from the journal, which is ahead of them by at most what a crash or a full disk cut off;
+:meth:`RunFiles.write_rows` adds what is missing. Blocking I/O: call from one thread.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ class RunFiles:
         self._curve = paths.curve
         self._exports = paths.exports
         self._present: set[int] | None = None
-        """Steps of the rows last written, if that went well and nobody has doubts."""
+        """Steps of the rows last written; None if the file's contents are uncertain."""
 
     def exports(self) -> Exports | None:
-        """What the trainer has exported."""
+        """The trainer's exported models."""
         return read_exports(self._exports)
 
     def write_rows(self, rows: Mapping[int, Row], version: int, *, whole: bool = False) -> None:
-        """Make metrics.jsonl hold a line for each of ``rows`` (by step), which end below ``version``.
+        """Write a line for each of ``rows`` (by step) to metrics.jsonl; all steps are below ``version``.
 
-        Ordinarily that appends the last one. The first time, after a write that failed, and with ``whole``, the file
-        is put right by :meth:`repair`.
+        Usually that appends the last row. The first time, after a failed write, and with ``whole``, :meth:`repair` runs.
 
         Raises:
-            OSError: the file is as it was, or lacks lines; the next call knows.
+            OSError: the file is unchanged, or lacks lines; the next call repairs it.
         """
         present, self._present = self._present, None
         if present is None or whole:
@@ -50,10 +49,9 @@ class RunFiles:
         self._present = set(rows)
 
     def repair(self, rows: Mapping[int, Row], version: int) -> None:
-        """Make metrics.jsonl hold the steps below ``version`` and no others: after a crash, or a step back.
+        """Make metrics.jsonl hold the steps below ``version`` and no others: after a crash, or a return to a checkpoint.
 
-        Lines of other steps and torn ones go; those of ``rows`` are added or put in place of what is there. A file
-        that is right already is left alone.
+        Removes other steps and partial lines; adds or replaces those of ``rows``. Does not write a file that is already right.
         """
         try:
             text = self._metrics.read_text(encoding="utf-8", errors="replace")
@@ -70,7 +68,7 @@ class RunFiles:
             _write_whole(self._metrics, right)
 
     def write_curve(self, points: Sequence[EvaluationPoint]) -> None:
-        """All points, by version; the file is replaced as a whole."""
+        """Replace the file by all points, by version."""
         _write_whole(self._curve, curve_csv(points))
 
 
@@ -79,7 +77,7 @@ def _line(row: Row) -> str:
 
 
 def _step_of(line: str) -> int | None:
-    """The step of a whole line; None for a torn or foreign one."""
+    """The step of a complete line; None for a partial or foreign one."""
     if not line.endswith("\n"):
         return None
     try:
@@ -90,9 +88,9 @@ def _step_of(line: str) -> int | None:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    aside = path.with_name(path.name + ".tmp")
-    with aside.open("w", encoding="utf-8") as file:
+    staging = path.with_name(path.name + ".tmp")
+    with staging.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    aside.rename(path)
+    staging.rename(path)

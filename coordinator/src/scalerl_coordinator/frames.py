@@ -1,13 +1,13 @@
-"""The bytes of the journal, as pure functions.
+"""The journal's byte layout, as pure functions.
 
 A segment file is a header (8 bytes magic, u64 segment number) and frames, all little-endian::
 
     magic 4 | header_len u32 | blob_len u32 | synced u64 | crc32 u32 | header | blob
 
-``header`` is a record, ``blob`` the tokens of a group or nothing; the crc covers everything but itself.
-``synced`` is the number of bytes of this segment known to be on disk when the frame was written. It tells a torn
-tail from a damaged middle: bytes below any later frame's ``synced`` had been acknowledged and must be whole, bytes
-above were never promised to anyone, in whatever order a power cut left them.
+``header`` is a record, ``blob`` the tokens of a group or nothing; the crc covers everything but itself. ``synced`` is the
+number of bytes of this segment known to be on disk when the frame was written. It distinguishes a partial tail from a
+damaged middle: bytes below any later frame's ``synced`` were acknowledged and must be whole; bytes above it were not
+acknowledged, in whatever order a power cut left them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Buffer = bytes | memoryview
 
 
 class CorruptJournal(Exception):
-    """Acknowledged bytes are damaged: segment, offset and what to do are in the message."""
+    """Acknowledged bytes are damaged; the message has the segment, the offset and what to do."""
 
     def __init__(self, name: str, offset: int, problem: str) -> None:
         super().__init__(
@@ -45,7 +45,7 @@ class CorruptJournal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One good frame: where it stands, and its two parts."""
+    """One valid frame: its position and its two parts."""
 
     offset: int
     end: int
@@ -59,7 +59,7 @@ def segment_header(number: int) -> bytes:
 
 
 def encode_frame(header: Buffer, blob: Buffer, synced: int) -> list[Buffer]:
-    """The parts of one frame, to be written one after the other."""
+    """The parts of one frame, in the order to write them."""
     head = _HEAD.pack(FRAME_MAGIC, len(header), len(blob), synced)
     crc = zlib.crc32(blob, zlib.crc32(header, zlib.crc32(head)))
     return [head, _CRC.pack(crc), header, blob]
@@ -86,7 +86,7 @@ def _frame_at(data: memoryview, offset: int) -> tuple[Frame, int] | None:
 
 
 def read_frame(data: Buffer, name: str, offset: int) -> Frame:
-    """The one frame that ``data`` is, read from ``offset`` of ``name`` (both for the error)."""
+    """The one frame in ``data``, which was read from ``offset`` of ``name`` (both for the error)."""
     found = _frame_at(memoryview(data), 0)
     if found is None or found[0].end != len(data):
         raise CorruptJournal(name, offset, "a group's frame is damaged (bad length or checksum)")
@@ -99,11 +99,11 @@ def read_segment(data: memoryview, name: str, number: int, *, last: bool) -> Ite
     Args:
         data: the whole file.
         name: its name, for errors.
-        number: what the file's name says it is.
-        last: no later segment exists, so its tail may be torn; iteration then ends before the tear.
+        number: the number in the file's name.
+        last: no later segment exists, so its tail may be partial; iteration then ends before the partial frame.
 
     Raises:
-        CorruptJournal: damage below what was known to be on disk, or anywhere in a segment that is not the last.
+        CorruptJournal: damage below the bytes known to be on disk, or anywhere in a segment that is not the last.
     """
     if len(data) < SEGMENT_HEADER.size:
         if last:
@@ -129,7 +129,7 @@ def read_segment(data: memoryview, name: str, number: int, *, last: bool) -> Ite
 
 
 def _acknowledged_after(data: memoryview, offset: int) -> bool:
-    """Whether any later frame says that bytes at ``offset`` were on disk."""
+    """Whether a later frame records that the bytes at ``offset`` were on disk."""
     whole = bytes(data[offset:])
     at = whole.find(FRAME_MAGIC, 1)
     while at >= 0:
@@ -146,7 +146,7 @@ def encode_snapshot(payload: bytes) -> bytes:
 
 
 def decode_snapshot(data: bytes, name: str) -> bytes:
-    """The payload of a snapshot file. It was whole before its name existed, so damage is an error."""
+    """The payload of a snapshot file. The file is renamed only when complete, so damage is an error."""
     if len(data) >= _SNAPSHOT.size:
         magic, length, crc = _SNAPSHOT.unpack_from(data, 0)
         payload = data[_SNAPSHOT.size :]

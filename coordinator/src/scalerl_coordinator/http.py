@@ -1,9 +1,9 @@
-"""Requests at the door: the token, the wire version, bodies within limits, and errors as :class:`wire.Problem`.
+"""Checks of every request: the token, the wire version, body limits; errors are answered as :class:`wire.Problem`.
 
 401 unauthorized    426 wire-version    404 unknown-member    413 too-large    408 slow
 400 bad-request     409 superseded and every other refusal    503 busy         507 no-space
-415 encoded: a body is taken as it is sent
-500 failed: the coordinator cannot go on, and ends
+415 encoded: bodies must not be compressed
+500 failed: the coordinator cannot continue, and ends
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from aiohttp import web
 
 from scalerl_api import wire
 from scalerl_coordinator.core import Refusal
-from scalerl_coordinator.journal import JournalDied, JournalRefused
+from scalerl_coordinator.journal import JournalFailed, JournalRefused
 from scalerl_coordinator.membership import UnknownMember
 from scalerl_coordinator.metrics import Metrics
 
 _IN_FLIGHT_BYTES = 2**29
-"""Bodies held at once; above it, senders are told to come back."""
+"""Bytes of request bodies in memory; above it, senders get 503 and retry."""
 _BODY_SECONDS = 30.0
-_SLOWEST_BYTES_PER_SECOND = 2**19
+_MIN_BYTES_PER_SECOND = 2**19
 
 Handler = Callable[[Any], Awaitable[wire.Struct | bytes]]
 WebHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def runner(app: web.Application, shutdown_seconds: float) -> web.AppRunner:
-    """What serves ``app``. No body is unpacked: its length is that of what was sent, and a few compressed KB
-    could be gigabytes, which aiohttp would unpack before anybody has looked at the token or the limits.
+    """The aiohttp runner of ``app``. It decompresses no body: a few compressed KB can be gigabytes, and aiohttp would
+    decompress them before the token and the limits are checked.
     """
-    # A client that is gone takes its long poll with it.
+    # A client that disconnects cancels its long poll.
     return web.AppRunner(
         app,
         access_log=None,
@@ -46,8 +46,8 @@ def runner(app: web.Application, shutdown_seconds: float) -> web.AppRunner:
     )
 
 
-class Answer(Exception):
-    """An answer that is not 2xx."""
+class ErrorResponse(Exception):
+    """An answer with a status other than 2xx."""
 
     def __init__(self, status: int, error: str, message: str) -> None:
         super().__init__(message)
@@ -55,8 +55,8 @@ class Answer(Exception):
         self.error = error
 
 
-class Gate:
-    """Makes aiohttp handlers of handlers from struct to struct; one for a server."""
+class RequestGuard:
+    """Wraps handlers from struct to struct into aiohttp handlers; one per server."""
 
     def __init__(self, token: str, metrics: Metrics) -> None:
         self._token = f"Bearer {token}".encode()
@@ -64,7 +64,7 @@ class Gate:
         self._in_flight_bytes = 0
 
     def endpoint(self, path: str, kind: type[Any], limit: int, handler: Handler) -> WebHandler:
-        """``handler`` of messages of ``kind``, in bodies of at most ``limit`` bytes; its reply in MessagePack, or as it is."""
+        """``handler`` of messages of ``kind``, in bodies of at most ``limit`` bytes; encodes its reply, unless it is bytes."""
         decode = msgspec.msgpack.Decoder(kind).decode
 
         async def answer(request: web.Request) -> web.Response:
@@ -79,14 +79,14 @@ class Gate:
         return self.guarded(path, answer)
 
     def guarded(self, path: str, answer: Callable[[web.Request], Awaitable[web.Response]]) -> WebHandler:
-        """``answer`` behind the token and the wire version, its errors as :class:`wire.Problem`."""
+        """``answer`` after the checks of token and wire version; its errors become :class:`wire.Problem`."""
 
         async def guarded(request: web.Request) -> web.Response:
             begin = time.perf_counter()
             try:
                 self._check_headers(request)
                 response = await answer(request)
-            except Answer as problem:
+            except ErrorResponse as problem:
                 response = _problem(problem.status, problem.error, str(problem))
             except msgspec.DecodeError as problem:
                 response = _problem(400, "bad-request", str(problem))
@@ -96,8 +96,8 @@ class Gate:
                 status = 400 if problem.error in ("bad-request", "bad-snapshot") else 409
                 response = _problem(status, problem.error, str(problem))
             except JournalRefused as problem:
-                response = _problem(507, "no-space", f"{problem}; nothing was taken in, try again later")
-            except JournalDied as problem:
+                response = _problem(507, "no-space", f"{problem}; nothing was accepted, try again later")
+            except JournalFailed as problem:
                 response = _problem(500, "failed", f"{problem}; the coordinator ends")
             self._metrics.requests.labels(path, str(response.status)).inc()
             self._metrics.request_seconds.labels(path).observe(time.perf_counter() - begin)
@@ -108,48 +108,50 @@ class Gate:
     def _check_headers(self, request: web.Request) -> None:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, self._token):
-            raise Answer(401, "unauthorized", "the run's bearer token is missing or wrong")
+            raise ErrorResponse(401, "unauthorized", "the run's bearer token is missing or wrong")
         version = request.headers.get(wire.WIRE_HEADER)
         if version != str(wire.WIRE_VERSION):
-            raise Answer(
+            raise ErrorResponse(
                 426,
                 "wire-version",
-                f"you speak wire version {version or 'none'}, the coordinator {wire.WIRE_VERSION}; "
+                f"the request has wire version {version or 'none'}, the coordinator {wire.WIRE_VERSION}; "
                 f"update the older one",
             )
         encoding = request.headers.get("Content-Encoding", "identity")
         if encoding.lower() != "identity":
-            raise Answer(415, "encoded", f"send the body as it is, without the encoding {encoding!r}")
+            raise ErrorResponse(415, "encoded", f"send the body without the encoding {encoding!r}")
 
     async def _body(self, request: web.Request, limit: int) -> bytes:
-        """The request's body, counted as in flight; the caller takes it off the count."""
+        """The request's body, counted as in flight; the caller subtracts it."""
         length = request.content_length
         if length is None or length > limit:
-            raise Answer(
-                413, "too-large", f"the body has {length} bytes, at most {limit} are taken; send less"
+            raise ErrorResponse(
+                413, "too-large", f"the body has {length} bytes, the limit is {limit}; send less"
             )
         if self._in_flight_bytes + length > _IN_FLIGHT_BYTES and self._in_flight_bytes:
-            raise Answer(503, "busy", f"{self._in_flight_bytes} bytes are being taken in; try again shortly")
+            raise ErrorResponse(
+                503, "busy", f"{self._in_flight_bytes} bytes of requests are in flight; try again shortly"
+            )
         self._in_flight_bytes += length
         chunks: list[bytes] = []
         received = 0
         try:
-            async with asyncio.timeout(_BODY_SECONDS + length / _SLOWEST_BYTES_PER_SECOND):
+            async with asyncio.timeout(_BODY_SECONDS + length / _MIN_BYTES_PER_SECOND):
                 async for chunk in request.content.iter_any():
                     received += len(chunk)
                     chunks.append(chunk)
         except TimeoutError:
-            raise Answer(408, "slow", f"{received} of {length} bytes came in time") from None
+            raise ErrorResponse(408, "slow", f"{received} of {length} bytes arrived in time") from None
         finally:
             if received != length:
                 self._in_flight_bytes -= length
         if received != length:
-            raise Answer(400, "bad-request", f"{received} bytes came, {length} were announced")
+            raise ErrorResponse(400, "bad-request", f"{received} bytes arrived, Content-Length is {length}")
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
 def respond(body: bytes) -> web.Response:
-    """A good answer in MessagePack."""
+    """A 200 answer with MessagePack."""
     return web.Response(body=body, content_type=wire.CONTENT_TYPE)
 
 

@@ -1,15 +1,14 @@
-"""The journal on disk: append, group commit, snapshots, and what happens when the disk is full or goes read-only.
+"""The journal on disk: append, group commit, snapshots, and recovery from a full or read-only disk.
 
-One worker thread writes; the event loop appends and awaits. Everything appended while a sync is under way
-goes to disk with the next one (group commit), and :meth:`Journal.durable` returns when it is there.
+One worker thread writes; the event loop appends and awaits. Everything appended during a sync goes to disk with the
+next one (group commit), and :meth:`Journal.durable` returns when it is there.
 
-When a write or sync fails, nothing of the failed batch was promised to anyone: everyone who waits is refused,
-``on_refusal`` lets the owner take the state back to what is on disk, and the journal refuses until the torn tail is
-cut off and a new segment could be opened and written. A file whose sync failed is never synced again: the kernel
-may have dropped its pages (so a new segment, not a second try). Any other failure ends the writer for good, and
-``on_death`` tells the owner.
+When a write or sync fails, no record of the failed batch was acknowledged: all waiters are refused, ``on_refusal`` lets
+the owner return the state to what is on disk, and the journal refuses until the partial tail is cut off and a new segment
+is opened and written. A file whose sync failed is never synced again, since the kernel may have dropped its pages: hence
+a new segment. Any other failure ends the writer, and ``on_failure`` reports it to the owner.
 
-Reading a directory, at start and when the state goes back, is in :mod:`.recovery`.
+Reading a directory, at start and on a roll-back, is in :mod:`.recovery`.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ log = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 64 * 2**20
 _HEADROOM_BYTES = 2**20
-"""A journal that refused accepts again once this much could be written."""
-_PROBE_SECONDS = 1.0
+"""Bytes that must be writable before a journal that refused accepts records again."""
+_RETRY_SECONDS = 1.0
 
 
 class JournalRefused(Exception):
-    """Not written, nothing has changed; the disk's error is the cause."""
+    """The record was not written and nothing changed; the disk's error is the cause."""
 
 
-class JournalDied(Exception):
-    """The writer has ended, nothing will be written any more; what ended it is the cause."""
+class JournalFailed(Exception):
+    """The writer has ended and nothing more is written; its exception is the cause."""
 
 
 class JournalLocked(Exception):
@@ -53,7 +52,7 @@ class JournalLocked(Exception):
 
 
 class Disk:
-    """The system calls that can fail for want of space; a test's disk can be full at any byte."""
+    """The system calls that can fail for lack of space; a test's disk can be full at any byte."""
 
     def write(self, fd: int, data: Buffer) -> int:
         return os.write(fd, data)
@@ -67,23 +66,23 @@ class Disk:
 
 @dataclass(slots=True)
 class _Batch:
-    """What goes to disk with one sync."""
+    """Records that are written with one sync."""
 
     segment: int
     parts: list[Buffer] = field(default_factory=list)
     size: int = 0
     """Bytes in ``parts``."""
     end: int = 0
-    """Of the segment, once it is written."""
+    """End of the batch in its segment, in bytes."""
     position: int = 0
-    """Of the last record in it."""
+    """Position of its last record."""
     rotation: tuple[bytes, frozenset[int]] | None = None
-    """After it: snapshot to write, segments that still hold wanted blobs."""
+    """Written after the batch: the snapshot, and the segments that still hold needed blobs."""
 
 
 @dataclass(slots=True)
-class JournalFigures:
-    """For the metrics."""
+class JournalCounters:
+    """Counters for the metrics."""
 
     syncs: int = 0
     sync_seconds: float = 0.0
@@ -101,21 +100,21 @@ def _ignore(_: BaseException) -> None:
 
 
 class Journal:
-    """One directory, one owner (held by a lock file).
+    """One directory with one owner (enforced by a lock file).
 
-    Life: construct → :meth:`recover` → :meth:`start` → appends → :meth:`close`. Blobs are read through ``blobs``.
+    Life cycle: construct → :meth:`recover` → :meth:`start` → appends → :meth:`close`. Blobs are read through ``blobs``.
 
     Raises:
-        JournalLocked: another process has it.
+        JournalLocked: another process holds the lock.
     """
 
     def __init__(
         self, directory: Path, *, disk: Disk | None = None, segment_bytes: int = SEGMENT_BYTES
     ) -> None:
         self.directory = directory
-        self.figures = JournalFigures()
+        self.counters = JournalCounters()
         self.on_refusal: Callable[[], None] = _nothing
-        self.on_death: Callable[[BaseException], object] = _ignore
+        self.on_failure: Callable[[BaseException], object] = _ignore
         self._disk = disk or Disk()
         self._segment_bytes = segment_bytes
         directory.mkdir(parents=True, exist_ok=True)
@@ -132,7 +131,7 @@ class Journal:
         self._recovery: Recovery | None = None
         self._segment = 1
         self._fd = -1
-        self._written = 0  # bytes of the present segment: appended to it,
+        self._written = 0  # bytes of the present segment: appended,
         self._acknowledged = 0  # and known to be on disk
         self._open_number = self._synced = 0  # the worker's own: the segment it has open, bytes synced there
         self._position = self._durable = 0
@@ -140,15 +139,15 @@ class Journal:
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._wake = asyncio.Event()
         self._error: OSError | None = None
-        self._death: BaseException | None = None
+        self._failure: BaseException | None = None
         self._closing = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
-        self._owner: asyncio.Task[None] | None = None
+        self._writer: asyncio.Task[None] | None = None
 
     # --- life -----------------------------------------------------------------------------------
 
     def recover(self) -> Recovery:
-        """What is on disk: to be read to its end before :meth:`start`; in ``on_refusal``, to go back to.
+        """Read the directory: to its end before :meth:`start`; in ``on_refusal``, to roll back.
 
         Raises:
             CorruptJournal, OSError: see :class:`~.recovery.Recovery`.
@@ -158,18 +157,20 @@ class Journal:
         return self._recovery
 
     async def start(self) -> None:
-        """Cut a torn tail off, open the segment for appending, start the writer."""
+        """Cut off a partial tail, open the segment for appending, start the writer."""
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._thread, self._open_tail)
-        self._owner = loop.create_task(self._commit_forever(), name="journal")
-        self._owner.add_done_callback(self._owner_done)
+        self._writer = loop.create_task(self._commit_forever(), name="journal")
+        self._writer.add_done_callback(self._writer_done)
 
     async def close(self) -> None:
-        """Write what is queued, stop the writer, let go of the directory."""
+        """Write what is queued, stop the writer, release the directory."""
         self._closing = True
         self._wake.set()
-        if self._owner is not None:
-            await asyncio.gather(self._owner, return_exceptions=True)  # ``on_death`` has told of its failure
+        if self._writer is not None:
+            await asyncio.gather(
+                self._writer, return_exceptions=True
+            )  # ``on_failure`` has reported its failure
         self._thread.shutdown(wait=True)
         if self._fd >= 0:
             os.close(self._fd)
@@ -192,14 +193,16 @@ class Journal:
         return self._written >= self._segment_bytes
 
     def check(self) -> None:
-        """Raises JournalRefused while, JournalDied once nothing can be written; call before changing any state."""
-        if self._death is not None:
-            raise JournalDied(f"{self.directory}: the writer has ended: {self._death!r}") from self._death
+        """Raises JournalRefused while, and JournalFailed once nothing can be written; call it before changing any state."""
+        if self._failure is not None:
+            raise JournalFailed(
+                f"{self.directory}: the writer has ended: {self._failure!r}"
+            ) from self._failure
         if self._error is not None:
             raise JournalRefused(f"{self.directory}: {self._error.strerror}") from self._error
 
     def append(self, header: bytes, key: str | None = None, blob: Buffer = b"") -> None:
-        """Queue one record, and the blob that goes with it under ``key``. :meth:`check` came before."""
+        """Queue one record, with the blob stored under ``key``. Call :meth:`check` before."""
         batch = self._open_batch()
         length = frames.frame_bytes(header, blob)
         if key is not None:
@@ -212,13 +215,13 @@ class Journal:
         self._wake.set()
 
     def forget(self, keys: Iterable[str]) -> None:
-        """These blobs are not wanted any more; their segments go at a later rotation."""
+        """Drop these blobs; a later rotation deletes their segments."""
         self.blobs.forget(keys)
 
     def rotate(self, state: bytes) -> None:
-        """Begin a new segment, with a snapshot of the state as of the last appended record before it.
+        """Begin a new segment, with a snapshot of the state as of the last appended record.
 
-        A snapshot that cannot be written is logged and left out: recovery then replays more.
+        A snapshot that cannot be written is logged and skipped: recovery then replays more.
         """
         if self._error is not None:
             return
@@ -232,14 +235,13 @@ class Journal:
         self._wake.set()
 
     async def durable(self) -> None:
-        """Returns when everything appended before this call is on disk.
+        """Return when everything appended before this call is on disk.
 
-        Await it before anything else after the appends: then no refusal can come in between, and a return says
-        that they are there to stay.
+        Await it right after the appends: then no refusal can happen in between, and its return means that they are permanent.
 
         Raises:
-            JournalRefused: it is not, and never will be: the state has gone back to what is.
-            JournalDied: nobody knows, and nobody will write any more.
+            JournalRefused: the records are not written; the state has been returned to what is on disk.
+            JournalFailed: the writer has ended, and it is unknown whether they are on disk.
         """
         self.check()
         position = self._position
@@ -279,15 +281,15 @@ class Journal:
                 if not future.done():
                     future.set_result(None)
 
-    def _owner_done(self, owner: asyncio.Task[None]) -> None:
+    def _writer_done(self, owner: asyncio.Task[None]) -> None:
         problem = asyncio.CancelledError("cancelled") if owner.cancelled() else owner.exception()
         if problem is None:
             return
         log.error("%s: the journal's writer has ended: %r", self.directory, problem)
-        self._death = problem
-        died = JournalDied(f"{self.directory}: the writer has ended: {problem!r}")
+        self._failure = problem
+        died = JournalFailed(f"{self.directory}: the writer has ended: {problem!r}")
         self._answer_waiters(died)
-        self.on_death(problem)
+        self.on_failure(problem)
 
     def _answer_waiters(self, problem: Exception) -> None:
         waiters, self._waiters = self._waiters, deque()
@@ -296,7 +298,7 @@ class Journal:
                 future.set_exception(problem)
 
     def _write(self, batch: _Batch) -> None:
-        """Worker thread: one batch to disk, all of it or OSError."""
+        """Worker thread: write one batch completely, or raise OSError."""
         if batch.parts:
             started = time.perf_counter()
             data = memoryview(b"".join(batch.parts))
@@ -304,20 +306,22 @@ class Journal:
                 data = data[self._disk.write(self._fd, data) :]
             self._disk.sync(self._fd)
             self._synced += batch.size
-            self.figures.syncs += 1
-            self.figures.sync_seconds += time.perf_counter() - started
-            self.figures.bytes_written += batch.size
+            self.counters.syncs += 1
+            self.counters.sync_seconds += time.perf_counter() - started
+            self.counters.bytes_written += batch.size
         if batch.rotation is not None:
             self._rotate_files(*batch.rotation)
 
     def _rotate_files(self, snapshot: bytes, wanted: frozenset[int]) -> None:
         number = self._open_number + 1
         self._create_segment(number)
-        self.figures.rotations += 1
+        self.counters.rotations += 1
         try:
             self._write_snapshot(number, snapshot)
         except OSError as error:
-            log.warning("snapshot %d not written (%s); the journal before it stays", number, error.strerror)
+            log.warning(
+                "cannot write snapshot %d (%s); keeping the journal before it", number, error.strerror
+            )
             return
         for kind in ("snapshot", "segment"):
             for old in self._layout.numbered(kind):
@@ -326,13 +330,13 @@ class Journal:
 
     def _write_snapshot(self, number: int, payload: bytes) -> None:
         path = self._layout.path("snapshot", number)
-        aside = path.with_suffix(".tmp")
+        staging = path.with_suffix(".tmp")
         try:
-            self._write_file(aside, frames.encode_snapshot(payload))
-            aside.rename(path)
+            self._write_file(staging, frames.encode_snapshot(payload))
+            staging.rename(path)
             self._sync_directory()
         except OSError:
-            aside.unlink(missing_ok=True)
+            staging.unlink(missing_ok=True)
             raise
 
     def _write_file(self, path: Path, payload: Buffer) -> None:
@@ -346,7 +350,7 @@ class Journal:
             os.close(fd)
 
     def _open_tail(self) -> None:
-        """Worker thread, once: continue the last segment, or begin the first."""
+        """Worker thread, once: continue the last segment, or create the first."""
         for path in self.directory.glob("*.tmp"):
             path.unlink()
         if self._recovery is None:
@@ -364,7 +368,7 @@ class Journal:
         self._written = self._acknowledged = self._synced
 
     def _create_segment(self, number: int) -> None:
-        """Worker thread: a new segment, empty but for its header, on disk; it becomes the open one."""
+        """Worker thread: create a segment with only its header, sync it, and make it the open one."""
         path = self._layout.path("segment", number)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
@@ -391,10 +395,10 @@ class Journal:
     # --- refusing -------------------------------------------------------------------------------
 
     async def _refuse(self, error: OSError) -> None:
-        """Nothing of the failed batch, or after it, was promised: undo it all, then wait for a disk that writes."""
-        log.error("the journal cannot be written: %s; refusing until it can", error.strerror)
+        """Roll back the failed batch and everything after it, none of which was acknowledged; then wait for a writable disk."""
+        log.error("the journal cannot be written: %s; refusing requests until it can", error.strerror)
         self._error = error
-        self.figures.refusals += 1
+        self.counters.refusals += 1
         self._pending.clear()
         self._durable = self._position
         self._answer_waiters(JournalRefused(f"{self.directory}: {error.strerror}"))
@@ -407,7 +411,7 @@ class Journal:
                 await loop.run_in_executor(self._thread, self._reopen)
             except OSError as problem:
                 log.debug("the journal cannot be written yet: %s", problem.strerror)
-                await asyncio.sleep(_PROBE_SECONDS)
+                await asyncio.sleep(_RETRY_SECONDS)
                 continue
             self._segment, self._error = self._open_number, None
             self._written = self._acknowledged = self._synced
@@ -415,9 +419,11 @@ class Journal:
             return
 
     def _reopen(self) -> None:
-        """Worker thread: no torn tail, and a new segment with room to write; or OSError, and a next try may come."""
+        """Worker thread: cut the partial tail and open a new segment with room to write. Raises OSError; may be retried."""
         self._cut_tail()
-        self._disk.sync(self._fd)  # a later segment must never be on disk beside a tail that only seemed cut
+        self._disk.sync(
+            self._fd
+        )  # without it, a later segment could be on disk beside a tail that is not really cut
         probe = self.directory / "room.tmp"
         try:
             self._write_file(probe, bytes(_HEADROOM_BYTES))

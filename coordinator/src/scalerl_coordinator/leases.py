@@ -1,8 +1,8 @@
-"""Deadlines and troubles of open leases: the part that a restart may forget.
+"""Deadlines and retries of open leases: the part that a restart may lose.
 
-What is leased to whom is in the :class:`~.state.State`. Here is only until when, in the time of this process; after
-a restart every open lease starts its time again. So a jump of any clock, or a coordinator that was down, expires
-nobody, and at worst a lost lease is noticed later.
+The :class:`~.state.CoordinatorState` holds which lease is whose. The lease book holds the deadlines, in the time of this
+process; after a restart every open lease gets its whole time again. So neither a clock jump nor a coordinator outage
+expires a lease; a lost lease is only detected later.
 """
 
 from __future__ import annotations
@@ -12,69 +12,69 @@ from dataclasses import dataclass, field
 
 from scalerl_api.wire import Split
 
-_LONGEST_DELAY_SECONDS = 60.0
-NOTABLE_ATTEMPTS = 5
-"""A slot that came back spoiled so often is worth a word in the status."""
-HOPELESS_ATTEMPTS = 10
-"""A final evaluation does not wait for a prompt that came back so often."""
-MOST_FAILURES = 5
-"""A place that failed so often with members that have served others, or with all there are, is given up."""
+_MAX_DELAY_SECONDS = 60.0
+REPORTED_ATTEMPTS = 5
+"""Failed attempts of a slot from which on the status reports it."""
+MAX_FINAL_ATTEMPTS = 10
+"""Failed attempts after which a final evaluation no longer waits for a prompt."""
+MAX_FAILURES = 5
+"""Failures, with members that serve other slots or with all members, after which a slot is given up."""
 
-Place = tuple[Split, int]
-"""A training slot, or a position in the held-out set."""
+SlotKey = tuple[Split, int]
+"""Split, and a training slot or a position in the held-out set."""
 
 
 @dataclass(slots=True)
 class _Open:
     holder: str
     deadline: float
-    told_at: float | None
-    """When the answer that carries it went out; None while that is still to come."""
+    sent_at: float | None
+    """When the answer with the lease was sent; None before that."""
     prompt_id: str | None = None
     progress: int = 0
 
 
 @dataclass(slots=True)
-class Spoiled:
-    """A place whose groups were refused, or whose leases were given back."""
+class Retries:
+    """Failed attempts of a slot: its groups were refused, or its leases released."""
 
     attempts: int
     not_before: float
     reason: str
     failures: int = 0
-    """Of the attempts: by members that were well."""
+    """Attempts that failed with a healthy member."""
     failed_by: frozenset[str] = frozenset()
-    """Their names."""
+    """Names of those members."""
     proven_failures: int = 0
-    """Of the failures: by members that served another group since they registered. It is not they that are broken."""
+    """Failures with members that served another slot since they registered: the member is not the cause."""
     proven: frozenset[str] = frozenset()
-    """Their names."""
+    """Names of those members."""
 
 
 @dataclass(slots=True)
 class LeaseBook:
-    """Open leases by id, in the order in which they expire. Times are logical seconds, and never go back."""
+    """Open leases by id, in the order in which they expire. Times are logical seconds, and never decrease."""
 
     lease_seconds: float
-    spoiled: dict[Place, Spoiled] = field(default_factory=dict)
-    """Places in trouble."""
+    retries: dict[SlotKey, Retries] = field(default_factory=dict)
+    """Slots that failed since they were last served."""
     _open: dict[str, _Open] = field(default_factory=dict)
     _by_holder: dict[str, set[str]] = field(default_factory=dict)
 
-    def add(self, lease_id: str, holder: str, now: float, *, told: bool = True) -> None:
-        """``told``: its holder knows of it; else :meth:`tell` says when it does."""
-        self._open[lease_id] = _Open(holder, now + self.lease_seconds, now if told else None)
+    def add(self, lease_id: str, holder: str, now: float, *, sent: bool = True) -> None:
+        """``sent``: the holder has the lease; otherwise :meth:`mark_sent` follows."""
+        self._open[lease_id] = _Open(holder, now + self.lease_seconds, now if sent else None)
         self._by_holder.setdefault(holder, set()).add(lease_id)
 
-    def tell(self, lease_ids: Iterable[str], now: float) -> None:
-        """The answer with these leases goes out now: from here on their holder can be asked about them."""
+    def mark_sent(self, lease_ids: Iterable[str], now: float) -> None:
+        """The answer with these leases is sent now: from here on the holder's heartbeats should name them."""
         for lease_id in lease_ids:
             lease = self._open.get(lease_id)
             if lease is not None:
-                lease.told_at = now
+                lease.sent_at = now
 
     def extend(self, lease_id: str, holder: str, progress: int, now: float) -> None:
-        """``holder`` has come to ``progress`` with the lease; it has its whole time again if that is news."""
+        """``holder`` reports ``progress`` with the lease; an increase restarts the lease's time."""
         lease = self._open.get(lease_id)
         if lease is not None and lease.holder == holder and progress > lease.progress:
             del self._open[lease_id]
@@ -82,7 +82,7 @@ class LeaseBook:
             self._open[lease_id] = lease
 
     def remaining_seconds(self, lease_id: str, now: float) -> float | None:
-        """Until the deadline; None for a lease that is not open any more."""
+        """Seconds to the deadline; None for a lease that is not open."""
         lease = self._open.get(lease_id)
         return None if lease is None else max(0.0, lease.deadline - now)
 
@@ -95,15 +95,15 @@ class LeaseBook:
                 del self._by_holder[lease.holder]
 
     def of(self, holder: str) -> set[str]:
-        """Open leases of a member's name."""
+        """Open leases of the member of this name."""
         return set(self._by_holder.get(holder, ()))
 
     def abandoned(self, holder: str, held: Collection[str], older_than: float) -> list[str]:
-        """Leases ``holder`` was told of before ``older_than`` and does not say it works on."""
+        """Leases sent to ``holder`` before ``older_than`` that its heartbeat does not name."""
         return sorted(
             i
             for i in self.of(holder) - set(held)
-            if (told_at := self._open[i].told_at) is not None and told_at < older_than
+            if (sent_at := self._open[i].sent_at) is not None and sent_at < older_than
         )
 
     def expired(self, now: float) -> list[str]:
@@ -116,7 +116,7 @@ class LeaseBook:
         return over
 
     def set_prompt_id(self, lease_id: str, prompt_id: str) -> None:
-        """What the lease's group has to say its prompt is, once that is known."""
+        """Set the prompt id that the lease's group must have."""
         if lease_id in self._open:
             self._open[lease_id].prompt_id = prompt_id
 
@@ -124,24 +124,24 @@ class LeaseBook:
         lease = self._open.get(lease_id)
         return None if lease is None else lease.prompt_id
 
-    def spoil(
+    def add_retry(
         self,
-        place: Place,
+        slot_key: SlotKey,
         reason: str,
         now: float,
         *,
         failed_by: str | None = None,
         proven: bool = False,
-    ) -> Spoiled:
-        """``place`` came back for ``reason``. It is issued again at once; from the second time on it waits.
+    ) -> Retries:
+        """Count a failed attempt of ``slot_key``. It is issued again at once; from the second failure on, after a back-off.
 
-        ``failed_by``: its holder's name, if that was well and could not serve it. ``proven``: it has served others.
+        ``failed_by``: its holder's name, if that was healthy and could not serve it. ``proven``: the holder serves other slots.
         """
-        before = self.spoiled.get(place, Spoiled(0, 0.0, ""))
+        before = self.retries.get(slot_key, Retries(0, 0.0, ""))
         attempts = before.attempts + 1
-        delay = 0.0 if attempts == 1 else min(2.0 ** min(attempts - 2, 16), _LONGEST_DELAY_SECONDS)
+        delay = 0.0 if attempts == 1 else min(2.0 ** min(attempts - 2, 16), _MAX_DELAY_SECONDS)
         names = frozenset[str]() if failed_by is None else frozenset({failed_by})
-        self.spoiled[place] = Spoiled(
+        self.retries[slot_key] = Retries(
             attempts,
             now + delay,
             reason,
@@ -150,24 +150,24 @@ class LeaseBook:
             before.proven_failures + len(names) * proven,
             before.proven | (names if proven else frozenset()),
         )
-        return self.spoiled[place]
+        return self.retries[slot_key]
 
-    def attempts(self, place: Place) -> int:
-        """How often ``place`` came back since it was last served."""
-        spoiled = self.spoiled.get(place)
-        return 0 if spoiled is None else spoiled.attempts
+    def attempts(self, slot_key: SlotKey) -> int:
+        """Failed attempts of ``slot_key`` since it was last served."""
+        retries = self.retries.get(slot_key)
+        return 0 if retries is None else retries.attempts
 
-    def waits(self, place: Place, now: float) -> bool:
-        """Whether ``place`` may not be issued yet."""
-        spoiled = self.spoiled.get(place)
-        return spoiled is not None and now < spoiled.not_before
+    def waits(self, slot_key: SlotKey, now: float) -> bool:
+        """Whether ``slot_key`` is in its back-off."""
+        retries = self.retries.get(slot_key)
+        return retries is not None and now < retries.not_before
 
     def wait_over(self, before: float, now: float) -> bool:
-        """Whether some place's wait ended in (before, now]."""
-        return any(before < s.not_before <= now for s in self.spoiled.values())
+        """Whether the back-off of a slot ended in (before, now]."""
+        return any(before < s.not_before <= now for s in self.retries.values())
 
     def resync(self, open_leases: dict[str, str], now: float) -> None:
-        """Make the book agree with the state's open leases (id → holder); known ones keep their deadlines."""
+        """Make the book equal to the state's open leases (id → holder); leases already in the book keep their deadlines."""
         for lease_id in [i for i in self._open if i not in open_leases]:
             self.remove(lease_id)
         for lease_id, holder in open_leases.items():

@@ -1,8 +1,7 @@
 """``python -m scalerl_coordinator.main --listen HOST:PORT``: the coordinator's process.
 
-Exit codes: 0 after SIGTERM or SIGINT; 2 when starting again would not help (environment, run file, task, a journal that
-is damaged, of another run, or in use); 4 where the run's steps are gone from its volume; anything else is a crash and may
-be restarted.
+Exit codes: 0 after SIGTERM or SIGINT; 2 when a restart cannot help (environment, run file, task; a journal that is damaged,
+of another run, or in use); 4 when the run's steps are missing from its volume; any other is a crash and may be restarted.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from scalerl_coordinator.http import runner
 from scalerl_coordinator.journal import Journal, JournalLocked
 from scalerl_coordinator.server import Server
 from scalerl_coordinator.settings import Settings
-from scalerl_coordinator.state import State
-from scalerl_coordinator.store import load_state, new_nonce
+from scalerl_coordinator.state import CoordinatorState
+from scalerl_coordinator.state_loading import load_state, new_nonce
 from scalerl_coordinator.tracking.supervisor import Trackers, missing_package
 from scalerl_tasks import TaskError, open_task
 
@@ -37,10 +36,10 @@ log = logging.getLogger("scalerl_coordinator")
 
 
 class TrackerMissing(Exception):
-    """The run has not begun, and a tracker's package is not installed."""
+    """The run has no step yet, and a tracker's package is not installed."""
 
 
-_BAD_INPUT = (
+_INPUT_ERRORS = (
     TrackerMissing,
     EnvironmentProblem,
     SpecError,
@@ -49,15 +48,15 @@ _BAD_INPUT = (
     JournalLocked,
     Refusal,
 )
-_GOODBYE_SECONDS = 5.0
+_SHUTDOWN_SECONDS = 5.0
 
 
 class StepsLost(Exception):
-    """The run has trained steps, and its directory holds none of them."""
+    """The run has trained steps, and its directory has none of them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The process; see the module for what it returns."""
+    """The process; the module documents the exit codes."""
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
@@ -69,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StepsLost as problem:
         log.error("%s", problem)
         return STEPS_LOST_EXIT_CODE
-    except _BAD_INPUT as problem:
+    except _INPUT_ERRORS as problem:
         log.error("%s", problem)
         return 2
     return 0
@@ -83,7 +82,7 @@ def _address(text: str) -> tuple[str, int]:
 
 
 async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
-    """Recover, serve until a signal, leave in order. Raises what is bad input, and whatever crashed."""
+    """Recover, serve until a signal, shut down. Raises input errors, and the exception of a crash."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -99,7 +98,7 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
     journal = Journal(environment.paths.journal)
     state = await asyncio.to_thread(load_state, journal)
     _check_volume(environment.paths, state)
-    if state == State():
+    if state == CoordinatorState():
         _check_trackers(run.spec.trackers)
     curriculum = SeededEpochs(len(task.train), run.spec.seed)
     core = Core.begin(settings, curriculum, state, new_nonce(), 0.0)
@@ -116,24 +115,24 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
         await trackers.close()
 
 
-def _check_volume(paths: RunPaths, state: State) -> None:
-    """A volume that is empty must not pass for a run's beginning. Raises :class:`StepsLost`."""
-    if paths.has_steps and state == State() and not any(paths.checkpoints.glob("*")):
+def _check_volume(paths: RunPaths, state: CoordinatorState) -> None:
+    """Refuse an empty volume for a run that has trained steps. Raises :class:`StepsLost`."""
+    if paths.has_steps and state == CoordinatorState() and not any(paths.checkpoints.glob("*")):
         raise StepsLost(
-            f"{paths.root}: the run has trained steps, and neither journal nor checkpoint is here; suspend the run, "
+            f"{paths.root}: the run has trained steps, and its volume has neither journal nor checkpoint; suspend the run, "
             "restore its volume, and resume it"
         )
 
 
 def _check_trackers(spec: TrackersSpec) -> None:
-    """Later a missing package only shows in the status: it must not end a run. Raises :class:`TrackerMissing`."""
+    """Refuse a new run whose tracker packages are missing; later they only show in the status. Raises :class:`TrackerMissing`."""
     for name in spec.asked_for:
         if (problem := missing_package(name)) is not None:
             raise TrackerMissing(f"spec.trackers.{name}: {problem}")
 
 
 async def _listen(server: Server, host: str, port: int, stop: asyncio.Event) -> None:
-    served = runner(server.app, _GOODBYE_SECONDS)
+    served = runner(server.app, _SHUTDOWN_SECONDS)
     await served.setup()
     signalled = asyncio.ensure_future(stop.wait())
     try:
@@ -142,7 +141,7 @@ async def _listen(server: Server, host: str, port: int, stop: asyncio.Event) -> 
         await asyncio.wait((signalled, server.failure), return_when=asyncio.FIRST_COMPLETED)
         if server.failure.done():
             server.failure.result()
-        log.info("leaving: told to stop")
+        log.info("stopping: received a signal")
     finally:
         signalled.cancel()
         server.stop_polls()

@@ -1,8 +1,7 @@
-"""Who is there: generators that registered, what weights they hold, and when one counts as lost.
+"""Members: registered generators, the weights they hold, and when one counts as lost.
 
-Nothing here is journaled. After a restart of the coordinator members register again within a heartbeat or two;
-until they did, the holders of open leases are expected (:meth:`Membership.expect`) as long as a silent member would
-be waited for.
+Nothing here is journaled. After a restart of the coordinator, members register again within a heartbeat or two; until
+then the holders of open leases are expected (:meth:`Membership.expect`) for as long as a silent member is kept.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from dataclasses import dataclass, field
 
 MISSED_HEARTBEATS = 4
 _FIRST_BACKOFF_SECONDS = 5.0
-_LONGEST_BACKOFF_SECONDS = 300.0
+_MAX_BACKOFF_SECONDS = 300.0
 
 
 class UnknownMember(Exception):
-    """No member of this id: it was lost, replaced or failed a publish; it has to register again."""
+    """No member has this id: it was lost, replaced or failed a publish, and must register again."""
 
 
 @dataclass(slots=True)
@@ -28,19 +27,19 @@ class Member:
     last_seen: float
     registered_at: float
     version: int = -1
-    heard: bool = False
-    """It has said what it holds. Before that it may hold anything: nobody sends it weights, or takes it for behind."""
+    version_reported: bool = False
+    """It has reported its version. Before that its version is unknown: it gets no weights and is not outdated."""
     version_set_at: float = float("-inf")
     healthy: bool = True
     busy_seconds: float = 0.0
     generated_tokens: int = 0
     proven: bool = False
-    """A group of this incarnation was accepted: what it fails at may be at fault itself."""
+    """A group of this incarnation was accepted: a slot it fails at may itself be the cause."""
 
 
 @dataclass(slots=True)
-class _Trouble:
-    """A name that did not take weights lately."""
+class _PublishBackoff:
+    """Back-off of a member that failed a publish."""
 
     failures: int
     not_before: float
@@ -53,18 +52,18 @@ class Membership:
     heartbeat_seconds: float
     members: dict[str, Member] = field(default_factory=dict)
     _expected: dict[str, float] = field(default_factory=dict)
-    _trouble: dict[str, _Trouble] = field(default_factory=dict)
+    _backoffs: dict[str, _PublishBackoff] = field(default_factory=dict)
 
     @property
-    def patience_seconds(self) -> float:
-        """Silence after which a member is lost."""
+    def timeout_seconds(self) -> float:
+        """Seconds without a request after which a member is lost."""
         return MISSED_HEARTBEATS * self.heartbeat_seconds
 
     def get(self, member_id: str, now: float) -> Member:
-        """The member, seen now.
+        """The member; records the request's time.
 
         Raises:
-            UnknownMember: register again.
+            UnknownMember: it must register again.
         """
         member = self.members.get(member_id)
         if member is None:
@@ -76,7 +75,7 @@ class Membership:
         return next((m for m in self.members.values() if m.name == name), None)
 
     def register(self, member_id: str, name: str, control_url: str, now: float) -> Member:
-        """A new incarnation; one of the same name before it is gone."""
+        """Add a new incarnation; it replaces an earlier one of the same name."""
         before = self.named(name)
         if before is not None:
             del self.members[before.member_id]
@@ -86,7 +85,7 @@ class Membership:
         return member
 
     def expect(self, names: set[str], now: float) -> None:
-        """These held leases before the coordinator restarted; give them the time a silent member has."""
+        """Members that held leases before the coordinator restarted: keep them for as long as a silent member."""
         for name in names - {m.name for m in self.members.values()}:
             self._expected[name] = now
 
@@ -94,26 +93,26 @@ class Membership:
         return self.members.pop(member_id, None)
 
     def report_version(self, member: Member, version: int, now: float) -> bool:
-        """What the member says it holds; whether that is news.
+        """Set the version that the member reports; returns whether it changed.
 
-        A lower version right after a publish was committed is a message that was under way, not a loss.
+        A lower version right after a committed publish is a message sent before it, not a loss of weights.
         """
         if version < member.version and now - member.version_set_at < self.heartbeat_seconds:
             return False
-        changed = version != member.version or not member.heard
-        member.version, member.heard = version, True
+        changed = version != member.version or not member.version_reported
+        member.version, member.version_reported = version, True
         return changed
 
     def set_version(self, member: Member, version: int, now: float) -> None:
-        """A committed publish says so; the name is in good standing again."""
-        member.version, member.heard, member.version_set_at = version, True, now
-        self._trouble.pop(member.name, None)
+        """Set the version that a committed publish gave the member; ends its back-off."""
+        member.version, member.version_reported, member.version_set_at = version, True, now
+        self._backoffs.pop(member.name, None)
 
     def failed_publish(self, name: str, now: float) -> None:
-        """It did not take weights: the next try waits, longer each time."""
-        failures = self._trouble[name].failures + 1 if name in self._trouble else 1
-        delay = min(_FIRST_BACKOFF_SECONDS * 2 ** min(failures - 1, 16), _LONGEST_BACKOFF_SECONDS)
-        self._trouble[name] = _Trouble(failures, now + delay)
+        """Count a failed publish: the next attempt waits, longer each time."""
+        failures = self._backoffs[name].failures + 1 if name in self._backoffs else 1
+        delay = min(_FIRST_BACKOFF_SECONDS * 2 ** min(failures - 1, 16), _MAX_BACKOFF_SECONDS)
+        self._backoffs[name] = _PublishBackoff(failures, now + delay)
 
     def publishable(self, now: float) -> list[Member]:
         """Members that weights may be sent to now, by name."""
@@ -122,15 +121,15 @@ class Membership:
                 m
                 for m in self.members.values()
                 if m.healthy
-                and m.heard
-                and (m.name not in self._trouble or self._trouble[m.name].not_before <= now)
+                and m.version_reported
+                and (m.name not in self._backoffs or self._backoffs[m.name].not_before <= now)
             ),
             key=lambda m: m.name,
         )
 
     def lost(self, now: float) -> list[str]:
-        """Names that were silent for too long; they are members (or expected) no more."""
-        limit = now - self.patience_seconds
+        """Remove the members that have timed out; returns their names."""
+        limit = now - self.timeout_seconds
         names = []
         for member in [m for m in self.members.values() if m.last_seen < limit]:
             del self.members[member.member_id]
@@ -141,5 +140,5 @@ class Membership:
         return names
 
     def backoff_over(self, before: float, now: float) -> bool:
-        """Whether somebody's wait after a failed publish ended in (before, now]."""
-        return any(before < t.not_before <= now for t in self._trouble.values())
+        """Whether a member's back-off after a failed publish ended in (before, now]."""
+        return any(before < t.not_before <= now for t in self._backoffs.values())

@@ -1,4 +1,4 @@
-"""Prometheus metrics, read from the state at each scrape; registered here and nowhere else."""
+"""Prometheus metrics, read from the state at each scrape; no other module registers any."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from scalerl_api.wire import Phase, Status
-from scalerl_coordinator.journal import JournalFigures
-from scalerl_coordinator.records import GivenUpFor
+from scalerl_coordinator.journal import JournalCounters
+from scalerl_coordinator.journal_records import GiveUpReason
 
 _PREFIX = "scalerl_coordinator_"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class Metrics:
-    """The process's registry, and the counters that the server moves itself.
+    """The process's registry, and the counters that the server increments.
 
-    refusing: whether the journal takes nothing now. staleness_bound: steps that a trained token may be old.
-    closed_slots: of this process, by why they were given up, ``""`` for those that were served.
+    refusing: whether the journal refuses records now. staleness_bound: maximum age of a trained token, in steps.
+    closed_slots: of this process, by cause of giving up, ``""`` for those that were served.
     """
 
     def __init__(
         self,
         status: Callable[[], Status],
-        journal: JournalFigures,
+        journal: JournalCounters,
         *,
         refusing: Callable[[], bool],
         staleness_bound: int,
@@ -51,13 +51,13 @@ class Metrics:
         )
         self.request_seconds = Histogram(
             _PREFIX + "request_seconds",
-            "From a request to its answer, by endpoint; long polls wait for work.",
+            "Seconds from a request to its answer, by endpoint; long polls wait for work.",
             ("path",),
             buckets=_SECONDS,
             registry=self._registry,
         )
         self.received_bytes = Counter(
-            _PREFIX + "received_bytes", "Request bodies taken in.", registry=self._registry
+            _PREFIX + "received_bytes", "Bytes of request bodies received.", registry=self._registry
         )
 
     def text(self) -> bytes:
@@ -69,7 +69,7 @@ class _RunCollector(Collector):
     def __init__(
         self,
         status: Callable[[], Status],
-        journal: JournalFigures,
+        journal: JournalCounters,
         refusing: Callable[[], bool],
         staleness_bound: int,
         closed_slots: Mapping[str, int],
@@ -83,7 +83,7 @@ class _RunCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         status, journal = self._status(), self._journal
         counts = status.counts
-        rollouts = GaugeMetricFamily(_PREFIX + "rollouts", "Training rollouts by fate.", labels=("fate",))
+        rollouts = GaugeMetricFamily(_PREFIX + "rollouts", "Training rollouts by outcome.", labels=("fate",))
         for fate in ("trained", "filtered", "given_up", "skipped", "queued", "leased"):
             rollouts.add_metric((fate,), getattr(counts, fate))
         yield rollouts
@@ -101,33 +101,41 @@ class _RunCollector(Collector):
             ("members", len(status.members), "Registered generators."),
             ("step", status.step, "Steps trained."),
             ("published_version", status.published_version, "Newest published weights."),
-            ("staleness_steps_max", status.max_staleness_steps, "Of any trained token."),
-            ("staleness_steps_mean", status.mean_staleness_steps, "Over trained tokens."),
-            ("staleness_bound_steps", self._staleness_bound, "Older tokens are not trained on."),
-            # These two go back with the run to a checkpoint, which no counter may.
-            ("acknowledged_rollouts", counts.acknowledged, "Accepted, less what a fresh start gave up."),
-            ("trained_tokens", status.tokens_trained, "On the present line of versions."),
+            ("staleness_steps_max", status.max_staleness_steps, "Maximum staleness of a trained token."),
+            ("staleness_steps_mean", status.mean_staleness_steps, "Mean staleness of trained tokens."),
+            ("staleness_bound_steps", self._staleness_bound, "Maximum staleness that the recipe allows."),
+            # These two decrease when the run returns to a checkpoint, so they cannot be counters.
+            ("acknowledged_rollouts", counts.acknowledged, "Accepted rollouts of the present state."),
+            ("trained_tokens", status.tokens_trained, "Trained tokens of the present lineage."),
             (
                 "journal_refusing",
                 self._refusing(),
-                "1 while the disk takes no more, and nothing is accepted.",
+                "1 while the journal cannot be written and refuses all requests.",
             ),
-            ("generator_busy_fraction", status.generator_busy_fraction, "Over the run."),
-            ("trainer_busy_fraction", status.trainer_busy_fraction, "Over the run."),
+            (
+                "generator_busy_fraction",
+                status.generator_busy_fraction,
+                "Busy fraction of the generators over the run.",
+            ),
+            (
+                "trainer_busy_fraction",
+                status.trainer_busy_fraction,
+                "Busy fraction of the trainer over the run.",
+            ),
             (
                 "evaluation_reward",
                 status.points[-1].reward if status.points else None,
-                "Newest point of the curve.",
+                "Reward of the newest point of the curve.",
             ),
         ):
             if value is not None:
                 yield GaugeMetricFamily(_PREFIX + name, text, value=float(value))
         given_up = CounterMetricFamily(
             _PREFIX + "given_up_slots",
-            "Training slots given up since this process began, by why.",
+            "Training slots given up since this process began, by cause.",
             labels=("why",),
         )
-        for why in GivenUpFor:
+        for why in GiveUpReason:
             given_up.add_metric((why.value,), self._closed_slots.get(why.value, 0))
         yield given_up
         yield CounterMetricFamily(
@@ -137,18 +145,18 @@ class _RunCollector(Collector):
         )
         mismatch = GaugeMetricFamily(
             _PREFIX + "mismatch_kl",
-            "KL estimate (k3) of trainer against generators, of late, by what was measured and token position.",
+            "Recent KL estimate (k3) of trainer against generators, by measurement and token position.",
             labels=("source", "positions"),
         )
         for measured in status.mismatch:
             mismatch.add_metric((measured.source, measured.positions), measured.recent_kl)
         yield mismatch
         step = GaugeMetricFamily(
-            _PREFIX + "tracker_step", "Newest step that an experiment tracker was given.", labels=("tracker",)
+            _PREFIX + "tracker_step", "Newest step that an experiment tracker has.", labels=("tracker",)
         )
         failures = CounterMetricFamily(
             _PREFIX + "tracker_failures",
-            "Attempts of an experiment tracker that failed since this process began; each is tried again.",
+            "Failed attempts of an experiment tracker since this process began; each is retried.",
             labels=("tracker",),
         )
         for tracker in status.trackers:
@@ -156,22 +164,30 @@ class _RunCollector(Collector):
             failures.add_metric((tracker.name,), tracker.failures)
         yield from (step, failures)
         for name, total, text in (
-            ("expired_leases", counts.expired_leases, "Training leases given away."),
+            (
+                "expired_leases",
+                counts.expired_leases,
+                "Training leases that expired; their slots are issued again.",
+            ),
             (
                 "timed_out_leases",
                 counts.timed_out_leases,
-                "Of those: nothing was generated for leaseSeconds.",
+                "Training leases without progress for leaseSeconds.",
             ),
             ("grading_errors", status.grading_errors, "Accepted rollouts whose verifier failed."),
             ("checkpoint_failures", status.checkpoint_failures, "Checkpoints that could not be written."),
-            ("skipped_steps", status.skipped_steps, "Steps that were not applied: not finite, or exploding."),
-            ("generated_tokens", status.tokens_generated, "By all generators."),
-            ("wall_seconds", status.wall_seconds, "Since the first lease."),
-            ("device_seconds", status.device_seconds, "Devices times seconds."),
-            ("journal_syncs", journal.syncs, "Group commits."),
-            ("journal_sync_seconds", journal.sync_seconds, "Spent writing and syncing."),
-            ("journal_bytes", journal.bytes_written, "Written to segments."),
-            ("journal_refusals", journal.refusals, "Times the disk took no more."),
-            ("journal_rotations", journal.rotations, "Segments finished."),
+            (
+                "skipped_steps",
+                status.skipped_steps,
+                "Steps whose update was not applied: not finite, or exploding.",
+            ),
+            ("generated_tokens", status.tokens_generated, "Tokens generated by all generators."),
+            ("wall_seconds", status.wall_seconds, "Seconds since the first lease."),
+            ("device_seconds", status.device_seconds, "Device-seconds since the first lease."),
+            ("journal_syncs", journal.syncs, "Group commits of the journal."),
+            ("journal_sync_seconds", journal.sync_seconds, "Seconds of writing and syncing the journal."),
+            ("journal_bytes", journal.bytes_written, "Bytes written to journal segments."),
+            ("journal_refusals", journal.refusals, "Times that the disk refused a write."),
+            ("journal_rotations", journal.rotations, "Journal segments finished."),
         ):
             yield CounterMetricFamily(_PREFIX + name, text, value=float(total))

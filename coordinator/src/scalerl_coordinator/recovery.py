@@ -1,4 +1,4 @@
-"""The journal's directory, read: which files there are, what they hold, and where the blobs of groups stand."""
+"""Reads the journal's directory: its files, their records, and the positions of the groups' blobs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scalerl_coordinator.frames import CorruptJournal
 
 
 class Location(msgspec.Struct, frozen=True, array_like=True):
-    """Where a blob's frame stands."""
+    """Position of a blob's frame."""
 
     segment: int
     offset: int
@@ -24,7 +24,7 @@ class Location(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """What a snapshot file holds: the owner's state, and the blobs it may still ask for."""
+    """Contents of a snapshot file: the owner's state, and the blobs that it still needs."""
 
     state: bytes
     blobs: dict[str, Location]
@@ -32,7 +32,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """One record found at recovery."""
+    """One record read at recovery."""
 
     header: memoryview
     location: Location
@@ -41,7 +41,7 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Names of the files in one journal's directory."""
+    """File names in one journal's directory."""
 
     directory: Path
 
@@ -54,7 +54,7 @@ class Layout:
 
 
 class BlobIndex:
-    """Where the blobs are, by key; used from any thread."""
+    """Positions of the blobs by key; thread-safe."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -79,7 +79,7 @@ class BlobIndex:
             return dict(self._at)
 
     def locations(self, keys: Iterable[str]) -> list[Location]:
-        """Raises KeyError on a key that is forgotten or was never there."""
+        """Raises KeyError for a key that was dropped or never added."""
         with self._lock:
             return [self._at[key] for key in keys]
 
@@ -87,7 +87,7 @@ class BlobIndex:
         """The blobs of ``keys``, checked against their checksums. Blocks on the disk.
 
         Raises:
-            KeyError: a key is forgotten or was never there.
+            KeyError: a key was dropped or never added.
             CorruptJournal: a blob is damaged.
             OSError: a segment cannot be read.
         """
@@ -103,7 +103,7 @@ class BlobIndex:
                 blobs.append(bytes(frames.read_frame(data, str(path), at.offset).blob))
             return blobs
         except FileNotFoundError:
-            self.locations(keys)  # forgotten in the meantime, and so its segment is gone: a KeyError
+            self.locations(keys)  # dropped meanwhile, with its segment: raises KeyError
             raise
         finally:
             for fd in files.values():
@@ -113,9 +113,9 @@ class BlobIndex:
 class Recovery:
     """The newest snapshot, and by iteration the records after it, in order.
 
-    Its user names each blob with :meth:`index` on the way and ends with :meth:`retain`; only then do the blobs
-    become the journal's. ``until`` is for a journal at work: nothing after that many bytes of that segment counts,
-    whatever a failed write left there.
+    The caller names each blob with :meth:`index` while iterating, and ends with :meth:`retain`, which hands the blobs to the
+    journal. ``until`` is for a running journal: bytes of that segment after that position do not count, whatever a failed
+    write left there.
 
     Raises:
         CorruptJournal: here and while iterating.
@@ -132,7 +132,7 @@ class Recovery:
         self.snapshot: bytes | None = None
         """The owner's state; None where there is no snapshot."""
         self.blobs: dict[str, Location] = {}
-        """Found so far."""
+        """Blobs found so far."""
         first = 1
         if snapshots:
             first = snapshots[-1]
@@ -142,7 +142,7 @@ class Recovery:
                     frames.decode_snapshot(path.read_bytes(), str(path)), type=Snapshot
                 )
             except msgspec.DecodeError as error:
-                raise CorruptJournal(str(path), 0, f"the snapshot does not fit: {error}") from error
+                raise CorruptJournal(str(path), 0, f"the snapshot cannot be decoded: {error}") from error
             self.snapshot, self.blobs = snapshot.state, dict(snapshot.blobs)
         self._live = [n for n in segments if n >= first]
         for number, following in itertools.pairwise(self._live):
@@ -151,7 +151,7 @@ class Recovery:
         if self._live[:1] != [first] and (snapshots or segments):
             raise CorruptJournal(str(layout.path("segment", first)), 0, "the segment is missing")
         self.tail = (self._live[-1] if self._live else first, 0)
-        """The last segment, and, after the iteration, how many bytes of it are good."""
+        """The last segment; after the iteration, also the number of its valid bytes."""
 
     def __iter__(self) -> Iterator[Replayed]:
         for number in self._live:
@@ -168,11 +168,11 @@ class Recovery:
             self.tail = (number, end)
 
     def index(self, key: str, location: Location) -> None:
-        """The blob of the record just replayed is known as ``key``."""
+        """Name the blob of the record just replayed."""
         self.blobs[key] = location
 
     def retain(self, keys: Iterable[str]) -> None:
-        """Only these blobs are wanted; all must be there."""
+        """Keep only these blobs; all must exist."""
         wanted = set(keys)
         missing = wanted - self.blobs.keys()
         if missing:
@@ -183,5 +183,5 @@ class Recovery:
         for segment in sorted({at.segment for at in blobs.values()}):
             path = self._layout.path("segment", segment)
             if not path.exists():
-                raise CorruptJournal(str(path), 0, "the segment is missing, and groups of it are wanted")
+                raise CorruptJournal(str(path), 0, "the segment is missing, and groups in it are needed")
         self._index.replace(blobs)

@@ -1,12 +1,12 @@
-"""The coordinator on the network: aiohttp in front of :class:`~.core.Core`, the journal behind it.
+"""The coordinator's HTTP server: aiohttp, then :class:`~.core.Core`, then the journal.
 
-A request goes body → struct → core → journal → answer. Between core and journal nothing awaits, so the order of the
-journal is the order of the decisions; and whoever decided waits at once until the journal has it, before anything
-else is done for the answer. Long polls sleep on an event that the core's ``wake`` sets, never on a timer of their own.
+A request goes body → struct → core → journal → answer. Nothing awaits between core and journal, so the journal has the
+order of the decisions; and the handler awaits the journal right after its decision, before any other work. Long polls
+wait for an event that the core's ``wake`` sets, not for a timer.
 
-What a disk refuses is undone, and those who asked are told (507). Whatever else goes wrong behind an answer — a
-damaged journal, prompts that cannot be read, a decision that fails half-way — sets :attr:`Server.failure`: the process
-ends with it, and nothing that is in memory only is written down any more.
+A change that the disk refuses is rolled back, and its requests get 507. Any other failure — a damaged journal, prompts
+that cannot be read, an exception inside a decision — sets :attr:`Server.failure`: the process ends with it, and writes
+nothing of the state in memory.
 """
 
 from __future__ import annotations
@@ -24,45 +24,45 @@ from aiohttp import web
 
 from scalerl_api import endpoints, wire
 from scalerl_api.exports import Exports
-from scalerl_coordinator import records as r
+from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.clock import LogicalClock
 from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal
 from scalerl_coordinator.files import RunFiles
 from scalerl_coordinator.frames import CorruptJournal
-from scalerl_coordinator.http import Answer, Gate, respond
+from scalerl_coordinator.generator_requests import GeneratorRequests
+from scalerl_coordinator.http import ErrorResponse, RequestGuard, respond
 from scalerl_coordinator.journal import Journal
 from scalerl_coordinator.membership import UnknownMember
 from scalerl_coordinator.metrics import Metrics
-from scalerl_coordinator.rollouts import Rollouts
-from scalerl_coordinator.status import view
-from scalerl_coordinator.store import load_state, new_member_id
-from scalerl_coordinator.training import ShardPlan, Training, fill_shard
+from scalerl_coordinator.run_status import build_status
+from scalerl_coordinator.state_loading import load_state, new_member_id
+from scalerl_coordinator.trainer_requests import ShardPlan, TrainerRequests, fill_shard
 from scalerl_tasks import PromptError, PromptSource, TaskError
 
 log = logging.getLogger(__name__)
 
 SMALL_BODY_BYTES = 2**20
 PUSH_BODY_BYTES = 2**26
-"""Of several groups; a single one may have what the run's lengths come to."""
+"""Limit of a push; a single group may have the size that the run's lengths allow."""
 HELLO_BODY_BYTES = 2**29
-_LONGEST_POLL_SECONDS = 60.0
+_MAX_POLL_SECONDS = 60.0
 _TICK_SECONDS = 0.25
 _EXPORTS_SECONDS = 5.0
-"""How old the status' word on exports may be while the run goes on; the last one of a run comes when all is trained."""
+"""Maximum age of the status' exports while the run trains; read at every tick once the run has finished."""
 _ROTATE_AT_CHECKPOINT_BYTES = 2**20
 
 T = TypeVar("T")
 
 
 class _RawPush(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """:class:`wire.Push` with its groups left as they came: those bytes go to the journal."""
+    """A :class:`wire.Push` whose groups stay encoded: those bytes go to the journal."""
 
     member_id: str
     groups: list[msgspec.Raw]
 
 
 class Server:
-    """One run's coordinator; ``app`` serves it between :meth:`start` and :meth:`close`."""
+    """The HTTP server of one run; ``app`` serves between :meth:`start` and :meth:`close`."""
 
     def __init__(
         self,
@@ -79,17 +79,17 @@ class Server:
         self._files = files
         self._prompts = {wire.Split.TRAIN: train, wire.Split.HELD_OUT: held_out}
         self._clock = LogicalClock(time.monotonic() - core.meter.last)
-        self._rollouts = Rollouts(core)
-        self._training = Training(core)
+        self._rollouts = GeneratorRequests(core)
+        self._training = TrainerRequests(core)
         self._trackers = trackers
         self._metrics = Metrics(
-            lambda: msgspec.structs.replace(view(core), trackers=trackers()),
-            journal.figures,
+            lambda: msgspec.structs.replace(build_status(core), trackers=trackers()),
+            journal.counters,
             refusing=lambda: journal.refusing is not None,
             staleness_bound=core.settings.identity.max_staleness_steps,
             closed_slots=core.closed_slots,
         )
-        self._gate = Gate(token, self._metrics)
+        self._guard = RequestGuard(token, self._metrics)
         self._events = {WORK: asyncio.Event(), TRAINER: asyncio.Event()}
         self._step_groups: tuple[int, list[str], dict[str, wire.Group]] | None = None
         self._step_lock = asyncio.Lock()
@@ -101,15 +101,15 @@ class Server:
         self._ticker: asyncio.Task[None] | None = None
         self._closing = False
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Set when the coordinator cannot go on; whoever runs the server ends the process with it."""
+        """Set when the coordinator cannot continue; the caller ends the process with it."""
         self.app = self._application()
-        journal.on_refusal = self._go_back
-        journal.on_death = self._fail
+        journal.on_refusal = self._roll_back
+        journal.on_failure = self._fail
 
     # --- life -----------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Bring the files up to the state; begin to keep time. The journal is started."""
+        """Bring the files up to the state and start the ticks. The journal is started before."""
         self._flush()
         await self._journal.durable()
         await self._write_rows(whole=True)
@@ -119,13 +119,13 @@ class Server:
         self._ticker.add_done_callback(self._task_done)
 
     def stop_polls(self) -> None:
-        """Answer every long poll now, with nothing."""
+        """Answer every long poll now, without a result."""
         self._closing = True
         for event in self._events.values():
             event.set()
 
     async def close(self) -> None:
-        """Journal what is left, with a snapshot, unless the state cannot be trusted any more; stop."""
+        """Journal the rest with a snapshot, unless the state is inconsistent, and stop."""
         self.stop_polls()
         tasks = [task for task in (self._ticker, self._reading) if task is not None]
         for task in tasks:
@@ -151,7 +151,7 @@ class Server:
                 self._flush()
                 await self._write_curve()
             due = self._core.finished or time.monotonic() - exports_read >= _EXPORTS_SECONDS
-            # In a task of its own: time does not wait for a disk.
+            # In its own task: ticks must not wait for a disk.
             if due and (self._reading is None or self._reading.done()):
                 exports_read = time.monotonic()
                 self._reading = asyncio.create_task(self._read_exports(), name="coordinator-exports")
@@ -167,21 +167,21 @@ class Server:
         if problem is not None:
             self._fail(problem)
 
-    def _fail(self, problem: BaseException) -> Answer:
-        """The coordinator cannot go on: the process ends with ``problem``; the answer is for who asked just now."""
+    def _fail(self, problem: BaseException) -> ErrorResponse:
+        """The coordinator cannot continue: the process ends with ``problem``; returns the answer for the present request."""
         if not self.failure.done():
-            log.error("the coordinator cannot go on: %s", problem)
+            log.error("the coordinator cannot continue: %s", problem)
             self.failure.set_exception(problem)
-        return Answer(500, "failed", f"the coordinator ends: {problem}")
+        return ErrorResponse(500, "failed", f"the coordinator ends: {problem}")
 
     def _now(self) -> float:
-        # While nothing can be journaled nothing is delivered either: nobody's time runs.
+        # While nothing can be journaled, no request is served: deadlines do not advance.
         return self._clock.read(time.monotonic(), awake=self._journal.refusing is None)
 
     # --- state and journal ----------------------------------------------------------------------
 
     def _flush(self) -> None:
-        """Queue what was decided for the journal, and wake who has a reason to look again."""
+        """Queue the outbox for the journal, and wake the long polls."""
         core, journal = self._core, self._journal
         checkpoint = False
         for record, blob in core.outbox:
@@ -200,12 +200,12 @@ class Server:
         core.wake.clear()
 
     def _decide(self, decision: Callable[[float], T]) -> T:
-        """Run one decision of the core; its records are in the journal's queue when this returns.
+        """Run one decision of the core; when this returns, its records are in the journal's queue.
 
-        An exception that is no refusal may have left the state half changed: nothing of it may be written.
+        An exception other than a refusal may leave the state half changed, so nothing of it may be written.
         """
         if self.failure.done():
-            raise Answer(500, "failed", "the coordinator ends, after a failure that its log tells of")
+            raise ErrorResponse(500, "failed", "the coordinator ends after a failure; see its log")
         self._journal.check()
         try:
             try:
@@ -217,21 +217,21 @@ class Server:
         except (Refusal, UnknownMember):
             raise
         except Exception as problem:
-            log.exception("a decision failed half-way")
+            log.exception("a decision raised an exception")
             raise self._fail(problem) from problem
         return result
 
     async def _decided(self, decision: Callable[[float], T]) -> T:
-        """A decision that is on disk: it and everything before it that it may rest upon.
+        """A decision that is on disk, with every earlier record that it depends on.
 
-        Nothing awaits between the two, so no refusal of the disk goes unnoticed in between.
+        Nothing awaits between decision and durable(), so no refusal of the disk goes unnoticed.
         """
         result = self._decide(decision)
         await self._journal.durable()
         return result
 
-    def _go_back(self) -> None:
-        """The disk took no more: the state returns to what the journal holds."""
+    def _roll_back(self) -> None:
+        """The disk refused a write: return the state to what the journal holds."""
         try:
             state = load_state(self._journal)
         except (CorruptJournal, OSError) as problem:
@@ -241,11 +241,11 @@ class Server:
         self._step_groups = None
 
     async def _poll(self, topic: str, wait_seconds: float, attempt: Callable[[float], T | None]) -> T | None:
-        """``attempt`` at once and at every event of ``topic``, until it gives something (on disk then), or time is over."""
+        """``attempt`` now and at every event of ``topic``, until it returns a result (then on disk) or the time is over."""
         if not (math.isfinite(wait_seconds) and wait_seconds >= 0):
             raise Refusal("bad-request", f"wait_seconds is {wait_seconds}, must be a number of seconds")
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + min(wait_seconds, _LONGEST_POLL_SECONDS)
+        deadline = loop.time() + min(wait_seconds, _MAX_POLL_SECONDS)
         while True:
             event = self._events[topic]
             result = self._decide(attempt)
@@ -272,7 +272,7 @@ class Server:
         return wire.Ack()
 
     async def _lease(self, request: wire.LeaseRequest) -> wire.Leases:
-        self._decide(lambda now: self._rollouts.arrive(request, now))
+        self._decide(lambda now: self._rollouts.receive_lease_request(request, now))
         given: list[wire.Lease] = []
 
         def attempt(now: float) -> wire.Leases | None:
@@ -284,19 +284,19 @@ class Server:
             leases = await self._poll(WORK, request.wait_seconds, attempt)
             if leases is None or not leases.leases:
                 return leases or wire.Leases(leases=[])
-            # Generated tasks make a prompt to know its id: not on the event loop.
+            # Generated tasks generate the prompt to learn its id: not on the event loop.
             ids, failed = await asyncio.to_thread(self._prompt_ids, given)
             if failed:
                 await self._decided(lambda now: self._rollouts.give_up_prompts(failed, now))
         except TaskError as problem:
             raise self._fail(problem) from problem
         finally:
-            # Also when the client is gone: an answer that does not arrive is noticed from here on.
-            self._core.book.tell((lease.lease_id for lease in given), self._now())
+            # Also when the client has disconnected: from here on, heartbeats reveal an answer that did not arrive.
+            self._core.book.mark_sent((lease.lease_id for lease in given), self._now())
         return wire.Leases(leases=self._named(given, ids))
 
     def _prompt_ids(self, leases: list[wire.Lease]) -> tuple[list[str], dict[str, str]]:
-        """The id of each lease's prompt, and why some (with "" for an id) cannot be made."""
+        """The prompt id of each lease; for prompts that cannot be generated, "" and the reason by lease."""
         ids, failed = [], {}
         for lease in leases:
             try:
@@ -307,7 +307,7 @@ class Server:
         return ids, failed
 
     def _named(self, leases: list[wire.Lease], ids: list[str]) -> list[wire.Lease]:
-        """The leases as they go out; without those that ended while their prompts were looked up."""
+        """The leases to send, without those that were closed while their prompts were read."""
         book, now = self._core.book, self._now()
         named = []
         for lease, prompt_id in zip(leases, ids, strict=True):
@@ -323,7 +323,9 @@ class Server:
             try:
                 groups.append(_decode_group(raw))
             except msgspec.DecodeError as problem:
-                raise Answer(400, "bad-request", str(problem).replace("`$", f"`$.groups[{index}]")) from None
+                raise ErrorResponse(
+                    400, "bad-request", str(problem).replace("`$", f"`$.groups[{index}]")
+                ) from None
 
         def take(now: float) -> list[tuple[wire.PushResult, str | None]]:
             self._core.membership.get(request.member_id, now)
@@ -351,11 +353,11 @@ class Server:
     async def _next(self, request: wire.NextRequest) -> wire.Next:
         found = await self._poll(TRAINER, request.wait_seconds, lambda now: self._training.next(request, now))
         found = found or wire.Next(
-            action=wire.NextAction.WAIT, step=request.version, reason=self._core.ending
+            action=wire.NextAction.WAIT, step=request.version, reason=self._core.end_reason
         )
         return msgspec.structs.replace(
             found,
-            measured=self._training.measures(request.version),
+            measured=self._training.has_evaluation(request.version),
             points=len(self._core.state.points),
         )
 
@@ -365,7 +367,7 @@ class Server:
         return await asyncio.to_thread(lambda: msgspec.msgpack.encode(fill_shard(plan, groups)))
 
     async def _groups_of(self, plan: ShardPlan) -> dict[str, wire.Group]:
-        """The groups of a step, read once for all ranks; kept until its report."""
+        """The groups of a step, read once for all ranks and kept until the step's report."""
         async with self._step_lock:
             cached = self._step_groups
             if cached is None or cached[:2] != (plan.step, plan.lease_ids):
@@ -374,7 +376,7 @@ class Server:
                     groups = await asyncio.to_thread(self._read_groups, plan.lease_ids)
                 except KeyError as problem:
                     raise Refusal(
-                        "not-ready", f"step {plan.step} was forgotten meanwhile (group {problem})"
+                        "not-ready", f"step {plan.step} was deleted meanwhile (group {problem})"
                     ) from None
                 except (CorruptJournal, OSError) as problem:
                     raise self._fail(problem) from problem
@@ -388,7 +390,7 @@ class Server:
             return {lease_id: _decode_group(blob) for lease_id, blob in zip(wanted, blobs, strict=True)}
         except msgspec.DecodeError as problem:
             raise CorruptJournal(
-                str(self._journal.directory), 0, f"a group does not fit: {problem}"
+                str(self._journal.directory), 0, f"a group cannot be decoded: {problem}"
             ) from problem
 
     async def _step(self, report: wire.StepReport) -> wire.Ack:
@@ -411,23 +413,27 @@ class Server:
         return await self._decided(lambda now: self._training.checkpoint_begin(request, now))
 
     async def _checkpoint_commit(self, request: wire.CheckpointCommit) -> wire.Ack:
-        # What the journal forgets now, metrics.jsonl has to have.
+        # metrics.jsonl must have the rows that the journal deletes now.
         if not await self._write_rows():
-            raise Answer(507, "no-space", "metrics.jsonl cannot be written (see the log); try again later")
+            raise ErrorResponse(
+                507, "no-space", "metrics.jsonl cannot be written (see the log); try again later"
+            )
         await self._decided(lambda now: self._training.checkpoint_commit(request, now))
         await self._write_curve()
         return wire.Ack()
 
-    # --- anyone ---------------------------------------------------------------------------------
+    # --- operator, probes -----------------------------------------------------------------------
 
     async def _stop(self, request: wire.Stop) -> wire.Ack:
         await self._decided(lambda now: self._core.stop(request.reason, now))
         return wire.Ack()
 
     async def _status(self, request: web.Request) -> web.Response:
-        # A slow disk must not hold up the answer to the operator: it gets what the last tick has read.
+        # A slow disk must not delay the status: the exports are those of the last tick.
         status, error = (
-            msgspec.structs.replace(view(self._core), exports=self._exports, trackers=self._trackers()),
+            msgspec.structs.replace(
+                build_status(self._core), exports=self._exports, trackers=self._trackers()
+            ),
             self._journal.refusing,
         )
         if error is not None:
@@ -456,12 +462,12 @@ class Server:
             self._points_written = points
 
     async def _on_files(self, write: Callable[[], None]) -> bool:
-        """Files for people do not hold up the run: the journal has it all until a checkpoint is committed."""
+        """Write a file for users. A failure does not stop the run: the journal has all of it until a checkpoint is committed."""
         try:
             await asyncio.get_running_loop().run_in_executor(self._files_thread, write)
         except OSError as error:
-            if str(error) != self._files_problem:  # it is tried again at every tick: told once
-                log.error("metrics.jsonl or curve.csv not written, tried again until it can be: %s", error)
+            if str(error) != self._files_problem:  # retried at every tick: logged once
+                log.error("cannot write metrics.jsonl or curve.csv, retrying: %s", error)
             self._files_problem = str(error)
             return False
         if self._files_problem:
@@ -473,7 +479,7 @@ class Server:
 
     def _application(self) -> web.Application:
         app = web.Application()
-        push_bytes = max(PUSH_BODY_BYTES, self._core.settings.longest_group_bytes)
+        push_bytes = max(PUSH_BODY_BYTES, self._core.settings.max_group_bytes)
         for path, kind, limit, handler in (
             (endpoints.MEMBERS, wire.Register, SMALL_BODY_BYTES, self._register),
             (endpoints.HEARTBEAT, wire.Heartbeat, SMALL_BODY_BYTES, self._heartbeat),
@@ -490,8 +496,8 @@ class Server:
             (endpoints.CHECKPOINT_COMMIT, wire.CheckpointCommit, SMALL_BODY_BYTES, self._checkpoint_commit),
             (endpoints.STOP, wire.Stop, SMALL_BODY_BYTES, self._stop),
         ):
-            app.router.add_post(path, self._gate.endpoint(path, kind, limit, handler))
-        app.router.add_get(endpoints.STATUS, self._gate.guarded(endpoints.STATUS, self._status))
+            app.router.add_post(path, self._guard.endpoint(path, kind, limit, handler))
+        app.router.add_get(endpoints.STATUS, self._guard.guarded(endpoints.STATUS, self._status))
         app.router.add_get(endpoints.HEALTH, self._health)
         app.router.add_get(endpoints.READY, self._ready)
         app.router.add_get(endpoints.METRICS, self._metrics_text)

@@ -1,4 +1,4 @@
-"""The numbers of a run that the coordinator works with, taken from its spec once."""
+"""The settings of a run that the coordinator reads from its spec, once."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import msgspec
 from scalerl_api.spec import ScaleRLRun
 
 _COMPLETION_SLACK_BYTES = 2**14
-"""Names, version spans, a grading error's text, and what MessagePack adds."""
+"""Bound on names, version spans, a grading error's text, and MessagePack overhead."""
 
 
 class Identity(msgspec.Struct, frozen=True, array_like=True):
-    """The settings that records are read by. What is not in :data:`FIXED` may change from one process to the next."""
+    """The settings that records depend on. Those not in :data:`FIXED` may change between processes."""
 
     prompts_per_step: int
     completions_per_prompt: int
@@ -31,21 +31,21 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def evaluation_set(self) -> str:
-        """Names what a point measures: prompts, and whatever else moves the reward that is expected of a version.
+        """Digest of what a point measures: the prompts, and whatever else changes the expected reward of a version.
 
-        Points of two of these are no common curve. How many samples there are only moves the error.
+        Points with different digests do not belong to one curve. The number of samples only changes the error.
         """
         parts = (self.held_out_digest, self.evaluation_temperature, self.max_completion_tokens)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 FIXED: Final = ("seed", "train_digest", "held_out_digest", "held_out_prompts")
-"""Fields of :class:`Identity` that no journal may change: they say which prompt an index stands for."""
+"""Fields of :class:`Identity` that may not change: they define which prompt an index is."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """See the spec's fields of the same names; devices are per replica or rank, at least 1 (a CPU process counts)."""
+    """Named as the spec's fields; devices are per replica or rank, at least 1 (a CPU process counts)."""
 
     identity: Identity
     temperature: float
@@ -57,11 +57,11 @@ class Settings:
     trainer_devices: int
     heartbeat_seconds: float = 2.0
     context_tokens: int = 2**20
-    """Longest prompt and completion together."""
+    """Maximum length of prompt and completion together."""
 
     @property
-    def longest_group_bytes(self) -> int:
-        """More than the largest group of this run takes on the wire: 4 bytes a token id, 4 a log-probability."""
+    def max_group_bytes(self) -> int:
+        """Upper bound on the size of a group of this run on the wire: 4 bytes a token id, 4 a log-probability."""
         identity = self.identity
         completions = max(identity.completions_per_prompt, identity.evaluation_samples)
         longest = 8 * identity.max_completion_tokens + _COMPLETION_SLACK_BYTES
@@ -71,7 +71,7 @@ class Settings:
     def of_run(
         cls, run: ScaleRLRun, *, train_digest: str, held_out_digest: str, held_out_prompts: int
     ) -> Settings:
-        """The numbers of ``run``, given what its task came to."""
+        """The settings of ``run`` and of its task."""
         spec, recipe, evaluation = run.spec, run.spec.recipe, run.spec.evaluation
         return cls(
             identity=Identity(

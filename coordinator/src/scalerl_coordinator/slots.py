@@ -1,18 +1,18 @@
-"""Slots, steps and versions: the arithmetic that bounds staleness by construction.
+"""Slots, steps and versions: the arithmetic that bounds staleness.
 
-Slots are one sequence over the whole run. Step ``t`` consumes the ``B`` slots from its first one on and is trained by
-the weights of version ``t``. A member that holds version ``v`` may be given slot ``q`` only while
-``q < first_slot(v + k + 1)``; then ``step_of(q) − v ≤ k``, and since a member's version only grows while it generates,
-no token of the slot is older than ``k`` updates at its step. This is PipelineRL-k (arXiv 2510.13786 §3 [P]); ``k = 0``
-is fully synchronous.
+Slots are one sequence over the whole run. Step ``t`` consumes ``B`` consecutive slots and is trained by the weights of
+version ``t``. A member that holds version ``v`` may be issued slot ``q`` only while ``q < first_slot(v + k + 1)``; then
+``step_of(q) − v ≤ k``, and since a member's version only grows while it generates, no token of the slot is older than
+``k`` updates at its step. This is PipelineRL-k (arXiv 2510.13786 §3 [P]); ``k = 0`` is fully synchronous.
 
-``B`` may change under way: every :class:`BatchSize` holds from its first step to the first step of the next one.
+``B`` may change during a run: every :class:`BatchSize` holds from its first step to the first step of the next one.
 
-Where generators keep ahead of the trainer, every token is older than its step, and no sampled token compares the two
-sides at equal weights. So every :data:`FRESH_EVERY` · k steps a small share of the step's slots waits for the weights
-that will train them. Cost: such a step cannot begin before its fresh groups are done, one generation of a group after
-its weights went out. With k sized as it should be (a generation takes at most k steps), that is k steps in
-``FRESH_EVERY`` · k: at most 4 % of the trainer's time, and of the generators' only what the bound k makes them wait.
+Where generators stay ahead of the trainer, every token is older than its step, and no sampled token compares trainer
+and generator at equal weights. So every :data:`ON_POLICY_EVERY` · k steps a small fraction of the step's slots is
+on-policy: they wait for the weights that will train them. Cost: such a step cannot begin before those groups are done,
+one generation of a group after its weights are published. With k sized as it should be (a generation takes at most k
+steps), that is k steps in ``ON_POLICY_EVERY`` · k: at most 4 % of the trainer's time, and of the generators' time only
+what the bound k makes them wait.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-FRESH_EVERY = 25
-"""Steps between measurements, for each step of allowed staleness: the wait grows with k, its share of time does not."""
+ON_POLICY_EVERY = 25
+"""Steps between measurements, per step of allowed staleness: the wait grows with k, its share of the time does not."""
 
-_FRESH_SHARE = 0.05
-_LEAST_FRESH = 4
-"""Groups that all score alike are filtered and measure nothing: with four some are likely to be trained on."""
+_ON_POLICY_FRACTION = 0.05
+_MIN_ON_POLICY = 4
+"""Groups with equal scores are filtered and measure nothing: of four, some are probably trained on."""
 
 
 class BatchSize(msgspec.Struct, frozen=True, array_like=True):
@@ -38,7 +38,7 @@ class BatchSize(msgspec.Struct, frozen=True, array_like=True):
 
 
 def size_of(step: int, sizes: Sequence[BatchSize]) -> BatchSize:
-    """What ``step`` is cut by. ``sizes`` ascend, the first is of step 0 or of the first step that is kept."""
+    """The batch size of ``step``. ``sizes`` ascend; the first is of step 0 or of the first kept step."""
     return next((size for size in reversed(sizes) if size.first_step <= step), sizes[0])
 
 
@@ -70,7 +70,7 @@ def step_of(slot: int, sizes: Sequence[BatchSize]) -> int:
 def lease_limit(
     version: int, sizes: Sequence[BatchSize], max_staleness_steps: int, max_steps: int | None
 ) -> int:
-    """First slot that a member holding ``version`` may not be given; 0 for a member without weights.
+    """First slot that a member with ``version`` may not be issued; 0 for a member without weights.
 
     >>> eight = [BatchSize(0, 0, 8)]
     >>> lease_limit(0, eight, 2, None), lease_limit(5, eight, 0, None), lease_limit(5, eight, 2, 6)
@@ -84,22 +84,22 @@ def lease_limit(
     return first_slot(steps if max_steps is None else min(steps, max_steps), sizes)
 
 
-def is_fresh(slot: int, sizes: Sequence[BatchSize], max_staleness_steps: int) -> bool:
-    """Whether ``slot`` waits for the weights that will train it. It is the same for a slot until settings change.
+def is_on_policy(slot: int, sizes: Sequence[BatchSize], max_staleness_steps: int) -> bool:
+    """Whether ``slot`` waits for the weights that will train it. Constant for a slot until settings change.
 
-    >>> [slot for slot in range(3000) if is_fresh(slot, [BatchSize(0, 0, 100)], 1)]
+    >>> [slot for slot in range(3000) if is_on_policy(slot, [BatchSize(0, 0, 100)], 1)]
     [0, 1, 2, 3, 4, 2500, 2501, 2502, 2503, 2504]
     """
     step = step_of(slot, sizes)
-    if max_staleness_steps == 0 or step % (FRESH_EVERY * max_staleness_steps):
+    if max_staleness_steps == 0 or step % (ON_POLICY_EVERY * max_staleness_steps):
         return False
     slots = slots_of(step, sizes)
-    return slot - slots.start < max(_LEAST_FRESH, round(_FRESH_SHARE * len(slots)))
+    return slot - slots.start < max(_MIN_ON_POLICY, round(_ON_POLICY_FRACTION * len(slots)))
 
 
 def staleness(step: int, version: int) -> int:
     """Updates between the version that sampled a token and the one that trains on it.
 
-    Never negative: after a trainer's return to an older checkpoint, tokens can come from weights ahead of it.
+    Never negative: after the trainer returns to an older checkpoint, tokens can be from newer weights.
     """
     return max(0, step - version)

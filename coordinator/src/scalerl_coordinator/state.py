@@ -1,37 +1,40 @@
-"""Everything that must survive, as a state machine with one door: :meth:`State.apply`.
+"""Everything that must survive a restart, as one struct that only :func:`.transitions.apply` changes.
 
-Pure: no I/O, no clock, no chance, no settings but the journaled :class:`Identity`. The same records give the
-same state, live or in replay, and a prefix of the records gives a state the run really was in.
+Life of a training slot, and the count (:class:`~.accounting.RolloutCounts`) that holds its rollouts::
 
-Life of a training slot, and which pile its rollouts are on::
-
-    fresh ─issued→ leased ─accepted→ waiting for its step ─step closes→ filtered
-                     │ ↑                 (queued)             └───────→ (queued) ─step trained→ trained, or skipped
-             closed  ↓ │ issued again, same prompt                           ↑←─ trainer went back ─┘
-                    reissue ─failed with two members, or too long→ given up (no rollouts; filtered)
-
-What each record does is in :mod:`.rollout_records` and :mod:`.trainer_records`.
+    new ──issued──▶ leased ──accepted──▶ queued ──step closes──▶ filtered
+                    │   ▲                       └─────────────▶ queued ──step trained──▶ trained or skipped
+        lease closed▼   │issued again, same prompt                ▲                         │
+                   reissue ──failed, or prompt too long──▶ given  └─trainer went back───────┘
+                                                           up (no rollouts; filtered)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import msgspec
 
-from scalerl_api.wire import EvaluationPoint
-from scalerl_coordinator import batch_sizes, rollout_records, slots, trainer_records
-from scalerl_coordinator import records as r
-from scalerl_coordinator.accounting import Accepted, Fates, Line, MismatchSums, Row, Usage
+from scalerl_api.wire import EvaluationPoint, Split
+from scalerl_coordinator import journal_records as r
+from scalerl_coordinator import slots
+from scalerl_coordinator.accounting import Accepted, Lineage, MismatchSums, RolloutCounts, Row, Usage
+from scalerl_coordinator.batcher import zero_variance
 from scalerl_coordinator.evaluation import Evaluation
-from scalerl_coordinator.rollout_records import OpenLease
 from scalerl_coordinator.settings import Identity
 from scalerl_coordinator.slots import BatchSize
 
 
-class State(msgspec.Struct):
-    """See the module; every field follows from the records."""
+class OpenLease(msgspec.Struct, frozen=True, array_like=True):
+    """A slot or held-out prompt that a member works on. Its deadline is in the :class:`~.leases.LeaseBook`."""
+
+    split: Split
+    slot: int
+    prompt_index: int
+    policy_version: int
+    holder: str
+
+
+class CoordinatorState(msgspec.Struct):
+    """All fields follow from the journal's records. ``name=`` keeps the field names of existing snapshots."""
 
     identity: Identity | None = None
     batch_sizes: list[BatchSize] = []
@@ -39,76 +42,76 @@ class State(msgspec.Struct):
     nonce: str = ""
     next_lease: int = 0
     leased: bool = False
-    """A lease was ever given: the run's time counts."""
+    """A lease was issued at least once: the run's time counts."""
 
     next_slot: int = 0
-    """Slots below were issued at least once, or held back."""
+    """Slots below it were issued at least once, or held back."""
     reissue: list[int] = []
-    """Slots to be issued again, or held back for the weights that will train them, ascending; served before new ones."""
-    lapsed: dict[int, str] = {}
-    """Of slots in ``reissue``: the lease that expired. Its group is still welcome while nobody else has the slot."""
+    """Slots to be issued again, or held back for the weights that will train them; ascending, issued before new ones."""
+    expired_lease_of: dict[int, str] = msgspec.field(default_factory=dict, name="lapsed")
+    """For slots in ``reissue``: the lease that expired. Its group is accepted until the slot is issued again."""
     prompts: dict[int, int] = {}
-    """Prompt of every issued slot that is not forgotten."""
+    """Prompt of every issued slot that is kept."""
     leases: dict[str, OpenLease] = {}
     groups: dict[int, Accepted] = {}
     """By slot, from ``first_kept_step`` on."""
     filled: dict[int, int] = {}
-    """Groups there are for each step; a step with all of them is closed."""
+    """Number of groups of each step; a step with all of them is closed."""
     first_kept_step: int = 0
-    """Groups of steps below are forgotten: no kept checkpoint is older."""
+    """Groups of earlier steps are deleted: no kept checkpoint is older."""
 
     incarnation: str = ""
-    """Of the trainer; empty before any has said hello."""
+    """The trainer's; empty until the first hello."""
     version: int = 0
-    """Steps trained on the present line; what the trainer holds."""
+    """Steps trained on the present lineage; the version that the trainer holds."""
     published: int = -1
     newest: int = 0
-    """Highest version that any weights ever had, on this line or one that was lost."""
+    """Highest version that any weights ever had, lost lineages included."""
     lost: int = -1
-    """Highest version that generators may have of a line that was lost. Up to it, a version may be of two weights."""
-    line: Line = Line()
-    marks: dict[int, Line] = {}
-    """The line as it was at each version that the trainer may come back to."""
+    """Highest version of a lost lineage that generators may hold. Up to it, one version may name two sets of weights."""
+    lineage: Lineage = msgspec.field(default=Lineage(), name="line")
+    progress_at: dict[int, Lineage] = msgspec.field(default_factory=dict, name="marks")
+    """The lineage at each version that the trainer may return to."""
     rows: dict[int, Row] = {}
-    """Lines of metrics.jsonl by step, as long as they may have to be written again."""
+    """Lines of metrics.jsonl by step, for as long as they may have to be written again."""
     last_row: Row = {}
     publish_stats: dict[str, float] = {}
     mismatches: dict[str, MismatchSums] = {}
-    """Of every step and publish, also of lines that were lost: a measurement stays one."""
+    """Of every step and publish, lost lineages included."""
     last_publish: str = ""
-    """Digest of the last commit of a publish."""
+    """Digest of the last PublishCommit."""
     checkpoint: int = -1
-    """Newest committed that the trainer can still read."""
+    """Newest committed checkpoint that the trainer can still read."""
     checkpoint_failures: int = 0
-    """Checkpoints that could not be written, as told with the steps, over all incarnations."""
+    """Checkpoints that could not be written, as reported with the steps, over all incarnations."""
     reported_failures: int = 0
-    """Of those, what the present incarnation has told."""
+    """The part of them that the present incarnation has reported."""
     skips: dict[int, str] = {}
-    """Kept steps that were skipped when they were last reached, and why."""
+    """Kept steps that were skipped when they were last reached, each with its reason."""
     skipped_steps: int = 0
-    """Over all incarnations, and lines."""
+    """Over all incarnations and lineages."""
     last_skip_reason: str = ""
 
-    fates: Fates = msgspec.field(default_factory=Fates)
+    counts: RolloutCounts = msgspec.field(default_factory=RolloutCounts, name="fates")
     usage: Usage = msgspec.field(default_factory=Usage)
     evaluations: dict[int, Evaluation] = {}
-    """Incomplete ones, by version."""
+    """Incomplete evaluations, by version."""
     points: list[EvaluationPoint] = []
 
     stop_reason: str = ""
     finish_reason: str = ""
-    """Not empty once the trainer was told to leave."""
+    """Set once the trainer was sent FINISH."""
 
-    # --- questions ------------------------------------------------------------------------------
+    # --- queries --------------------------------------------------------------------------------
 
     @property
-    def fresh(self) -> bool:
-        """No trainer has ever spoken to this journal: a checkpoint's snapshot may take its place."""
+    def awaits_trainer(self) -> bool:
+        """No trainer has said hello to this journal yet: a checkpoint's snapshot may replace the state."""
         return not self.incarnation
 
     @property
     def finished(self) -> bool:
-        """The trainer was told to leave and its last version is safe."""
+        """The trainer was sent FINISH, and a checkpoint of its last version is committed."""
         return bool(self.finish_reason) and self.checkpoint == self.version
 
     def slots_of(self, step: int) -> range:
@@ -118,7 +121,7 @@ class State(msgspec.Struct):
         return slots.step_of(slot, self.batch_sizes)
 
     def missing(self, step: int) -> int:
-        """Groups that ``step`` still needs."""
+        """Number of groups that ``step`` still needs."""
         return len(self.slots_of(step)) - self.filled.get(step, 0)
 
     def closed(self, step: int) -> bool:
@@ -131,9 +134,20 @@ class State(msgspec.Struct):
     def lease_id(self, number: int) -> str:
         return f"{self.nonce}-{number}"
 
+    def fill_slot(self, slot: int) -> None:
+        """Count the slot as done. The last slot of a step closes the step, and the zero-variance filter runs."""
+        step = self.step_of(slot)
+        self.filled[step] = self.filled.get(step, 0) + 1
+        if self.closed(step) and self.known_identity.zero_variance_filter:
+            for group in self.step_groups(step):
+                if not group.filtered and zero_variance(group.graded_scores):
+                    group.filtered = True
+                    self.counts.queued -= group.rollouts
+                    self.counts.filtered += group.rollouts
+
     @property
-    def settled(self) -> Identity:
-        """The identity, which is there from the first record on."""
+    def known_identity(self) -> Identity:
+        """The identity, which the journal's first record sets."""
         if self.identity is None:
             raise AssertionError("the first record of a journal is Started")
         return self.identity
@@ -141,73 +155,47 @@ class State(msgspec.Struct):
     # --- snapshot -------------------------------------------------------------------------------
 
     def encode(self) -> bytes:
-        """All of it; :meth:`decode` gives an equal state."""
+        """The whole state; :meth:`decode` gives an equal one."""
         return msgspec.msgpack.encode(self)
 
     @staticmethod
-    def decode(data: bytes) -> State:
-        """Raises msgspec.DecodeError (or its subclass ValidationError) on anything else than :meth:`encode`'s."""
-        state = msgspec.msgpack.decode(data, type=State)
-        if state.identity is not None and not state.batch_sizes:  # written when a run had one size
+    def decode(data: bytes) -> CoordinatorState:
+        """Raises msgspec.DecodeError on anything but the output of :meth:`encode`."""
+        state = msgspec.msgpack.decode(data, type=CoordinatorState)
+        if state.identity is not None and not state.batch_sizes:  # written when a run had one batch size
             state.batch_sizes = [BatchSize(0, 0, state.identity.prompts_per_step)]
         return state
 
-    def detached(self) -> State:
-        """A copy for a place without this journal: what rests on journaled tokens becomes work to do again.
+    def detached(self) -> CoordinatorState:
+        """A copy for a checkpoint, readable without this journal: groups whose tokens are only in the journal are dropped.
 
-        Slots that are not trained yet lose their groups and are issued again with the same prompts; their
-        rollouts were never acknowledged there.
+        Slots that are not trained yet lose their groups and are issued again with the same prompts. Their rollouts are
+        no longer counted as acknowledged.
         """
-        copy = State.decode(self.encode())
+        copy = CoordinatorState.decode(self.encode())
         start = slots.first_slot(self.version, self.batch_sizes)
-        copy.leases, copy.lapsed, copy.groups, copy.filled, copy.rows = {}, {}, {}, {}, {}
+        copy.leases, copy.expired_lease_of, copy.groups, copy.filled, copy.rows = {}, {}, {}, {}, {}
         copy.skips = {}
         copy.prompts = {slot: index for slot, index in self.prompts.items() if slot >= start}
         copy.reissue = sorted(copy.prompts)
         copy.first_kept_step = self.version
-        copy.marks = {self.version: self.line}
+        copy.progress_at = {self.version: self.lineage}
         copy.checkpoint = self.version
-        fates = copy.fates
+        counts = copy.counts
         for slot, group in self.groups.items():
             if slot < start:
                 continue
-            fates.acknowledged -= group.rollouts
-            fates.ungraded -= len(group.ungraded)
-            fates.masked_tokens -= sum(group.masked_tokens)
+            counts.acknowledged -= group.rollouts
+            counts.ungraded -= len(group.ungraded)
+            counts.masked_tokens -= sum(group.masked_tokens)
             if group.given_up:
-                fates.given_up -= group.given_up_rollouts
-                fates.too_long -= group.given_up_rollouts * (group.given_up == r.GivenUpFor.TOO_LONG)
+                counts.given_up -= group.given_up_rollouts
+                counts.too_long -= group.given_up_rollouts * (group.given_up == r.GiveUpReason.TOO_LONG)
             elif group.filtered:
-                fates.filtered -= group.rollouts
+                counts.filtered -= group.rollouts
             else:
-                fates.queued -= group.rollouts
+                counts.queued -= group.rollouts
         for evaluation in copy.evaluations.values():
             evaluation.todo = [p for p in range(evaluation.prompts) if p not in evaluation.results]
         copy.stop_reason = copy.finish_reason = ""
         return copy
-
-    # --- the door -------------------------------------------------------------------------------
-
-    def apply(self, record: r.AnyRecord) -> None:
-        """Take one record in. Records come from :mod:`.core`, which has checked them: a misfit is a bug."""
-        _APPLY[type(record)](self, record)
-
-    def _started(self, record: r.Started) -> None:
-        batch_sizes.change(self, record.identity)
-        self.nonce, self.next_lease = record.nonce, 0
-
-    def _restored(self, record: r.Restored) -> None:
-        identity, nonce, number = self.settled, self.nonce, self.next_lease
-        restored = State.decode(record.snapshot)
-        for name in self.__struct_fields__:
-            setattr(self, name, getattr(restored, name))
-        self.nonce, self.next_lease = nonce, number
-        batch_sizes.change(self, identity)
-
-
-_APPLY: dict[type, Callable[[State, Any], None]] = {
-    r.Started: State._started,
-    r.Restored: State._restored,
-    **rollout_records.APPLY,
-    **trainer_records.APPLY,
-}

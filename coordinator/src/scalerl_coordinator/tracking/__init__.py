@@ -1,11 +1,14 @@
-"""Experiment trackers: each gets what ``metrics.jsonl`` and ``curve.csv`` hold from a process of its own.
+"""Experiment trackers: one process a tracker reads ``metrics.jsonl`` and ``curve.csv`` and writes to the tracker.
 
-:mod:`.supervisor` is the coordinator's side: it starts a process a tracker, keeps it alive, and knows how it stands.
-:mod:`.process` is that process: it follows both files (:mod:`.tail`) and writes to its sink (:mod:`.tensorboard_sink`,
-:mod:`.wandb_sink`, :mod:`.mlflow_sink`). The files are the queue between the two: they lose nothing and never block. So no
-tracker's library is imported by the coordinator, and none can end it, stop it or fill its memory.
+    metrics.jsonl ─▶ MetricsTail ─┐                            ┌─▶ TensorBoardSink   open(), write(), close()
+                                  ├─▶ follow() (its process) ──┼─▶ WandbSink
+    curve.csv     ─▶ CurveTail  ──┘        │ Tracker, as JSON  └─▶ MLflowSink
+                                           ▼
+                     Trackers (supervisor in the coordinator) ─▶ status()
 
-Nothing is remembered of what was written. A sink that can be asked (MLflow, W&B online) is asked for its newest step and
-for the versions whose evaluation it has; one that is made of local files (TensorBoard, W&B offline) is written again from
-the first step on at every start.
+The files are the queue: they lose nothing and never block. The coordinator imports no tracker library, so no tracker can
+crash it, stop it or fill its memory.
+
+Progress is not stored. A sink that can be queried (MLflow, W&B online) returns its newest step and its evaluated versions
+from ``open``; one made of local files (TensorBoard, W&B offline) is written again from the first step at every start.
 """

@@ -1,4 +1,4 @@
-"""MLflow, by its own client."""
+"""MLflow, through its own client."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_api.trackers import MLflowSpec
 from scalerl_coordinator.tracking.sink import HELD_OUT, Points, Steps, flat, hyperparameters, tracker_id
 
-# Read when the library is imported: no usage figures to its makers; a server that is away is this process's to try again.
+# Read at import: no usage data to its makers; this process itself retries an unavailable server.
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
@@ -24,17 +24,17 @@ _ID_TAG: Final = "scalerl.run"
 _METRICS_A_CALL: Final = 1000
 _PARAMETERS_A_CALL: Final = 100
 _PARAMETER_CHARACTERS: Final = 6000
-"""These three are limits of MLflow's own."""
+"""MLflow's limits (all three)."""
 
 
 class MLflowSink:
-    """One run of MLflow, found again by a tag.
+    """One MLflow run, found by a tag.
 
-    A call writes whole steps and evaluations, in one transaction of the server's database: so the newest step, and the
-    versions, say what it has.
+    A call writes whole steps and evaluations in one transaction of the server's database, so its newest step and versions
+    show what it has.
     """
 
-    begins_anew = False
+    clears_on_open = False
 
     def __init__(self, run: ScaleRLRun, paths: RunPaths, spec: MLflowSpec) -> None:
         self._run = run
@@ -63,14 +63,14 @@ class MLflowSink:
         if found is None:
             try:
                 return str(self._client.create_experiment(self._spec.experiment))
-            except MlflowException:  # another run may have been faster
+            except MlflowException:  # another run may have created it
                 found = self._client.get_experiment_by_name(self._spec.experiment)
                 if found is None:
                     raise
         return str(found.experiment_id)
 
     def _write_hyperparameters(self, present: dict[str, str]) -> None:
-        """A parameter of MLflow cannot change: the value of a field that was edited is the tag ``spec.FIELD``."""
+        """Write the spec's fields as parameters. MLflow's cannot change: an edited field becomes the tag ``spec.FIELD``."""
         now = {name: str(value)[:_PARAMETER_CHARACTERS] for name, value in flat(hyperparameters(self._run))}
         new = [Param(name, value) for name, value in now.items() if name not in present]
         for begin in range(0, len(new), _PARAMETERS_A_CALL):

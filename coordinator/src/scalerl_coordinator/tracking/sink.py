@@ -1,4 +1,4 @@
-"""What a tracker's library is to the process that follows ``metrics.jsonl`` and ``curve.csv``."""
+"""The interface of a tracker's library to the process that follows ``metrics.jsonl`` and ``curve.csv``."""
 
 from __future__ import annotations
 
@@ -15,32 +15,33 @@ from scalerl_coordinator.accounting import Row
 
 Steps = Sequence[tuple[int, Row]]
 Points = Sequence[tuple[int, Row]]
-"""Evaluations: the version that was measured, and its figures under names that begin with :data:`HELD_OUT`."""
+"""Evaluations: the version, and its columns under names that begin with :data:`HELD_OUT`."""
 HELD_OUT: Final = "held_out/"
 
 
 class Sink(Protocol):
-    """Blocking, and any of it may raise: then the process ends, and another begins anew."""
+    """Methods block and may raise any exception: then the process ends, and a new one starts over."""
 
-    begins_anew: bool
-    """:meth:`open` drops what the sink has, so that it can follow a run that goes back to a checkpoint. The others keep the
-    first figures of a step and of an evaluation."""
+    clears_on_open: bool
+    """:meth:`open` deletes the sink's data, so that it can follow a return to a checkpoint. The others keep the first values of
+    a step and of an evaluation.
+    """
 
     def open(self) -> tuple[int, set[int]]:
-        """Connect. Returns the first step that the sink does not have, and the versions whose evaluation it has."""
+        """Connect. Returns the first step that the sink lacks, and the versions whose evaluation it has."""
 
     def write(self, steps: Steps, points: Points) -> None:
-        """Take steps in ascending order, each higher than all before, and evaluations that it does not have, by version.
+        """Write steps in ascending order, each above all earlier ones, and new evaluations, by version.
 
-        Where ``begins_anew``, evaluations too are of higher versions than all before.
+        With ``clears_on_open``, evaluations too are of higher versions than all earlier ones.
         """
 
     def close(self) -> None:
-        """Deliver what is under way."""
+        """Deliver what is pending."""
 
 
 def hyperparameters(run: ScaleRLRun) -> dict[str, Any]:
-    """The spec with every default written out; without pod templates, whose variables may hold secrets."""
+    """The spec with all defaults; without pod templates, whose variables may hold secrets."""
     return _without_templates(run.to_manifest()["spec"])
 
 
@@ -66,16 +67,16 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
 
 
 def tracker_id(paths: RunPaths) -> str:
-    """The id of the run in its directory: drawn once, the same after every restart."""
-    aside = paths.tracker_id.with_name(f"tracker-id.{os.getpid()}.tmp")
+    """The id of the run in its directory: generated once, constant over restarts."""
+    staging = paths.tracker_id.with_name(f"tracker-id.{os.getpid()}.tmp")
     if not paths.tracker_id.exists():
-        _write_durably(aside, uuid.uuid4().hex[:16] + "\n")
+        _write_durably(staging, uuid.uuid4().hex[:16] + "\n")
         try:
-            os.link(aside, paths.tracker_id)
+            os.link(staging, paths.tracker_id)
         except FileExistsError:
             pass  # another tracker's process was faster
         finally:
-            aside.unlink()
+            staging.unlink()
     return paths.tracker_id.read_text().strip()
 
 

@@ -1,4 +1,4 @@
-"""Follows ``metrics.jsonl`` and ``curve.csv``: what is new, and what was taken back."""
+"""Reads new rows of ``metrics.jsonl`` and ``curve.csv``, and detects rows that were removed or changed."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from scalerl_coordinator.tracking.sink import HELD_OUT
 
 
 class MetricsTail:
-    """Reads what was appended, and all of a file that was replaced: after a crash, or a step back."""
+    """Reads appended lines; reads a replaced file from the start (after a crash, or a return to a checkpoint)."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.rewind()
 
     def rewind(self) -> None:
-        """Begin anew with the next read."""
+        """Read from the start next time."""
         self._inode = -1
         self._offset = 0
         self._last_line = b""
-        """The line that ends at the offset: of a replaced file the inode may be the same, for its number is used again."""
+        """The line that ends at the offset: a replaced file can have the same inode, since inode numbers are reused."""
         self._digests: dict[int, int] = {}
-        """Of the line of every step that was read."""
+        """Hash of the line of every step that was read."""
 
-    def read(self, most: int = 256) -> list[tuple[int, Row]] | None:
-        """Steps and their rows that came since the last call, ascending, ``most`` at a time; None: a step that was read
-        is gone or has other figures now, because the trainer went back to a checkpoint.
+    def read(self, limit: int = 256) -> list[tuple[int, Row]] | None:
+        """New steps and their rows, ascending, at most ``limit``; None if a step that was read is missing or changed, because the
+        trainer returned to a checkpoint.
 
         Raises:
-            OSError: the file is there and cannot be read.
+            OSError: the file exists and cannot be read.
         """
         try:
             file = self._path.open("rb")
@@ -56,30 +56,30 @@ class MetricsTail:
                 if step >= 0 and step not in self._digests:
                     self._digests[step] = hash(line)
                     new.append((step, row))
-                if len(new) == most:
+                if len(new) == limit:
                     break
             return new
 
 
 class CurveTail:
-    """Reads the evaluations that came; their file is replaced as a whole with each."""
+    """Reads new evaluations; their file is replaced as a whole with each."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.rewind()
 
     def rewind(self) -> None:
-        """Begin anew with the next read."""
-        self._seen: tuple[int, int, int] | None = None
+        """Read from the start next time."""
+        self._stat: tuple[int, int, int] | None = None
         self._read: dict[int, Row] = {}
 
     def read(self) -> list[tuple[int, Row]] | None:
-        """Versions and their figures, named ``held_out/COLUMN``, that came since the last call, ascending; None: one that
-        was read is gone or has other figures now, or one came that is older than those that were read.
+        """New versions and their columns, named ``held_out/COLUMN``, ascending; None if a version that was read is missing or
+        changed, or a new one is older than those that were read.
 
         Raises:
-            OSError: the file is there and cannot be read.
-            ValueError: it holds no curve.
+            OSError: the file exists and cannot be read.
+            ValueError: the file is not a curve.
         """
         try:
             file = self._path.open(encoding="utf-8", newline="")
@@ -87,8 +87,8 @@ class CurveTail:
             return []
         with file:
             found = os.fstat(file.fileno())
-            seen = (found.st_ino, found.st_mtime_ns, found.st_size)
-            if seen == self._seen:
+            stat = (found.st_ino, found.st_mtime_ns, found.st_size)
+            if stat == self._stat:
                 return []
             figures = curve_figures(file.read())
         now = {int(row["version"]): {HELD_OUT + n: v for n, v in row.items()} for row in figures}
@@ -97,12 +97,12 @@ class CurveTail:
             new and self._read and new[0] < max(self._read)
         ):
             return None
-        self._seen, self._read = seen, now
+        self._stat, self._read = stat, now
         return [(version, now[version]) for version in new]
 
 
 def _rows(file: BinaryIO) -> Iterator[tuple[bytes, int, Row]]:
-    """Whole lines, with the step -1 where they hold none: the coordinator mends those before it appends again."""
+    """Complete lines; step -1 for a line without a step, which the coordinator repairs before it appends again."""
     for line in file:
         if not line.endswith(b"\n"):
             return

@@ -16,16 +16,16 @@ from scalerl_coordinator.tracking.sink import HELD_OUT, Points, Steps, flat, hyp
 
 _OVER_COMPUTE: Final = f"{HELD_OUT}reward_over_device_seconds"
 _SUFFIX = ".scalerl"
-"""Ends the names of the files that are ours to delete: the directory may be shared."""
+"""Suffix of the files that this sink may delete: the directory may be shared."""
 
 
 class TensorBoardSink:
     """One event file, with one event a step and two an evaluation.
 
-    TensorBoard's only axis is an event's step: so the held-out reward is there twice, over versions and over compute.
+    TensorBoard's only axis is an event's step, so the held-out reward is written twice: over versions and over compute.
     """
 
-    begins_anew = True
+    clears_on_open = True
 
     def __init__(self, run: ScaleRLRun, directory: Path) -> None:
         self._run = run
@@ -36,9 +36,9 @@ class TensorBoardSink:
         self._directory.mkdir(parents=True, exist_ok=True)
         for old in self._directory.glob(f"events.out.tfevents.*{_SUFFIX}"):
             old.unlink()
-        # Two files of one second need two names.
+        # Two files of the same second need different names.
         self._writer = EventsWriter(str(self._directory / "events"), f".{time.time_ns()}{_SUFFIX}")
-        # A TensorBoard that shows the deleted file drops what it has from this step on.
+        # A TensorBoard that shows the deleted file drops its data from this step on.
         self._add(Event(step=0, session_log=SessionLog(status=SessionLog.START)))
         for summary in hparams(dict(flat(hyperparameters(self._run))), {}):
             self._add(Event(step=0, summary=summary))
@@ -50,7 +50,7 @@ class TensorBoardSink:
         for step, row in (*steps, *points):
             values = [Summary.Value(tag=name, simple_value=value) for name, value in row.items()]
             self._add(Event(step=step, summary=Summary(value=values)))
-        # TensorBoard drops what has a higher step than what comes after it.
+        # TensorBoard drops events with a higher step than a later event.
         for _, row in sorted(points, key=lambda point: point[1][f"{HELD_OUT}device_seconds"]):
             value = Summary.Value(tag=_OVER_COMPUTE, simple_value=row[f"{HELD_OUT}reward"])
             compute = round(row[f"{HELD_OUT}device_seconds"])

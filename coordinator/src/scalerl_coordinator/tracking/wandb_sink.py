@@ -1,4 +1,4 @@
-"""Weights & Biases, online or offline, by its own library."""
+"""Weights & Biases, online or offline, through its own library."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from scalerl_api.trackers import WandbSpec
 from scalerl_coordinator.accounting import Row
 from scalerl_coordinator.tracking.sink import HELD_OUT, Points, Steps, hyperparameters, tracker_id
 
-# Read when the library is imported: no reports of its own errors to its maker.
+# Read at import: do not send the library's errors to its maker.
 os.environ["WANDB_ERROR_REPORTING"] = "false"
 
 import wandb
 
 _INIT_SECONDS: Final = 30.0
 _VERSION: Final = f"{HELD_OUT}version"
-_MOST_POINTS: Final = 100_000
-"""More evaluations than any run has: the server draws at random from more than it is asked for."""
+_MAX_POINTS: Final = 100_000
+"""More evaluations than any run has: the server samples at random above this limit."""
 
 
 class WandbSink:
-    """One run of W&B under this run's id, which a later process resumes.
+    """One W&B run under this run's id, which a later process resumes.
 
-    Offline, every process writes all steps into a file of its own, and the one before goes: ``wandb sync`` then finds each
-    step once. Online, W&B's own process sends and tries again; what it has not sent when it ends, the next one sends, which
-    asks the server for its newest step and for the versions whose evaluation it has. W&B's own step is the number of a row.
+    Offline, every process writes all steps into its own file and deletes the previous one, so ``wandb sync`` finds each step
+    once. Online, W&B's own process sends and retries; the next process sends what it had not sent, after it has queried the
+    server's newest step and evaluated versions. W&B's own step is the row number.
     """
 
     def __init__(self, run: ScaleRLRun, paths: RunPaths, spec: WandbSpec) -> None:
@@ -38,7 +38,7 @@ class WandbSink:
         self._wandb: Any = None
         self._next_row = 0
         self._defined: set[str] = set()
-        self.begins_anew = spec.offline
+        self.clears_on_open = spec.offline
 
     def open(self) -> tuple[int, set[int]]:
         id_ = tracker_id(self._paths)
@@ -55,7 +55,7 @@ class WandbSink:
                 root_dir=str(self._paths.root),
                 init_timeout=_INIT_SECONDS,
                 silent=True,
-                # Figures and spec alone: no code, no output, no measurements of the machine.
+                # Metrics and spec only: no code, no output, no measurements of the machine.
                 console="off",
                 disable_git=True,
                 disable_code=True,
@@ -71,11 +71,11 @@ class WandbSink:
         return self._found()
 
     def _found(self) -> tuple[int, set[int]]:
-        """The first step that the server does not have, and the versions whose evaluation it has."""
+        """The first step that the server lacks, and the versions whose evaluation it has."""
         if not self._wandb.resumed:
             return 0, set()
         run = wandb.Api(timeout=int(_INIT_SECONDS)).run(self._wandb.path)
-        measured = run.history(samples=_MOST_POINTS, keys=[_VERSION], pandas=False)
+        measured = run.history(samples=_MAX_POINTS, keys=[_VERSION], pandas=False)
         return int(run.summary.get("step", -1)) + 1, {int(row[_VERSION]) for row in measured}
 
     def write(self, steps: Steps, points: Points) -> None:

@@ -1,4 +1,4 @@
-"""The run in one view, for whoever watches."""
+"""The run's status, as served to the operator and the CLI."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from scalerl_api import wire
 from scalerl_api.mismatch import ALL, POSITIONS, SOURCES, key
 from scalerl_api.wire import Phase
 from scalerl_coordinator.core import Core
-from scalerl_coordinator.leases import NOTABLE_ATTEMPTS
-from scalerl_coordinator.state import State
+from scalerl_coordinator.leases import REPORTED_ATTEMPTS
+from scalerl_coordinator.state import CoordinatorState
 
 
-def view(core: Core) -> wire.Status:
-    """A snapshot of everything worth watching; may be ahead of the disk by what is being written."""
-    state, usage, fates, meter = core.state, core.state.usage, core.state.fates, core.meter
+def build_status(core: Core) -> wire.Status:
+    """The status; may be ahead of the disk by the records being written."""
+    state, usage, counts, meter = core.state, core.state.usage, core.state.counts, core.meter
     members = sorted(core.membership.members.values(), key=lambda m: m.name)
     phase = _phase(core)
     return wire.Status(
@@ -20,26 +20,26 @@ def view(core: Core) -> wire.Status:
         waiting_for=_waiting_for(core, phase),
         step=state.version,
         published_version=state.published,
-        stop_reason=state.finish_reason or core.ending,
+        stop_reason=state.finish_reason or core.end_reason,
         counts=wire.Counts(
-            acknowledged=fates.acknowledged,
-            trained=fates.trained,
-            filtered=fates.filtered,
-            queued=fates.queued,
+            acknowledged=counts.acknowledged,
+            trained=counts.trained,
+            filtered=counts.filtered,
+            queued=counts.queued,
             leased=_leased_rollouts(core),
-            late=fates.late,
-            stale=fates.stale,
-            invalid=fates.invalid,
-            duplicate=fates.duplicate,
-            expired_leases=fates.expired_leases,
-            held_out_invalid=fates.held_out_invalid,
-            given_up=fates.given_up,
-            too_long=fates.too_long,
-            skipped=fates.skipped,
-            ungraded=fates.ungraded,
-            masked_tokens=fates.masked_tokens,
-            held_out_given_up=fates.held_out_given_up,
-            timed_out_leases=fates.timed_out_leases,
+            late=counts.late,
+            stale=counts.stale,
+            invalid=counts.invalid,
+            duplicate=counts.duplicate,
+            expired_leases=counts.expired_leases,
+            held_out_invalid=counts.held_out_invalid,
+            given_up=counts.given_up,
+            too_long=counts.too_long,
+            skipped=counts.skipped,
+            ungraded=counts.ungraded,
+            masked_tokens=counts.masked_tokens,
+            held_out_given_up=counts.held_out_given_up,
+            timed_out_leases=counts.timed_out_leases,
         ),
         members=[
             wire.Member(
@@ -52,13 +52,13 @@ def view(core: Core) -> wire.Status:
         wall_seconds=usage.wall_seconds + meter.wall,
         device_seconds=usage.device_seconds + meter.device,
         tokens_generated=usage.generated_tokens + meter.tokens,
-        tokens_trained=state.line.trained_tokens,
+        tokens_trained=state.lineage.trained_tokens,
         generator_busy_fraction=usage.generator_busy_fraction,
         trainer_busy_fraction=usage.trainer_busy_fraction,
-        max_staleness_steps=state.line.staleness_max,
-        mean_staleness_steps=state.line.mean_staleness,
+        max_staleness_steps=state.lineage.staleness_max,
+        mean_staleness_steps=state.lineage.mean_staleness,
         mismatch=_mismatch(state),
-        grading_errors=fates.grading_errors,
+        grading_errors=counts.grading_errors,
         checkpoint_failures=state.checkpoint_failures,
         skipped_steps=state.skipped_steps,
         last_skip_reason=state.last_skip_reason,
@@ -66,7 +66,7 @@ def view(core: Core) -> wire.Status:
     )
 
 
-def _mismatch(state: State) -> list[wire.Mismatch]:
+def _mismatch(state: CoordinatorState) -> list[wire.Mismatch]:
     return [
         wire.Mismatch(
             source=source,
@@ -89,7 +89,7 @@ def _leased_rollouts(core: Core) -> int:
 def _phase(core: Core) -> Phase:
     if core.finished:
         return Phase.FINISHED
-    if core.ending:
+    if core.end_reason:
         return Phase.FINISHING
     if any(m.version >= 0 for m in core.membership.members.values()):
         return Phase.RUNNING
@@ -100,18 +100,18 @@ def _waiting_for(core: Core, phase: Phase) -> str:
     state = core.state
     if phase is Phase.FINISHED:
         return ""
-    if state.fresh:
-        return "the trainer to say hello"
+    if state.awaits_trainer:
+        return "the trainer's first hello"
     if not core.membership.members:
         return "a generator to register"
     if phase is Phase.WAITING:
         return "the first weights to reach a generator"
     if phase is Phase.FINISHING and state.finish_reason:
         return "the trainer's last checkpoint"
-    for (split, slot), spoiled in sorted(core.book.spoiled.items()):
-        if spoiled.attempts >= NOTABLE_ATTEMPTS:
+    for (split, slot), retries in sorted(core.book.retries.items()):
+        if retries.attempts >= REPORTED_ATTEMPTS:
             what = "slot" if split is wire.Split.TRAIN else "held-out prompt"
-            return f"{what} {slot}, which came back {spoiled.attempts} times, last because: {spoiled.reason}"
+            return f"{what} {slot}, which failed {retries.attempts} times, last reason: {retries.reason}"
     for version, evaluation in sorted(state.evaluations.items()):
         return (
             f"the evaluation of version {version}: {len(evaluation.results)} of {evaluation.prompts} prompts"

@@ -1,9 +1,9 @@
-"""``python -m scalerl_coordinator.tracking.process NAME``: gives one tracker every line of ``metrics.jsonl``
-and every row of ``curve.csv``.
+"""``python -m scalerl_coordinator.tracking.tracker_process NAME``: writes every line of ``metrics.jsonl`` and every row of
+``curve.csv`` to one tracker.
 
-Standard output carries a :class:`~scalerl_api.wire.Tracker` as a line of JSON, whenever it changed. The end of standard
-input is the request to write what is there and to end; so the process does not outlive the coordinator either. Exit code:
-0 after that, 1 where the tracker failed, with the reason as its last line.
+Standard output gets a :class:`~scalerl_api.wire.Tracker` as a line of JSON whenever it changes. When standard input ends,
+the process writes what is there and exits; so it does not outlive the coordinator either. Exit code: 0 then, 1 if the
+tracker failed, with the reason in its last line.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _PROBLEM_CHARACTERS: Final = 600
 def main(argv: Sequence[str] | None = None) -> int:
     """The process; see the module."""
     (name,) = sys.argv[1:] if argv is None else argv
-    # What libraries print must not get between the lines of the report.
+    # Output of libraries must not mix with the report's lines.
     report = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
     with contextlib.suppress(OSError):
         os.nice(10)  # the run comes first
-    # tensorboardX loads torch where it is installed, half a GB, for what is not asked of it here.
+    # tensorboardX imports torch where it is installed: half a GB that is not needed here.
     sys.modules["torch"] = None  # type: ignore[assignment]
     state = Tracker(name=name)
 
-    def tell(**changes: object) -> None:
+    def report_step(**changes: object) -> None:
         nonlocal state
         state = msgspec.structs.replace(state, **changes)
         report.write(msgspec.json.encode(state) + b"\n")
@@ -53,20 +53,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         environment = ProcessEnvironment.read()
         paths = environment.paths
         sink = open_sink(name, environment.load_run(), paths)
-        follow(paths, sink, lambda step: tell(step=step), _end_of_input)
+        follow(paths, sink, lambda step: report_step(step=step), _end_of_input)
     except BrokenPipeError:
-        return 1  # the coordinator is gone
+        return 1  # the coordinator has ended
     except Exception as problem:
         logging.getLogger(__name__).debug("%s failed", name, exc_info=True)
-        # Without what is another in every attempt: it is told once.
+        # Without addresses, which differ in every attempt: an equal problem is logged once.
         said = re.sub(r" at 0x[0-9a-f]+", "", f"{type(problem).__name__}: {problem}")
-        tell(problem=said[:_PROBLEM_CHARACTERS])
+        report_step(problem=said[:_PROBLEM_CHARACTERS])
         return 1
     return 0
 
 
 def open_sink(name: str, run: ScaleRLRun, paths: RunPaths) -> Sink:
-    """The sink of a field of ``spec.trackers``. Imports its library."""
+    """The sink for a field of ``spec.trackers``. Imports its library."""
     trackers = run.spec.trackers
     if name == "tensorBoard" and trackers.tensor_board is not None:
         from scalerl_coordinator.tracking.tensorboard_sink import TensorBoardSink
@@ -84,21 +84,23 @@ def open_sink(name: str, run: ScaleRLRun, paths: RunPaths) -> Sink:
     raise ValueError(f"spec.trackers.{name} is not given")
 
 
-def follow(paths: RunPaths, sink: Sink, tell: Callable[[int], None], wait: Callable[[float], bool]) -> None:
-    """Write what is in both files and what is added to them, until ``wait`` returns True; then once more.
+def follow(
+    paths: RunPaths, sink: Sink, report_step: Callable[[int], None], wait: Callable[[float], bool]
+) -> None:
+    """Write both files and what is appended to them, until ``wait`` returns True; then once more.
 
-    tell: gets the newest step that the sink has, -1 while there is none, whenever nothing is left to write.
-    wait: sleeps for so many seconds at most.
+    report_step: called with the newest step of the sink (-1 while it has none) when nothing is left to write.
+    wait: sleeps for at most that many seconds.
     """
     metrics, curve = MetricsTail(paths.metrics), CurveTail(paths.curve)
-    (missing, measured), told, ending = sink.open(), -1, False
+    (missing, measured), reported, ending = sink.open(), -1, False
     while True:
         rows, points = metrics.read(), curve.read()
         if rows is None or points is None:
-            # What the other one has just read comes again, too; what the sink has is left out.
+            # Both files are read again from the start; rows that the sink has are skipped.
             metrics.rewind()
             curve.rewind()
-            if sink.begins_anew:
+            if sink.clears_on_open:
                 sink.close()
                 missing, measured = sink.open()
             continue
@@ -110,9 +112,9 @@ def follow(paths: RunPaths, sink: Sink, tell: Callable[[int], None], wait: Calla
             measured |= {version for version, _ in points}
         if rows or points:
             continue
-        if missing != told:
-            told = missing
-            tell(missing - 1)
+        if missing != reported:
+            reported = missing
+            report_step(missing - 1)
         if ending:
             break
         ending = wait(POLL_SECONDS)

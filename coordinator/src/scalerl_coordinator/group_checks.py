@@ -1,8 +1,7 @@
-"""Looking at a pushed group: does it fit its lease, is it sound, how old is it.
+"""Checks a pushed group: whether it fits its lease, whether its values are valid, how old its tokens are.
 
-Costs a few microseconds a completion: lengths are compared as lengths, and the two things that have to be looked
-at token by token (log-probabilities finite, ids not negative) are one numpy reduction each over the bytes as they
-came.
+Costs a few microseconds a completion: lengths are compared as lengths; the two checks of every token (log-probabilities
+finite, ids not negative) are one numpy reduction each over the received bytes.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ import numpy as np
 
 from scalerl_api.wire import MASKED, Completion, Group
 
-_LARGEST_LOGPROB = 0.01
-"""A log-probability may exceed 0 by rounding, not by more."""
+_MAX_LOGPROB = 0.01
+"""Rounding can raise a log-probability this far above 0."""
 
 
-class BadGroup(Exception):
-    """The group cannot be used; the message says which completion and why."""
+class InvalidGroup(Exception):
+    """The group cannot be used; the message names the completion and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class GroupSummary:
     """What the coordinator keeps of a group's completions."""
 
     lengths: list[int]
@@ -31,16 +30,16 @@ class Measured:
     truncated: int
     oldest_version: int
     version_tokens: int
-    """Sum over the tokens to be trained on of the version that sampled each."""
+    """Sum, over the tokens to be trained on, of the version that sampled each."""
     newest_version: int
     ungraded: list[int]
-    """Completions whose verifier failed: their score says nothing about them."""
+    """Indices of completions whose verifier failed: their score is meaningless."""
     masked_tokens: list[int]
-    """Of each completion; empty where none has any."""
+    """Masked tokens of each completion; empty where no completion has any."""
 
 
-def measure(group: Group, completions: int, max_tokens: int, newest: int) -> Measured:
-    """Check every completion of ``group``, and sum up.
+def summarize_group(group: Group, completions: int, max_tokens: int, newest: int) -> GroupSummary:
+    """Check every completion of ``group`` and summarize them.
 
     Args:
         group: as pushed.
@@ -49,13 +48,13 @@ def measure(group: Group, completions: int, max_tokens: int, newest: int) -> Mea
         newest: the newest version that any weights ever had.
 
     Raises:
-        BadGroup: wrong count, wrong or impossible length, log-probability not finite or above 0, negative token id,
+        InvalidGroup: wrong count, wrong or impossible length, log-probability not finite or above 0, negative token id,
             version spans that do not cover the tokens in order, score outside [0, 1].
     """
     if len(group.completions) != completions:
-        raise BadGroup(f"{len(group.completions)} completions, leased for {completions}")
+        raise InvalidGroup(f"{len(group.completions)} completions, leased for {completions}")
     if not group.prompt_token_ids or len(group.prompt_token_ids) % 4:
-        raise BadGroup(
+        raise InvalidGroup(
             f"prompt_token_ids has {len(group.prompt_token_ids)} bytes, not a positive multiple of 4"
         )
     lengths, scores, truncated, version_tokens = [], [], 0, 0
@@ -66,10 +65,10 @@ def measure(group: Group, completions: int, max_tokens: int, newest: int) -> Mea
         try:
             _check_tokens(completion, max_tokens)
             first, last, weighted, masked = _check_versions(completion, newest)
-        except BadGroup as problem:
-            raise BadGroup(f"completions[{index}]: {problem}") from None
+        except InvalidGroup as problem:
+            raise InvalidGroup(f"completions[{index}]: {problem}") from None
         if not 0.0 <= completion.score <= 1.0:  # NaN is not
-            raise BadGroup(f"completions[{index}]: score {completion.score} is outside [0, 1]")
+            raise InvalidGroup(f"completions[{index}]: score {completion.score} is outside [0, 1]")
         lengths.append(completion.tokens)
         scores.append(completion.score)
         truncated += completion.finish_reason == "length"
@@ -79,7 +78,7 @@ def measure(group: Group, completions: int, max_tokens: int, newest: int) -> Mea
             version_tokens += weighted
         else:
             ungraded.append(index)
-    return Measured(
+    return GroupSummary(
         lengths,
         scores,
         truncated,
@@ -94,37 +93,37 @@ def measure(group: Group, completions: int, max_tokens: int, newest: int) -> Mea
 def _check_tokens(completion: Completion, max_tokens: int) -> None:
     ids, logprobs = completion.token_ids, completion.logprobs
     if not ids or len(ids) % 4:
-        raise BadGroup(f"token_ids has {len(ids)} bytes, not a positive multiple of 4")
+        raise InvalidGroup(f"token_ids has {len(ids)} bytes, not a positive multiple of 4")
     if len(logprobs) != len(ids):
-        raise BadGroup(f"{len(ids) // 4} tokens but {len(logprobs) / 4:g} log-probabilities")
+        raise InvalidGroup(f"{len(ids) // 4} tokens but {len(logprobs) / 4:g} log-probabilities")
     if len(ids) // 4 > max_tokens:
-        raise BadGroup(f"{len(ids) // 4} tokens, leased for at most {max_tokens}")
+        raise InvalidGroup(f"{len(ids) // 4} tokens, leased for at most {max_tokens}")
     values = np.frombuffer(logprobs, "<f4")
     low, high = float(values.min()), float(values.max())  # NaN anywhere makes both NaN
-    if not (math.isfinite(low) and high <= _LARGEST_LOGPROB):
-        raise BadGroup(f"log-probabilities from {low} to {high}: not finite, or above 0")
+    if not (math.isfinite(low) and high <= _MAX_LOGPROB):
+        raise InvalidGroup(f"log-probabilities from {low} to {high}: not finite, or above 0")
     if np.frombuffer(ids, "<i4").min() < 0:
-        raise BadGroup("a token id is negative")
+        raise InvalidGroup("a token id is negative")
 
 
 def _check_versions(completion: Completion, newest: int) -> tuple[int, int, int, int]:
-    """Of the tokens that are not masked: oldest and newest version, sum of versions. And how many are masked.
+    """Of the unmasked tokens: oldest version, newest version, sum of versions. Then the number of masked tokens.
 
-    With every token masked, the newest is -1 and the oldest the newest there is.
+    With every token masked, the oldest is ``newest`` and the newest is -1.
     """
     spans, tokens = completion.versions, completion.tokens
     if not spans or spans[0].start != 0:
-        raise BadGroup("its first version span does not start at token 0")
+        raise InvalidGroup("its first version span does not start at token 0")
     weighted = masked = 0
     for at, span in enumerate(spans):
         end = spans[at + 1].start if at + 1 < len(spans) else tokens
         if end <= span.start:
-            raise BadGroup(f"version spans are not ascending inside its {tokens} tokens")
+            raise InvalidGroup(f"version spans are not ascending inside its {tokens} tokens")
         if span.version == MASKED:
             masked += end - span.start
             continue
         if not 0 <= span.version <= newest:
-            raise BadGroup(f"version {span.version} is outside 0..{newest}")
+            raise InvalidGroup(f"version {span.version} is outside 0..{newest}")
         weighted += span.version * (end - span.start)
     versions = [span.version for span in spans if span.version != MASKED]
     return min(versions, default=newest), max(versions, default=-1), weighted, masked

@@ -1,4 +1,4 @@
-"""What the trainer asks for: what to do next, its share of a step, publishing, checkpoints."""
+"""Requests of the trainer: the next action, its shard of a step, publishing, checkpoints."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import msgspec
 
 from scalerl_api import wire
 from scalerl_api.wire import NextAction, Split
-from scalerl_coordinator import records as r
+from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.accounting import Row
 from scalerl_coordinator.batcher import Item, balance
 from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal, check_identity
 from scalerl_coordinator.evaluation import due
-from scalerl_coordinator.leases import HOPELESS_ATTEMPTS
+from scalerl_coordinator.leases import MAX_FINAL_ATTEMPTS
 from scalerl_coordinator.membership import Member
-from scalerl_coordinator.state import State
+from scalerl_coordinator.state import CoordinatorState
 
 log = logging.getLogger(__name__)
 
@@ -30,37 +30,37 @@ class _Hold:
     """A publish that waits for an evaluation."""
 
     since: float
-    last_able: float
-    """When somebody last held the version that is measured."""
+    last_measurable: float
+    """When a member last held the evaluated version."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """A rank's share: what to read from the journal, and what to make of it."""
+    """A rank's shard: what to read from the journal, and how to answer with it."""
 
     step: int
     groups: list[wire.GroupMeta]
     lease_ids: list[str]
-    """Of each group of the step, in slot order: the keys of their blobs; "" for a slot that was given up."""
+    """Of each group of the step, in slot order: the key of its blob; "" for a slot that was given up."""
     items: list[Item]
     ambiguous: bool
     """As in :class:`~scalerl_api.wire.Shard`."""
 
 
 @dataclass(slots=True)
-class Training:
-    """The endpoints of the trainer, on a :class:`~.core.Core`."""
+class TrainerRequests:
+    """The trainer's endpoints, on a :class:`~.core.Core`."""
 
     core: Core
     _holds: dict[int, _Hold] = field(default_factory=dict)
-    """By version being measured."""
-    _nobody_since: float | None = None
-    """Since when the final evaluation has had nobody to make it."""
+    """By evaluated version."""
+    _stalled_since: float | None = None
+    """Since when no member can make the final evaluation."""
 
-    # --- joining --------------------------------------------------------------------------------
+    # --- hello ----------------------------------------------------------------------------------
 
     def hello(self, request: wire.TrainerHello, now: float) -> wire.TrainerWelcome:
-        """A trainer (again); the one before it is superseded.
+        """Accept a trainer; it supersedes the previous one.
 
         Raises:
             Refusal: ``bad-snapshot``, ``identity``, ``no-state``, ``checkpoints-lost`` or ``unknown-version``.
@@ -68,13 +68,13 @@ class Training:
         core, state = self.core, self.core.state
         if not request.incarnation:
             raise Refusal("bad-request", "incarnation is empty")
-        if state.fresh and request.snapshot is not None:
+        if state.awaits_trainer and request.snapshot is not None:
             self._restore(request.snapshot, request.version)
         if not all(state.closed(step) for step in range(state.version, request.version)):
             raise Refusal(
                 "no-state",
-                f"the trainer's checkpoint is of version {request.version}, the journal knows {state.version} steps; "
-                f"a checkpoint's snapshot restores an empty coordinator only: empty its directory, or begin anew",
+                f"the trainer's checkpoint is of version {request.version}, the journal has {state.version} steps; "
+                f"a checkpoint's snapshot restores an empty coordinator only: empty its directory, or start a new run",
             )
         if request.version < 0:
             raise Refusal("bad-request", f"version is {request.version}, must be at least 0")
@@ -82,18 +82,18 @@ class Training:
             self._refuse_forgotten(request.version)
         if request.version < state.version:
             log.warning(
-                "the trainer goes back from version %d to %d; these steps are trained again, on the same rollouts",
+                "the trainer returns from version %d to %d; these steps are trained again, on the same rollouts",
                 *(state.version, request.version),
             )
         core.flush_usage(now)
         core.commit(r.TrainerJoined(request.incarnation, request.version))
         log.info("trainer of %d ranks at version %d", request.world_size, request.version)
         self._holds.clear()
-        self._nobody_since = None
+        self._stalled_since = None
         return wire.TrainerWelcome(
             next_step=state.version,
             published_version=state.published,
-            consecutive_skipped_steps=state.line.consecutive_skipped_steps,
+            consecutive_skipped_steps=state.lineage.consecutive_skipped_steps,
         )
 
     def _refuse_forgotten(self, version: int) -> NoReturn:
@@ -102,8 +102,8 @@ class Training:
             raise Refusal(
                 "checkpoints-lost",
                 f"the trainer has no checkpoint, but one of version {state.checkpoint} was committed and the batches "
-                f"before version {state.first_kept_step} are forgotten since: beginning anew would give up "
-                f"{state.fates.acknowledged} acknowledged rollouts and {len(state.points)} points. Put a checkpoint "
+                f"before version {state.first_kept_step} are deleted: starting from version 0 would lose "
+                f"{state.counts.acknowledged} acknowledged rollouts and {len(state.points)} points. Put a checkpoint "
                 f"back, or start a new run in an empty directory",
             )
         raise Refusal(
@@ -114,10 +114,10 @@ class Training:
 
     def _restore(self, snapshot: bytes, version: int) -> None:
         try:
-            restored = State.decode(snapshot)
+            restored = CoordinatorState.decode(snapshot)
         except msgspec.DecodeError as error:
             raise Refusal(
-                "bad-snapshot", f"the checkpoint's coordinator snapshot does not fit: {error}"
+                "bad-snapshot", f"the checkpoint's coordinator snapshot cannot be decoded: {error}"
             ) from error
         check_identity(restored, self.core.settings)
         if restored.version != version:
@@ -131,58 +131,62 @@ class Training:
         """Raises Refusal unless ``incarnation`` is the present trainer."""
         current = self.core.state.incarnation
         if not current:
-            raise Refusal("unknown-trainer", "no trainer has said hello to this coordinator; say hello again")
+            raise Refusal("unknown-trainer", "this coordinator has no trainer; send hello again")
         if incarnation != current:
-            raise Refusal("superseded", "a newer trainer has said hello; this one has to leave")
+            raise Refusal("superseded", "a newer trainer has said hello; this one must exit")
 
     def _check_version(self, what: str, version: int) -> None:
         if version != self.core.state.version:
             raise Refusal(
                 "out-of-step",
-                f"{what} {version}, but {self.core.state.version} steps are trained; say hello again",
+                f"{what} {version}, but {self.core.state.version} steps are trained; send hello again",
             )
 
     # --- what next ------------------------------------------------------------------------------
 
     def next(self, request: wire.NextRequest, now: float) -> wire.Next | None:
-        """What to do, or None while there is nothing. Raises Refusal."""
+        """The next action, or None while there is none. Raises Refusal."""
         self.check(request.incarnation)
         self._check_version("the trainer holds version", request.version)
         core, state = self.core, self.core.state
-        if core.ending:
-            return self._ending(now)
+        if core.end_reason:
+            return self._next_at_end(now)
         if state.closed(state.version) and state.version >= state.published:
             return wire.Next(action=NextAction.TRAIN, step=state.version)
-        if self._behind(now):
+        if self._outdated(now):
             return wire.Next(action=NextAction.PUBLISH, step=state.version)
         if state.closed(state.version):
             return wire.Next(action=NextAction.TRAIN, step=state.version)
         return None
 
-    def _behind(self, now: float) -> list[Member]:
-        """Members the present weights should go to.
+    def _outdated(self, now: float) -> list[Member]:
+        """Members that need the present weights.
 
-        After a return to a checkpoint, members may hold newer weights of the line that was lost, up to what was
-        published: those stay, until the run ends and its last version is measured.
+        After the trainer returns to a checkpoint, members may hold newer weights of the lost lineage, up to what was published:
+        they keep them until the run ends and its last version is evaluated.
         """
         version, newest = self.core.state.version, self.core.newest_possible
-        exactly = bool(self.core.ending) or version > self.core.state.published
+        exactly = bool(self.core.end_reason) or version > self.core.state.published
         return [
             m
             for m in self.core.membership.publishable(now)
             if m.version < version or m.version > newest or (exactly and m.version != version)
         ]
 
-    def _ending(self, now: float) -> wire.Next | None:
+    def _next_at_end(self, now: float) -> wire.Next | None:
         core, state = self.core, self.core.state
         version = state.version
         if core.interrupted:
             return self._finish(now)
-        if state.published != version or (self._behind(now) and not self._measured(version)):
-            return wire.Next(action=NextAction.PUBLISH, step=version, reason=core.ending)
-        if not self._measured(version) and version not in state.evaluations:
+        if state.published != version or (self._outdated(now) and not self._has_point(version)):
+            return wire.Next(action=NextAction.PUBLISH, step=version, reason=core.end_reason)
+        if not self._has_point(version) and version not in state.evaluations:
             core.commit(r.EvaluationStarted(version, core.settings.identity.held_out_prompts))
-        if self._measured(version) or self._nobody_measures(version, now) or self._hopeless(version):
+        if (
+            self._has_point(version)
+            or self._final_evaluation_stalled(version, now)
+            or self._out_of_attempts(version)
+        ):
             return self._finish(now)
         return None
 
@@ -190,58 +194,57 @@ class Training:
         core = self.core
         if not core.state.finish_reason:
             core.flush_usage(now)
-            core.commit(r.FinishGiven(core.ending))
-        return wire.Next(action=NextAction.FINISH, step=core.state.version, reason=core.ending)
+            core.commit(r.FinishSent(core.end_reason))
+        return wire.Next(action=NextAction.FINISH, step=core.state.version, reason=core.end_reason)
 
-    def measures(self, version: int) -> bool:
-        """Whether ``version``, which the trainer holds, has a point, or will have: the last one of a run does."""
+    def has_evaluation(self, version: int) -> bool:
+        """Whether ``version``, which the trainer holds, has or will have a point: the last version of a run does."""
         core = self.core
         settings = core.settings
         return not core.interrupted and (
-            bool(core.ending) or due(version, settings.evaluation_every, settings.max_steps)
+            bool(core.end_reason) or due(version, settings.evaluation_every, settings.max_steps)
         )
 
-    def _measured(self, version: int) -> bool:
+    def _has_point(self, version: int) -> bool:
         return any(p.version == version for p in self.core.state.points)
 
-    def _nobody_measures(self, version: int, now: float) -> bool:
-        """Whether nobody has held the final version for so long that its point is given up.
+    def _final_evaluation_stalled(self, version: int, now: float) -> bool:
+        """Whether no member has held the final version for so long that its point is skipped.
 
-        A run that used up its budget waits as long as a publish would; one that was told to stop, as long as a
-        silent member is waited for.
+        A run that used up its budget waits as long as a publish would; a stopped one, for the timeout of a silent member.
         """
         core = self.core
         if any(m.healthy and m.version == version for m in core.membership.members.values()):
-            self._nobody_since = None
+            self._stalled_since = None
             return False
-        if self._nobody_since is None:
-            self._nobody_since = now
-        patience = core.membership.patience_seconds if core.state.stop_reason else core.settings.hold_seconds
-        if now - self._nobody_since < patience:
+        if self._stalled_since is None:
+            self._stalled_since = now
+        patience = core.membership.timeout_seconds if core.state.stop_reason else core.settings.hold_seconds
+        if now - self._stalled_since < patience:
             return False
-        log.error("the final evaluation (version %d) is left out: no generator holds that version", version)
+        log.error("skipped the final evaluation (version %d): no generator holds that version", version)
         return True
 
-    def _hopeless(self, version: int) -> bool:
-        """Whether all that is left of the final evaluation are prompts that come back again and again."""
+    def _out_of_attempts(self, version: int) -> bool:
+        """Whether every remaining prompt of the final evaluation has failed ``MAX_FINAL_ATTEMPTS`` times."""
         evaluation = self.core.state.evaluations.get(version)
         if evaluation is None:
             return False
         left = [p for p in range(evaluation.prompts) if p not in evaluation.results]
         book = self.core.book
-        if any(book.attempts((Split.HELD_OUT, p)) < HOPELESS_ATTEMPTS for p in left):
+        if any(book.attempts((Split.HELD_OUT, p)) < MAX_FINAL_ATTEMPTS for p in left):
             return False
         log.error(
-            "the final evaluation (version %d) is left out: %d of its prompts came back %d times or more, last because: "
+            "skipped the final evaluation (version %d): %d of its prompts failed %d times or more, last reason: "
             "%s",
-            *(version, len(left), HOPELESS_ATTEMPTS, book.spoiled[Split.HELD_OUT, left[0]].reason),
+            *(version, len(left), MAX_FINAL_ATTEMPTS, book.retries[Split.HELD_OUT, left[0]].reason),
         )
         return True
 
     # --- a step ---------------------------------------------------------------------------------
 
     def plan_shard(self, request: wire.ShardRequest) -> ShardPlan:
-        """Which sequences of a closed step are whose. Raises Refusal."""
+        """Which sequences of a closed step belong to which rank. Raises Refusal."""
         self.check(request.incarnation)
         state = self.core.state
         if not 0 <= request.rank < request.world_size:
@@ -249,7 +252,7 @@ class Training:
         if request.step < state.first_kept_step or not state.closed(request.step):
             raise Refusal(
                 "not-ready",
-                f"step {request.step} is not closed, or forgotten (kept from {state.first_kept_step})",
+                f"step {request.step} is not closed, or deleted (kept from {state.first_kept_step})",
             )
         groups = state.step_groups(request.step)
         items = [
@@ -270,12 +273,12 @@ class Training:
             )
             for slot, g in zip(state.slots_of(request.step), groups, strict=True)
         ]
-        share = balance(items, request.world_size)[request.rank]
+        shard = balance(items, request.world_size)[request.rank]
         lease_ids = [g.lease_id for g in groups]
-        return ShardPlan(request.step, metas, lease_ids, share, ambiguous=request.step <= state.lost)
+        return ShardPlan(request.step, metas, lease_ids, shard, ambiguous=request.step <= state.lost)
 
     def step(self, report: wire.StepReport, now: float) -> Row | None:
-        """A step is over: its line of metrics.jsonl, or None where that was known already. Raises Refusal."""
+        """Record a trained step: its row of metrics.jsonl, or None if it is already recorded. Raises Refusal."""
         self.check(report.incarnation)
         core, state = self.core, self.core.state
         _check_finite(report.stats)
@@ -300,7 +303,7 @@ class Training:
     # --- publishing -----------------------------------------------------------------------------
 
     def publish_begin(self, request: wire.PublishBegin, now: float) -> wire.PublishPermit | None:
-        """Whom to send the weights to, or None while an evaluation of the version before needs the old ones.
+        """The members to send the weights to, or None while an evaluation needs the previous version.
 
         Raises Refusal.
         """
@@ -318,7 +321,7 @@ class Training:
             wire.Member(
                 member_id=m.member_id, name=m.name, control_url=m.control_url, weight_version=m.version
             )
-            for m in self._behind(now)
+            for m in self._outdated(now)
         ]
         return wire.PublishPermit(ready=True, members=members)
 
@@ -331,25 +334,25 @@ class Training:
                 continue
             hold = self._holds[version]
             if any(m.healthy and m.version == version for m in core.membership.members.values()):
-                hold.last_able = now
-            waited, unable = now - hold.since, now - hold.last_able
-            if waited >= core.settings.hold_seconds or unable >= core.membership.patience_seconds:
+                hold.last_measurable = now
+            waited, unable = now - hold.since, now - hold.last_measurable
+            if waited >= core.settings.hold_seconds or unable >= core.membership.timeout_seconds:
                 log.warning(
-                    "evaluation of version %d has %d of %d prompts after %.0f s; newer weights finish it",
+                    "evaluation of version %d has %d of %d prompts after %.0f s; newer weights will finish it",
                     *(version, len(evaluation.results), evaluation.prompts, waited),
                 )
                 core.commit(r.EvaluationReleased(version))
                 del self._holds[version]
 
     def tick(self, now: float) -> None:
-        """Time passes: holds and the patience with a final evaluation run out."""
+        """End holds and the wait for a final evaluation."""
         if self._holds:
             self._release_holds(now)
-        if self._holds or self._nobody_since is not None:
+        if self._holds or self._stalled_since is not None:
             self.core.wake.add(TRAINER)
 
     def publish_commit(self, request: wire.PublishCommit, now: float) -> None:
-        """Who holds the version now. The same commit again, after a lost answer, counts once. Raises Refusal."""
+        """Record which members hold the version now. A retry after a lost answer counts once. Raises Refusal."""
         self.check(request.incarnation)
         self._check_version("the trainer published version", request.version)
         _check_finite(request.stats)
@@ -362,16 +365,17 @@ class Training:
             member = members.remove(member_id)
             if member is not None:
                 log.warning(
-                    "%s did not take version %d; it has to register again", member.name, request.version
+                    "%s did not receive version %d; it must register again", member.name, request.version
                 )
                 members.failed_publish(member.name, now)
-                core.give_away(member.name)
+                core.reassign_leases(member.name)
         ahead = any(
-            m.healthy and (m.version > request.version or not m.heard) for m in members.members.values()
+            m.healthy and (m.version > request.version or not m.version_reported)
+            for m in members.members.values()
         )
         digest = hashlib.blake2b(msgspec.msgpack.encode(request), digest_size=8).hexdigest()
         repeated = digest == core.state.last_publish
-        if not repeated and (request.version >= core.state.published or core.ending or not ahead):
+        if not repeated and (request.version >= core.state.published or core.end_reason or not ahead):
             core.commit(r.Published(request.version, request.stats, digest))
         self._start_evaluation_if_due()
         core.wake |= {WORK, TRAINER}
@@ -383,14 +387,14 @@ class Training:
             version == state.version
             and due(version, settings.evaluation_every, settings.max_steps)
             and version not in state.evaluations
-            and not self._measured(version)
+            and not self._has_point(version)
         ):
             core.commit(r.EvaluationStarted(version, settings.identity.held_out_prompts))
 
     # --- checkpoints ----------------------------------------------------------------------------
 
     def checkpoint_begin(self, request: wire.CheckpointBegin, now: float) -> wire.CheckpointSnapshot:
-        """The state to go into the checkpoint of ``step``. Raises Refusal."""
+        """The state to store in the checkpoint of ``step``. Raises Refusal."""
         self.check(request.incarnation)
         self._check_version("the checkpoint is of version", request.step)
         self.core.flush_usage(now)
@@ -404,7 +408,7 @@ class Training:
         )
 
     def checkpoint_commit(self, request: wire.CheckpointCommit, now: float) -> None:
-        """The checkpoint is on disk. Raises Refusal."""
+        """Record that the checkpoint is on disk. Raises Refusal."""
         self.check(request.incarnation)
         if not 0 <= request.step <= self.core.state.version or any(s < 0 for s in request.kept_steps):
             raise Refusal(
@@ -415,7 +419,7 @@ class Training:
 
 
 def fill_shard(plan: ShardPlan, groups: Mapping[str, wire.Group]) -> wire.Shard:
-    """The answer to a shard request, once the step's groups are read, by lease."""
+    """The answer to a shard request, from the step's groups by lease."""
     sequences = []
     for item in plan.items:
         group = groups[plan.lease_ids[item.group]]

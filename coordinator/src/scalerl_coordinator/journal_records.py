@@ -1,8 +1,8 @@
-"""What the journal is made of: one record for every change that must survive.
+"""The journal's records: one for every change that must survive a restart.
 
-A record says what was decided, with everything the decision drew from outside (time, choice, measurement);
-what follows from it is worked out by :meth:`scalerl_coordinator.state.State.apply`, live and in replay alike.
-Fields may be added at the end of a record, with a default; anything else is a new record.
+A record holds the decision, with every input from outside the state (time, choice, measurement). The consequences are
+computed by :func:`scalerl_coordinator.transitions.apply`, live and in replay alike. Fields may be added at the end of a
+record, with a default; any other change is a new record.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Started(Record, frozen=True, array_like=True, tag="started"):
-    """A coordinator process began to work on this journal."""
+    """A coordinator process started on this journal."""
 
     identity: Identity
     nonce: str
-    """Unique to the process; part of every lease id it gives out, so that none is ever given twice."""
+    """Unique to the process and part of its lease ids, so that no lease id is issued twice."""
 
 
 class Issue(msgspec.Struct, frozen=True, array_like=True):
@@ -39,19 +39,19 @@ class Issue(msgspec.Struct, frozen=True, array_like=True):
 
 class LeasesIssued(Record, frozen=True, array_like=True, tag="issued"):
     holder: str
-    """Name of the member, not its incarnation: a member that only re-registers keeps its work."""
+    """Name of the member, not its incarnation: a member that registers again keeps its leases."""
     issues: list[Issue]
     held_back: list[tuple[int, int]] = []
-    """Slots passed over, which wait for younger weights, each with its prompt: they are issued later."""
+    """Skipped slots, each with its prompt, that wait for newer weights: they are issued later."""
 
 
-class Why(enum.StrEnum):
-    """Why a lease ended without a group; decides which counter moves."""
+class CloseReason(enum.StrEnum):
+    """Why a lease was closed without a group; selects the counter."""
 
     EXPIRED = "expired"
-    """Its holder lost, unhealthy or replaced. In journals of before: or its deadline over."""
+    """The holder was lost, unhealthy or replaced. In old journals also: the deadline passed."""
     TIMED_OUT = "timed-out"
-    """Deadline over: its holder was there, and came no further with it."""
+    """The deadline passed: the holder was alive and made no progress."""
     RELEASED = "released"
     STALE = "stale"
     INVALID = "invalid"
@@ -59,13 +59,13 @@ class Why(enum.StrEnum):
 
 class LeaseClosed(Record, frozen=True, array_like=True, tag="closed"):
     lease_id: str
-    why: Why
+    reason: CloseReason
     rollouts: int
-    """Completions that came and were dropped (stale, invalid); else 0."""
+    """Completions that were received and dropped (stale, invalid); else 0."""
 
 
 class GroupAccepted(Record, frozen=True, array_like=True, tag="group"):
-    """A training group. Its tokens travel beside the record, as the frame's blob, and are never decoded here."""
+    """A training group. Its tokens are in the frame's blob, and are never decoded here."""
 
     lease_id: str
     slot: int
@@ -75,32 +75,32 @@ class GroupAccepted(Record, frozen=True, array_like=True, tag="group"):
     scores: list[float]
     truncated: int
     oldest_version: int
-    """Of any token of the group."""
+    """Oldest version of any token of the group."""
     version_tokens: int
-    """Sum over completion tokens of the version that sampled each."""
+    """Sum, over completion tokens, of the version that sampled each."""
     grading_errors: int = 0
     """Completions whose verifier failed."""
     ungraded: list[int] = []
-    """Which: not trained on. Empty in a journal from before they were left out: those were trained on, as 0."""
+    """Indices of those completions, which are not trained on. Empty in old journals, which trained on them as 0."""
     masked_tokens: list[int] = []
-    """Of each completion, how many of its tokens are masked; empty: none of any."""
+    """Masked tokens of each completion; empty: no completion has any."""
 
 
-class GivenUpFor(enum.StrEnum):
-    """Why a place is not tried any more."""
+class GiveUpReason(enum.StrEnum):
+    """Why a slot is not issued again."""
 
     FAILED = "failed"
     TOO_LONG = "too_long"
 
 
 class GivenUp(Record, frozen=True, array_like=True, tag="given-up"):
-    """A place that waits to be issued again is not: it has no completions. A held-out prompt counts 0."""
+    """A slot that is not issued again: it has no completions. A held-out prompt scores 0."""
 
     split: Split
     slot: int
     version: int
-    """The version being measured; training: -1."""
-    why: GivenUpFor
+    """The version being evaluated; -1 for a training slot."""
+    cause: GiveUpReason
     reason: str
 
 
@@ -110,7 +110,7 @@ class EvaluationStarted(Record, frozen=True, array_like=True, tag="evaluation"):
 
 
 class EvaluationReleased(Record, frozen=True, array_like=True, tag="evaluation-released"):
-    """The hold is over: whoever is there may finish this evaluation, with newer weights."""
+    """The hold has ended: members with newer weights may finish this evaluation."""
 
     version: int
 
@@ -121,12 +121,12 @@ class EvaluationAccepted(Record, frozen=True, array_like=True, tag="evaluation-g
     tokens: int
     truncated: int
     mixed: bool
-    """A token came from another version than the one being measured."""
+    """A token was sampled by another version than the evaluated one."""
     grading_errors: int = 0
 
 
 class Dropped(Record, frozen=True, array_like=True, tag="dropped"):
-    """Training rollouts that came and were dropped without touching a lease."""
+    """Training rollouts that were received and dropped without changing a lease."""
 
     late: int
     duplicate: int
@@ -138,7 +138,7 @@ class TrainerJoined(Record, frozen=True, array_like=True, tag="trainer"):
 
 
 class Restored(Record, frozen=True, array_like=True, tag="restored"):
-    """The journal was empty: the state starts from the snapshot that the trainer's checkpoint carried."""
+    """The journal was empty: the state is restored from the snapshot in the trainer's checkpoint."""
 
     snapshot: bytes
 
@@ -151,12 +151,12 @@ class StepTrained(Record, frozen=True, array_like=True, tag="step"):
 
 
 class StepSkipped(Record, frozen=True, array_like=True, tag="skipped"):
-    """A step was consumed without an update: its version has the weights of the one before."""
+    """A step whose update was not applied: its version has the weights of the previous one."""
 
     step: int
     reason: str
     slots: list[int]
-    """Whose rollouts were not trained on: those of the step that were not filtered."""
+    """Slots whose rollouts were not trained on: the unfiltered ones of the step."""
     stats: dict[str, float]
     busy_seconds: float
 
@@ -165,7 +165,7 @@ class Published(Record, frozen=True, array_like=True, tag="published"):
     version: int
     stats: dict[str, float]
     digest: str = ""
-    """Of the whole commit: the same one again is the repetition of a call whose answer was lost."""
+    """Digest of the whole request: an equal one is a retry after a lost answer."""
 
 
 class CheckpointCommitted(Record, frozen=True, array_like=True, tag="checkpoint"):
@@ -175,15 +175,15 @@ class CheckpointCommitted(Record, frozen=True, array_like=True, tag="checkpoint"
 
 class StopRequested(Record, frozen=True, array_like=True, tag="stop"):
     reason: str
-    """Empty takes an earlier stop back."""
+    """Empty cancels an earlier stop."""
 
 
-class FinishGiven(Record, frozen=True, array_like=True, tag="finish"):
+class FinishSent(Record, frozen=True, array_like=True, tag="finish"):
     reason: str
 
 
 class UsageAdded(Record, frozen=True, array_like=True, tag="usage"):
-    """What was used since the last such record."""
+    """Usage since the last such record."""
 
     wall_seconds: float
     device_seconds: float
@@ -209,7 +209,7 @@ AnyRecord = (
     | Published
     | CheckpointCommitted
     | StopRequested
-    | FinishGiven
+    | FinishSent
     | UsageAdded
 )
 

@@ -1,89 +1,89 @@
-"""What the trainer's records do to the state: steps, steps back, publishes, checkpoints, the end, the run's time.
+"""State transitions of the trainer's records: steps, publishes, checkpoints, the end of the run, usage.
 
-The functions of :meth:`scalerl_coordinator.state.State.apply`, and called by it alone.
+Called by :func:`.transitions.apply` only.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from scalerl_api.wire import Split
-from scalerl_coordinator import records as r
+from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.accounting import Row, add_mismatches, extend, sum_step
-
-if TYPE_CHECKING:
-    from scalerl_coordinator.state import State
+from scalerl_coordinator.state import CoordinatorState
 
 
-def trainer_joined(state: State, record: r.TrainerJoined) -> None:
+def trainer_joined(state: CoordinatorState, record: r.TrainerJoined) -> None:
     state.incarnation = record.incarnation
     state.reported_failures = 0
-    state.finish_reason = ""  # whoever says hello has not left; a stop still stands
-    # A trainer that holds a version has read it from its checkpoint; one that holds none has none above 0.
+    state.finish_reason = ""  # a trainer that says hello has not exited; a stop request remains
+    # A trainer with a version has read it from its checkpoint; one without has no checkpoint above 0.
     state.checkpoint = record.version or min(state.checkpoint, 0)
     for step in range(state.version, record.version):
-        # A checkpoint from ahead, after a trainer that could not load it went further back: the batches of
-        # these steps are the ones it has trained on; only their reports are gone.
+        # The trainer could not load this checkpoint before and went further back. It has trained on the batches of
+        # these steps; only their reports are missing.
         _advance(state, step, {}, 0, skipped=step in state.skips)
     if record.version == state.version:
         return
     for step in range(record.version, state.version):
         rollouts = sum_step(step, state.step_groups(step)).trained_rollouts
         if step in state.skips:
-            state.fates.skipped -= rollouts
+            state.counts.skipped -= rollouts
         else:
-            state.fates.trained -= rollouts
-        state.fates.queued += rollouts
+            state.counts.trained -= rollouts
+        state.counts.queued += rollouts
         state.rows.pop(step)
     state.lost = max(state.lost, state.version, state.published)
-    state.line = state.marks[record.version]
-    state.marks = {v: line for v, line in state.marks.items() if v < record.version}
+    state.lineage = state.progress_at[record.version]
+    state.progress_at = {v: lineage for v, lineage in state.progress_at.items() if v < record.version}
     state.version = record.version
     state.last_row = state.rows.get(record.version - 1, {})
 
 
-def step_trained(state: State, record: r.StepTrained) -> None:
+def step_trained(state: CoordinatorState, record: r.StepTrained) -> None:
     state.skips.pop(record.step, None)
     add_mismatches(state.mismatches, record.stats)
     _advance(state, record.step, _reported(state, record), record.trained_tokens, skipped=False)
 
 
-def step_skipped(state: State, record: r.StepSkipped) -> None:
+def step_skipped(state: CoordinatorState, record: r.StepSkipped) -> None:
     state.skips[record.step] = state.last_skip_reason = record.reason
     state.skipped_steps += 1
     _advance(state, record.step, _reported(state, record), 0, skipped=True)
 
 
-def _reported(state: State, record: r.StepTrained | r.StepSkipped) -> dict[str, float]:
-    """What the trainer said with the step, for its row."""
+def _reported(state: CoordinatorState, record: r.StepTrained | r.StepSkipped) -> dict[str, float]:
+    """The trainer's statistics of the step, for its row."""
     state.usage.trainer_busy_seconds += record.busy_seconds
-    # The trainer counts for itself, from 0 in every incarnation.
+    # Every incarnation of the trainer counts from 0.
     failures = int(record.stats.get("checkpoint_failures", 0))
     state.checkpoint_failures += max(0, failures - state.reported_failures)
     state.reported_failures = max(failures, state.reported_failures)
     return {**record.stats, "busy_seconds": record.busy_seconds}
 
 
-def _advance(state: State, step: int, stats: dict[str, float], trained_tokens: int, *, skipped: bool) -> None:
-    """The line grows by ``step``, which is closed."""
+def _advance(
+    state: CoordinatorState, step: int, stats: dict[str, float], trained_tokens: int, *, skipped: bool
+) -> None:
+    """Extend the lineage by ``step``, which is closed."""
     sums = sum_step(step, state.step_groups(step))
-    state.marks[step] = state.line
-    state.line = extend(state.line, sums, trained_tokens, skipped=skipped)
+    state.progress_at[step] = state.lineage
+    state.lineage = extend(state.lineage, sums, trained_tokens, skipped=skipped)
     state.version = step + 1
     state.newest = max(state.newest, state.version)
     if skipped:
-        state.fates.skipped += sums.trained_rollouts
+        state.counts.skipped += sums.trained_rollouts
     else:
-        state.fates.trained += sums.trained_rollouts
-    state.fates.queued -= sums.trained_rollouts
+        state.counts.trained += sums.trained_rollouts
+    state.counts.queued -= sums.trained_rollouts
     row: Row = {
         "step": step,
         "version": state.version,
         "wall_seconds": state.usage.wall_seconds,
         "device_seconds": state.usage.device_seconds,
-        "work_tokens": state.line.work_tokens,
+        "work_tokens": state.lineage.work_tokens,
         **({"reward": sums.score_sum / sums.graded} if sums.graded else {}),
         "groups": sums.groups,
         "filtered_groups": sums.filtered_groups,
@@ -106,9 +106,9 @@ def _advance(state: State, step: int, stats: dict[str, float], trained_tokens: i
     state.publish_stats = {}
 
 
-def published(state: State, record: r.Published) -> None:
+def published(state: CoordinatorState, record: r.Published) -> None:
     if record.version < state.published:
-        # Nobody holds the later versions of the lost line any more: what they had begun is measured anew.
+        # No member holds the later versions of the lost lineage: their evaluations start again.
         state.evaluations = {v: e for v, e in state.evaluations.items() if v <= record.version}
         for lease_id in [
             i
@@ -123,30 +123,30 @@ def published(state: State, record: r.Published) -> None:
     add_mismatches(state.mismatches, record.stats)
 
 
-def checkpoint_committed(state: State, record: r.CheckpointCommitted) -> None:
+def checkpoint_committed(state: CoordinatorState, record: r.CheckpointCommitted) -> None:
     state.checkpoint = record.step
     first = max(state.first_kept_step, min([record.step, *record.kept_steps]))
     for step in range(state.first_kept_step, first):
         for slot in state.slots_of(step):
             del state.groups[slot], state.prompts[slot]
-        del state.filled[step], state.marks[step], state.rows[step]
+        del state.filled[step], state.progress_at[step], state.rows[step]
         state.skips.pop(step, None)
     state.first_kept_step = first
     while len(state.batch_sizes) > 1 and state.batch_sizes[1].first_step <= first:
         del state.batch_sizes[0]
 
 
-def stop_requested(state: State, record: r.StopRequested) -> None:
+def stop_requested(state: CoordinatorState, record: r.StopRequested) -> None:
     state.stop_reason = record.reason
     if not record.reason:
         state.finish_reason = ""
 
 
-def finish_given(state: State, record: r.FinishGiven) -> None:
+def finish_sent(state: CoordinatorState, record: r.FinishSent) -> None:
     state.finish_reason = record.reason
 
 
-def usage_added(state: State, record: r.UsageAdded) -> None:
+def usage_added(state: CoordinatorState, record: r.UsageAdded) -> None:
     usage = state.usage
     usage.wall_seconds += record.wall_seconds
     usage.device_seconds += record.device_seconds
@@ -155,13 +155,13 @@ def usage_added(state: State, record: r.UsageAdded) -> None:
     usage.generated_tokens += record.generated_tokens
 
 
-APPLY: dict[type, Callable[[State, Any], None]] = {
+APPLY: dict[type, Callable[[CoordinatorState, Any], None]] = {
     r.TrainerJoined: trainer_joined,
     r.StepTrained: step_trained,
     r.StepSkipped: step_skipped,
     r.Published: published,
     r.CheckpointCommitted: checkpoint_committed,
     r.StopRequested: stop_requested,
-    r.FinishGiven: finish_given,
+    r.FinishSent: finish_sent,
     r.UsageAdded: usage_added,
 }

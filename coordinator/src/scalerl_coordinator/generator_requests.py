@@ -1,4 +1,4 @@
-"""What generators ask for: membership, leases, and taking in what they made."""
+"""Requests of the generators: membership, leases, pushed groups."""
 
 from __future__ import annotations
 
@@ -9,44 +9,44 @@ from dataclasses import dataclass
 
 from scalerl_api import wire
 from scalerl_api.wire import PushResult, ReleaseCause, Split
-from scalerl_coordinator import records as r
-from scalerl_coordinator.checks import BadGroup, Measured, measure
+from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal
-from scalerl_coordinator.leases import Place
+from scalerl_coordinator.group_checks import GroupSummary, InvalidGroup, summarize_group
+from scalerl_coordinator.leases import SlotKey
 from scalerl_coordinator.membership import Member, UnknownMember
-from scalerl_coordinator.slots import is_fresh, lease_limit, staleness
+from scalerl_coordinator.slots import is_on_policy, lease_limit, staleness
 
 log = logging.getLogger(__name__)
 
-_MOST_LEASES = 4096
-"""In one answer."""
+_MAX_LEASES = 4096
+"""Leases in one answer."""
 
 Verdict = tuple[PushResult, str | None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """What a pushed group has to be."""
+    """What a pushed group must match."""
 
     split: Split
     slot: int
     prompt_index: int
     policy_version: int
-    lapsed: bool
-    """Its lease expired, but nobody else has the slot yet."""
+    expired: bool
+    """Its lease expired, and the slot is not issued again yet."""
 
 
-class Rollouts:
-    """The endpoints of the actors, on a :class:`~.core.Core`."""
+class GeneratorRequests:
+    """The actors' endpoints, on a :class:`~.core.Core`."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._told_of_grading = False
+        self._grading_error_logged = False
 
     # --- membership -----------------------------------------------------------------------------
 
     def register(self, request: wire.Register, member_id: str, now: float) -> wire.Registered:
-        """A generator is up. Leases of its name go on if it says that it holds them, else to others.
+        """Register a generator. It keeps the leases of its name that it still holds; the others are reassigned.
 
         Raises:
             Refusal: ``task-mismatch``.
@@ -61,7 +61,7 @@ class Rollouts:
             )
         core.membership.register(member_id, request.name, request.control_url, now)
         for lease_id in sorted(core.book.of(request.name) - set(request.held_leases)):
-            core.close_lease(lease_id, r.Why.EXPIRED)
+            core.close_lease(lease_id, r.CloseReason.EXPIRED)
         core.wake.add(TRAINER)
         return wire.Registered(member_id=member_id, heartbeat_seconds=core.settings.heartbeat_seconds)
 
@@ -84,17 +84,17 @@ class Rollouts:
         for lease_id, progress in request.progress.items():
             core.book.extend(lease_id, member.name, progress, now)
         if not member.healthy:
-            core.give_away(member.name)
+            core.reassign_leases(member.name)
         elif request.held_leases is not None:
-            # An answer that never arrived leaves leases that nobody works on; two heartbeats after it tell.
+            # A lease answer that was lost leaves leases without a worker; two heartbeats after it reveal them.
             older = now - 2 * core.settings.heartbeat_seconds
             for lease_id in core.book.abandoned(member.name, request.held_leases, older):
-                core.close_lease(lease_id, r.Why.EXPIRED)
+                core.close_lease(lease_id, r.CloseReason.EXPIRED)
 
     # --- leases ---------------------------------------------------------------------------------
 
-    def arrive(self, request: wire.LeaseRequest, now: float) -> None:
-        """A lease request came in, with the version its sender holds. Raises UnknownMember."""
+    def receive_lease_request(self, request: wire.LeaseRequest, now: float) -> None:
+        """Record the version in a lease request. Raises UnknownMember."""
         core = self._core
         if request.max_groups < 1:
             raise Refusal("bad-request", f"max_groups is {request.max_groups}, must be at least 1")
@@ -103,25 +103,25 @@ class Rollouts:
             core.wake.add(TRAINER)
 
     def offer(self, member_id: str, max_groups: int, now: float) -> wire.Leases | None:
-        """Work for a member that polls, or None while there is none. Raises UnknownMember.
+        """Leases for a member that polls, or None while there are none. Raises UnknownMember.
 
-        Whoever sends the leases says so to the lease book (:meth:`~.leases.LeaseBook.tell`).
+        The caller reports to the lease book when it sends them (:meth:`~.leases.LeaseBook.mark_sent`).
         """
         core = self._core
         member = core.membership.members.get(member_id)
         if member is None:
-            raise UnknownMember(f"member {member_id!r} is not known here any more; register again")
-        if core.state.finish_reason and core.ending:
+            raise UnknownMember(f"member {member_id!r} is unknown; register again")
+        if core.state.finish_reason and core.end_reason:
             return wire.Leases(leases=[], stop=True)
         if core.interrupted:
             return None
-        if core.state.fresh or not member.healthy or not 0 <= member.version <= core.newest_possible:
-            # Weights from beyond what is known here belong to a line of versions that is lost.
+        if core.state.awaits_trainer or not member.healthy or not 0 <= member.version <= core.newest_possible:
+            # A version newer than any known one is of a lost lineage.
             return None
-        wanted = min(max_groups, _MOST_LEASES)
+        wanted = min(max_groups, _MAX_LEASES)
         issues = self._evaluation_issues(member, wanted, now)
         held_back: list[tuple[int, int]] = []
-        if not core.ending:
+        if not core.end_reason:
             training, held_back = self._training_issues(member, wanted - len(issues), now)
             issues += training
         if not issues:
@@ -139,7 +139,7 @@ class Rollouts:
         issues: list[tuple[Split, int, int, int]] = []
         for version, evaluation in sorted(self._core.state.evaluations.items()):
             if member.version == version or (evaluation.released and member.version > version):
-                ready = (p for p in evaluation.todo if self._may_try((Split.HELD_OUT, p), member, now))
+                ready = (p for p in evaluation.todo if self._may_issue((Split.HELD_OUT, p), member, now))
                 positions = itertools.islice(ready, wanted - len(issues))
                 issues += [(Split.HELD_OUT, position, position, version) for position in positions]
         return issues
@@ -147,7 +147,7 @@ class Rollouts:
     def _training_issues(
         self, member: Member, wanted: int, now: float
     ) -> tuple[list[tuple[Split, int, int, int]], list[tuple[int, int]]]:
-        """What ``member`` may be given, and the new slots (with their prompts) that are passed over for its weights."""
+        """Training slots for ``member``, and the new slots (with their prompts) that are held back from its weights."""
         core, identity = self._core, self._core.settings.identity
         state, version = core.state, member.version
         sizes, k = state.batch_sizes, identity.max_staleness_steps
@@ -155,13 +155,13 @@ class Rollouts:
 
         def too_old(slot: int) -> bool:
             step = state.step_of(slot)
-            return version < step and step > state.lost and is_fresh(slot, sizes, k)
+            return version < step and step > state.lost and is_on_policy(slot, sizes, k)
 
         issues: list[tuple[Split, int, int, int]] = []
         for slot in state.reissue:
             if len(issues) >= wanted or slot >= limit:
                 break
-            if not too_old(slot) and self._may_try((Split.TRAIN, slot), member, now):
+            if not too_old(slot) and self._may_issue((Split.TRAIN, slot), member, now):
                 issues.append((Split.TRAIN, slot, state.prompts[slot], version))
         held_back: list[tuple[int, int]] = []
         for slot in range(state.next_slot, limit):
@@ -175,15 +175,15 @@ class Rollouts:
         newest = max((slot for _, slot, _, _ in issues), default=-1)
         return issues, [(slot, prompt) for slot, prompt in held_back if slot < newest]
 
-    def _may_try(self, place: Place, member: Member, now: float) -> bool:
-        """Whether ``place`` may be issued to ``member`` now; what failed with it is for others first."""
+    def _may_issue(self, slot_key: SlotKey, member: Member, now: float) -> bool:
+        """Whether ``slot_key`` may be issued to ``member`` now; other members come first for a slot that failed with it."""
         core = self._core
-        return not core.book.waits(place, now) and not core.others_should_try(place, member)
+        return not core.book.waits(slot_key, now) and not core.others_should_try(slot_key, member)
 
     def _lease(self, issue: r.Issue, holder: str, now: float) -> wire.Lease:
         core, identity = self._core, self._core.settings.identity
         lease_id = core.state.lease_id(issue.number)
-        core.book.add(lease_id, holder, now, told=False)
+        core.book.add(lease_id, holder, now, sent=False)
         held_out = issue.split is Split.HELD_OUT
         return wire.Lease(
             lease_id=lease_id,
@@ -199,7 +199,7 @@ class Rollouts:
         )
 
     def release(self, request: wire.Release, now: float) -> None:
-        """Leases come back unserved. Unknown ones are passed over: they were given away before. Raises UnknownMember."""
+        """Close leases that the member does not serve. Unknown ones are ignored: they were reassigned. Raises UnknownMember."""
         failed = request.cause is ReleaseCause.FAILED
         core = self._core
         member = core.membership.get(request.member_id, now)
@@ -207,65 +207,65 @@ class Rollouts:
             lease = core.state.leases.get(lease_id)
             if lease is None:
                 continue
-            core.close_lease(lease_id, r.Why.RELEASED)
+            core.close_lease(lease_id, r.CloseReason.RELEASED)
             reason = f"released by {member.name}: {request.reason}"
             if request.cause is ReleaseCause.TOO_LONG:
-                core.give_up(lease, r.GivenUpFor.TOO_LONG, reason, now)
+                core.give_up(lease, r.GiveUpReason.TOO_LONG, reason, now)
             else:
-                core.spoil(lease, reason, now, failed=failed)
+                core.retry_slot(lease, reason, now, failed=failed)
 
     def give_up_prompts(self, failed: dict[str, str], now: float) -> None:
-        """The prompts of these leases cannot be made, for the reason beside each: nobody can serve them."""
+        """Give up leases whose prompts cannot be generated; ``failed`` has the reason of each."""
         for lease_id, reason in failed.items():
             lease = self._core.state.leases.get(lease_id)
             if lease is not None:
-                self._core.close_lease(lease_id, r.Why.RELEASED)
-                self._core.give_up(lease, r.GivenUpFor.FAILED, reason, now)
+                self._core.close_lease(lease_id, r.CloseReason.RELEASED)
+                self._core.give_up(lease, r.GiveUpReason.FAILED, reason, now)
 
     # --- pushes ---------------------------------------------------------------------------------
 
     def push(self, member_id: str, group: wire.Group, payload: bytes, now: float) -> Verdict:
-        """Take in one group; ``payload`` is its encoding as it came, for the journal. Raises UnknownMember."""
+        """Accept or reject one group; ``payload`` is its encoding as received, for the journal. Raises UnknownMember."""
         member = self._core.membership.get(member_id, now)
         expected = self._expected(group)
         if isinstance(expected, tuple):
             return expected
         try:
-            measured = self._measure(group, expected)
-        except BadGroup as problem:
-            return self._spoiled(group, expected, PushResult.INVALID, f"{member.name}: {problem}", now)
+            summary = self._check(group, expected)
+        except InvalidGroup as problem:
+            return self._reject(group, expected, PushResult.INVALID, f"{member.name}: {problem}", now)
         member.proven = True
-        self._notice_grading(member, group, measured)
+        self._log_grading_error(member, group, summary)
         if expected.split is Split.HELD_OUT:
-            self._accept_evaluation(group, expected, measured, now)
+            self._accept_evaluation(group, expected, summary, now)
             return PushResult.ACCEPTED, None
         identity = self._core.settings.identity
-        age = staleness(self._core.state.step_of(expected.slot), measured.oldest_version)
+        age = staleness(self._core.state.step_of(expected.slot), summary.oldest_version)
         if age > identity.max_staleness_steps:
             reason = f"{member.name}: a token is {age} steps old at its step, {identity.max_staleness_steps} allowed"
-            return self._spoiled(group, expected, PushResult.STALE, reason, now)
+            return self._reject(group, expected, PushResult.STALE, reason, now)
         self._core.commit(
             r.GroupAccepted(
                 lease_id=group.lease_id,
                 slot=expected.slot,
                 prompt_tokens=len(group.prompt_token_ids) // 4,
-                lengths=measured.lengths,
-                scores=measured.scores,
-                truncated=measured.truncated,
-                oldest_version=measured.oldest_version,
-                version_tokens=measured.version_tokens,
-                grading_errors=len(measured.ungraded),
-                ungraded=measured.ungraded,
-                masked_tokens=measured.masked_tokens,
+                lengths=summary.lengths,
+                scores=summary.scores,
+                truncated=summary.truncated,
+                oldest_version=summary.oldest_version,
+                version_tokens=summary.version_tokens,
+                grading_errors=len(summary.ungraded),
+                ungraded=summary.ungraded,
+                masked_tokens=summary.masked_tokens,
             ),
             payload,
         )
         self._core.book.remove(group.lease_id)
-        self._core.book.spoiled.pop((Split.TRAIN, expected.slot), None)
+        self._core.book.retries.pop((Split.TRAIN, expected.slot), None)
         return PushResult.ACCEPTED, None
 
     def _expected(self, group: wire.Group) -> _Expected | Verdict:
-        """What the group's lease asked for, or why it does not matter any more."""
+        """What the group's lease asked for, or the verdict if the group is no longer needed."""
         state = self._core.state
         lease = state.leases.get(group.lease_id)
         if lease is not None:
@@ -280,29 +280,29 @@ class Rollouts:
         if accepted is not None and accepted.lease_id == group.lease_id:
             self._core.commit(r.Dropped(late=0, duplicate=len(group.completions)))
             return PushResult.DUPLICATE, None
-        if state.lapsed.get(group.slot) == group.lease_id:
+        if state.expired_lease_of.get(group.slot) == group.lease_id:
             return _Expected(Split.TRAIN, group.slot, state.prompts[group.slot], -1, True)
         self._core.commit(r.Dropped(late=len(group.completions), duplicate=0))
-        return PushResult.LATE, "the lease had expired and the slot was given away"
+        return PushResult.LATE, "the lease had expired and the slot was reassigned"
 
-    def _measure(self, group: wire.Group, expected: _Expected) -> Measured:
+    def _check(self, group: wire.Group, expected: _Expected) -> GroupSummary:
         """Raises BadGroup where the group is not what its lease asked for."""
         core, identity = self._core, self._core.settings.identity
         for name in ("split", "slot", "prompt_index"):
             if getattr(group, name) != getattr(expected, name):
-                raise BadGroup(f"{name} is {getattr(group, name)}, leased {getattr(expected, name)}")
+                raise InvalidGroup(f"{name} is {getattr(group, name)}, leased {getattr(expected, name)}")
         prompt_id = core.book.prompt_id(group.lease_id)
         if prompt_id is not None and group.prompt_id != prompt_id:
-            raise BadGroup(f"prompt_id is {group.prompt_id!r}, leased {prompt_id!r}")
+            raise InvalidGroup(f"prompt_id is {group.prompt_id!r}, leased {prompt_id!r}")
         held_out = expected.split is Split.HELD_OUT
-        return measure(
+        return summarize_group(
             group,
             identity.evaluation_samples if held_out else identity.completions_per_prompt,
             identity.max_completion_tokens,
             core.state.newest,
         )
 
-    def _spoiled(
+    def _reject(
         self, group: wire.Group, expected: _Expected, result: PushResult, reason: str, now: float
     ) -> Verdict:
         core = self._core
@@ -310,41 +310,41 @@ class Rollouts:
         log.warning(
             "lease %s, %s slot %d: %s: %s", group.lease_id, expected.split, expected.slot, result, reason
         )
-        if expected.lapsed:
+        if expected.expired:
             core.commit(r.Dropped(late=rollouts, duplicate=0))
             return PushResult.LATE, reason
         lease = core.state.leases[group.lease_id]
-        core.close_lease(group.lease_id, r.Why(result.value), rollouts)
-        core.spoil(lease, reason, now, failed=result is PushResult.INVALID)
+        core.close_lease(group.lease_id, r.CloseReason(result.value), rollouts)
+        core.retry_slot(lease, reason, now, failed=result is PushResult.INVALID)
         return result, reason
 
-    def _notice_grading(self, member: Member, group: wire.Group, measured: Measured) -> None:
-        """Say once what went wrong; the rest is counted."""
-        if measured.ungraded and not self._told_of_grading:
-            self._told_of_grading = True
+    def _log_grading_error(self, member: Member, group: wire.Group, summary: GroupSummary) -> None:
+        """Log the first grading error; later ones are only counted."""
+        if summary.ungraded and not self._grading_error_logged:
+            self._grading_error_logged = True
             error = next(c.grading_error for c in group.completions if c.grading_error is not None)
             log.error(
-                "%s, prompt %s: the verifier failed on %d of %d completions: %s; from now on grading errors are "
+                "%s, prompt %s: the verifier failed on %d of %d completions: %s; later grading errors are "
                 "only counted, in the status and in metrics.jsonl",
-                *(member.name, group.prompt_id, len(measured.ungraded), len(group.completions), error),
+                *(member.name, group.prompt_id, len(summary.ungraded), len(group.completions), error),
             )
 
     def _accept_evaluation(
-        self, group: wire.Group, expected: _Expected, measured: Measured, now: float
+        self, group: wire.Group, expected: _Expected, summary: GroupSummary, now: float
     ) -> None:
         core = self._core
         evaluation = core.state.evaluations[expected.policy_version]
         if len(evaluation.results) + 1 == evaluation.prompts:
-            core.flush_usage(now)  # the point that follows carries the time
+            core.flush_usage(now)  # the point that follows records the time
         core.commit(
             r.EvaluationAccepted(
                 lease_id=group.lease_id,
-                scores=measured.scores,
-                tokens=sum(measured.lengths),
-                truncated=measured.truncated,
-                mixed=not measured.oldest_version == measured.newest_version == expected.policy_version,
-                grading_errors=len(measured.ungraded),
+                scores=summary.scores,
+                tokens=sum(summary.lengths),
+                truncated=summary.truncated,
+                mixed=not summary.oldest_version == summary.newest_version == expected.policy_version,
+                grading_errors=len(summary.ungraded),
             )
         )
         core.book.remove(group.lease_id)
-        core.book.spoiled.pop((Split.HELD_OUT, expected.slot), None)
+        core.book.retries.pop((Split.HELD_OUT, expected.slot), None)

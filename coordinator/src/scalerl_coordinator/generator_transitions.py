@@ -1,0 +1,167 @@
+"""State transitions of the generators' records: leases, groups, evaluations. Called by :func:`.transitions.apply` only."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from typing import Any
+
+from scalerl_api.wire import Split
+from scalerl_coordinator import journal_records as r
+from scalerl_coordinator.accounting import Accepted
+from scalerl_coordinator.evaluation import Evaluation, PromptResult, summarize
+from scalerl_coordinator.state import CoordinatorState, OpenLease
+
+
+def issued(state: CoordinatorState, record: r.LeasesIssued) -> None:
+    state.leased = True
+    for slot, prompt_index in record.held_back:
+        state.prompts[slot] = prompt_index
+        bisect.insort(state.reissue, slot)
+    for issue in record.issues:
+        if issue.split is Split.HELD_OUT:
+            _remove(state.evaluations[issue.policy_version].todo, issue.slot)
+        elif issue.slot >= state.next_slot:
+            state.next_slot = issue.slot + 1
+            state.prompts[issue.slot] = issue.prompt_index
+        else:
+            _remove(state.reissue, issue.slot)
+            state.expired_lease_of.pop(issue.slot, None)
+        state.leases[state.lease_id(issue.number)] = OpenLease(
+            issue.split, issue.slot, issue.prompt_index, issue.policy_version, record.holder
+        )
+        state.next_lease = issue.number + 1
+
+
+def lease_closed(state: CoordinatorState, record: r.LeaseClosed) -> None:
+    lease = state.leases.pop(record.lease_id)
+    if lease.split is Split.HELD_OUT:
+        evaluation = state.evaluations.get(lease.policy_version)
+        if evaluation is not None:
+            bisect.insort(evaluation.todo, lease.slot)
+        if record.reason is r.CloseReason.INVALID:
+            state.counts.held_out_invalid += record.rollouts
+        return
+    bisect.insort(state.reissue, lease.slot)
+    if record.reason in (r.CloseReason.EXPIRED, r.CloseReason.TIMED_OUT):
+        state.counts.expired_leases += 1
+        state.counts.timed_out_leases += record.reason is r.CloseReason.TIMED_OUT
+        state.expired_lease_of[lease.slot] = record.lease_id
+    elif record.reason is r.CloseReason.STALE:
+        state.counts.stale += record.rollouts
+    elif record.reason is r.CloseReason.INVALID:
+        state.counts.invalid += record.rollouts
+
+
+def group_accepted(state: CoordinatorState, record: r.GroupAccepted) -> None:
+    if state.leases.pop(record.lease_id, None) is None:
+        del state.expired_lease_of[record.slot]
+        _remove(state.reissue, record.slot)
+    group = Accepted(
+        lease_id=record.lease_id,
+        prompt_tokens=record.prompt_tokens,
+        lengths=record.lengths,
+        scores=record.scores,
+        truncated=record.truncated,
+        oldest_version=record.oldest_version,
+        version_tokens=record.version_tokens,
+        grading_errors=record.grading_errors,
+        ungraded=record.ungraded,
+        masked_tokens=record.masked_tokens,
+    )
+    counts = state.counts
+    counts.acknowledged += group.rollouts
+    counts.queued += group.rollouts
+    counts.grading_errors += group.grading_errors
+    counts.ungraded += len(group.ungraded)
+    counts.masked_tokens += sum(group.masked_tokens)
+    state.groups[record.slot] = group
+    state.fill_slot(record.slot)
+
+
+def given_up(state: CoordinatorState, record: r.GivenUp) -> None:
+    counts = state.counts
+    if record.split is Split.HELD_OUT:
+        evaluation = state.evaluations[record.version]
+        _remove(evaluation.todo, record.slot)
+        samples = state.known_identity.evaluation_samples
+        counts.held_out_given_up += samples
+        evaluation.results[record.slot] = PromptResult("", 0.0, samples, 0, 0, False, given_up=True)
+        _finish_evaluation(state, evaluation)
+        return
+    _remove(state.reissue, record.slot)
+    state.expired_lease_of.pop(record.slot, None)
+    rollouts = state.known_identity.completions_per_prompt
+    counts.given_up += rollouts
+    if record.cause is r.GiveUpReason.TOO_LONG:
+        counts.too_long += rollouts
+    state.groups[record.slot] = Accepted(
+        *("", 0, [], [], 0, state.newest, 0, True), given_up=record.cause.value, given_up_rollouts=rollouts
+    )
+    state.fill_slot(record.slot)
+
+
+def dropped(state: CoordinatorState, record: r.Dropped) -> None:
+    state.counts.late += record.late
+    state.counts.duplicate += record.duplicate
+
+
+def evaluation_started(state: CoordinatorState, record: r.EvaluationStarted) -> None:
+    lineage = (
+        state.lineage
+        if record.version == state.version
+        else state.progress_at.get(record.version, state.lineage)
+    )
+    state.evaluations[record.version] = Evaluation(
+        record.version, lineage.work_tokens, list(range(record.prompts)), {}, record.prompts
+    )
+
+
+def evaluation_released(state: CoordinatorState, record: r.EvaluationReleased) -> None:
+    state.evaluations[record.version].released = True
+
+
+def evaluation_accepted(state: CoordinatorState, record: r.EvaluationAccepted) -> None:
+    lease = state.leases.pop(record.lease_id)
+    evaluation = state.evaluations[lease.policy_version]
+    evaluation.results[lease.slot] = PromptResult(
+        record.lease_id,
+        sum(record.scores),
+        len(record.scores),
+        record.tokens,
+        record.truncated,
+        record.mixed,
+    )
+    state.counts.grading_errors += record.grading_errors
+    _finish_evaluation(state, evaluation)
+
+
+def _finish_evaluation(state: CoordinatorState, evaluation: Evaluation) -> None:
+    if evaluation.complete:
+        del state.evaluations[evaluation.version]
+        point = summarize(
+            evaluation,
+            state.known_identity.evaluation_set,
+            state.usage.wall_seconds,
+            state.usage.device_seconds,
+        )
+        bisect.insort(state.points, point, key=lambda p: p.version)
+
+
+def _remove(ordered: list[int], value: int) -> None:
+    at = bisect.bisect_left(ordered, value)
+    if at == len(ordered) or ordered[at] != value:
+        raise AssertionError(f"{value} is not waiting to be issued")
+    del ordered[at]
+
+
+APPLY: dict[type, Callable[[CoordinatorState, Any], None]] = {
+    r.LeasesIssued: issued,
+    r.LeaseClosed: lease_closed,
+    r.GroupAccepted: group_accepted,
+    r.GivenUp: given_up,
+    r.Dropped: dropped,
+    r.EvaluationStarted: evaluation_started,
+    r.EvaluationReleased: evaluation_released,
+    r.EvaluationAccepted: evaluation_accepted,
+}

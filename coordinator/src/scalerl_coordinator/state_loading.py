@@ -1,0 +1,56 @@
+"""Loads the state from a journal."""
+
+from __future__ import annotations
+
+import secrets
+
+import msgspec
+
+from scalerl_coordinator import journal_records as r
+from scalerl_coordinator.frames import CorruptJournal
+from scalerl_coordinator.journal import Journal
+from scalerl_coordinator.state import CoordinatorState
+from scalerl_coordinator.transitions import apply
+
+
+def load_state(journal: Journal) -> CoordinatorState:
+    """The state after all records on disk; afterwards the journal knows the positions of the groups' tokens.
+
+    Raises:
+        CorruptJournal: acknowledged bytes are damaged, or cannot be decoded.
+        OSError: they cannot be read.
+    """
+    recovery = journal.recover()
+    try:
+        state = (
+            CoordinatorState() if recovery.snapshot is None else CoordinatorState.decode(recovery.snapshot)
+        )
+    except msgspec.DecodeError as error:
+        raise CorruptJournal(
+            str(journal.directory), 0, f"the snapshot's state cannot be decoded: {error}"
+        ) from error
+    for item in recovery:
+        try:
+            record = r.decode(item.header)
+        except msgspec.DecodeError as error:
+            at = item.location
+            raise CorruptJournal(
+                f"{journal.directory}, segment {at.segment}",
+                at.offset,
+                f"a record cannot be decoded: {error}",
+            ) from error
+        apply(state, record)
+        if isinstance(record, r.GroupAccepted):
+            recovery.index(record.lease_id, item.location)
+    recovery.retain(group.lease_id for group in state.groups.values() if not group.given_up)
+    return state
+
+
+def new_nonce() -> str:
+    """A nonce for a coordinator process, part of its lease ids."""
+    return secrets.token_hex(4)
+
+
+def new_member_id(name: str) -> str:
+    """An id for one incarnation of a member."""
+    return f"{name}/{secrets.token_hex(4)}"

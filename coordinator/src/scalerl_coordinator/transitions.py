@@ -1,0 +1,41 @@
+"""The one way to change the state: :func:`apply`, used live and in replay.
+
+Pure: no I/O, no clock, no randomness, no settings but the journaled :class:`~.settings.Identity`. The same records give
+the same state, and a prefix of the records gives a state that the run had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from scalerl_coordinator import batch_sizes, generator_transitions, trainer_transitions
+from scalerl_coordinator import journal_records as r
+from scalerl_coordinator.state import CoordinatorState
+
+
+def apply(state: CoordinatorState, record: r.AnyRecord) -> None:
+    """Change ``state`` by one record. :mod:`.core` has checked the record: one that does not fit is a bug."""
+    _APPLY[type(record)](state, record)
+
+
+def _started(state: CoordinatorState, record: r.Started) -> None:
+    batch_sizes.change(state, record.identity)
+    state.nonce, state.next_lease = record.nonce, 0
+
+
+def _restored(state: CoordinatorState, record: r.Restored) -> None:
+    identity, nonce, number = state.known_identity, state.nonce, state.next_lease
+    restored = CoordinatorState.decode(record.snapshot)
+    for name in state.__struct_fields__:
+        setattr(state, name, getattr(restored, name))
+    state.nonce, state.next_lease = nonce, number
+    batch_sizes.change(state, identity)
+
+
+_APPLY: dict[type, Callable[[CoordinatorState, Any], None]] = {
+    r.Started: _started,
+    r.Restored: _restored,
+    **generator_transitions.APPLY,
+    **trainer_transitions.APPLY,
+}
