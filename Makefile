@@ -107,11 +107,14 @@ images: ## build the three images; IMAGE_PREFIX, TAG, DEVICE, BASE_IMAGE
 	  $(if $(filter-out file,$(origin DEVICE)),--build-arg DEVICE=$(DEVICE)) $(if $(BASE_IMAGE),--build-arg BASE_IMAGE=$(BASE_IMAGE)) \
 	  -t $(IMAGE_PREFIX)$$role:$(TAG) .; done
 
-lint: setup ## format, lint, types, import contracts
+lint: setup ## format, lint, types, import contracts, links of the documentation
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	@# A link that leads nowhere fails. Not -q: it also hides the warnings that fail the build.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -d $(VENV)/site
+	@$(BIN)/python tests/house/operator_size.py
 
 format: setup ## rewrite the code the way lint wants it
 	$(BIN)/ruff format .
@@ -136,8 +139,9 @@ crds: setup ## write crds/ again from the models in api, and the chart's copy
 dashboards: setup ## write the chart's Grafana dashboards again
 	$(BIN)/python charts/dashboards
 
-docs: setup ## write the tables of docs/operations.md again
+docs: setup ## write what the pages take from the code, and the site into build/site
 	$(BIN)/python docs/tables.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 lock: $(BIN)/uv ## write requirements/*.txt again from the members' pyproject files
 	UV=$(BIN)/uv requirements/compile.sh

@@ -1,4 +1,4 @@
-"""`python docs/tables.py [--check]`: write the tables of docs/operations.md again, from the constants that the code uses."""
+"""`python docs/tables.py [--check]`: write what the pages take from the code: tables of docs/operations.md, docs/reference."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 
+import reference_pages
 import yaml
 
 from scalerl_api.conditions import ConditionType, Phase, Reason
@@ -58,19 +59,20 @@ def renewed(page: str) -> str:
 
 
 def main() -> int:
-    """Write the page, or with ``--check`` say whether it is as it should be."""
+    """Write the pages, or with ``--check`` say whether it is as it should be."""
     parser = argparse.ArgumentParser(prog="python docs/tables.py", description=__doc__)
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit 1 if the page is not up to date"
     )
     check: bool = parser.parse_args().check
-    before = PAGE.read_text(encoding="utf-8")
-    after = renewed(before)
-    if check and before != after:
-        print(f"{PAGE}: tables are not what the code says; run `make docs`", file=sys.stderr)
-        return 1
-    if not check:
-        PAGE.write_text(after, encoding="utf-8")
+    texts = {PAGE: renewed(PAGE.read_text(encoding="utf-8"))}
+    texts |= {DOCS / "reference" / name: write() for name, write in reference_pages.PAGES.items()}
+    for path, text in texts.items():
+        if not check:
+            path.write_text(text, encoding="utf-8")
+        elif not path.is_file() or path.read_text(encoding="utf-8") != text:
+            print(f"{path}: not what the code says; run `make docs`", file=sys.stderr)
+            return 1
     return 0
 
 
