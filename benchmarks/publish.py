@@ -45,10 +45,10 @@ from aiohttp import web
 from scalerl_api import wire
 from scalerl_api.spec import ScratchModel
 from scalerl_api.weights import lay_out
-from scalerl_generator.control import WeightControl, control_app
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.state import BusyClock, ServerState
+from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_client import VllmClient
+from scalerl_generator.weight_control import WeightControl, control_app
 from scalerl_trainer.models.scratch import llama_config, parameter_shapes, train_tokenizer
 from scalerl_trainer.publish.control import ActorControl
 from scalerl_trainer.publish.publisher import Publisher, PublishSettings, Weights

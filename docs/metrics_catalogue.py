@@ -16,7 +16,7 @@ from scalerl_coordinator.journal import JournalCounters
 from scalerl_coordinator.metrics import Metrics as CoordinatorMetrics
 from scalerl_curvefit.sidecar.metrics import Metrics as SidecarMetrics
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.state import BusyClock, ServerState
+from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.metrics import Metrics as OperatorMetrics
 from scalerl_trainer.metrics import Metrics as TrainerMetrics

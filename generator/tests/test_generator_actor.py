@@ -38,7 +38,7 @@ from scalerl_api.wire import (
     WeightReceive,
     WeightReceived,
 )
-from scalerl_generator.prompts import PromptCodec
+from scalerl_generator.prompt_codec import PromptCodec
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_tasks.grading.pool import Graded, GradingPool
 from scalerl_tasks.prompts import Prompt
@@ -219,7 +219,7 @@ async def test_grading_errors_are_told_once_a_kind(
     await scene.trainer.publish(0)
     scene.coordinator.offer(3, scene.train)
     await until(lambda: len(scene.coordinator.groups) == 3)
-    told = [r.getMessage() for r in caplog.records if "could not be graded" in r.getMessage()]
+    told = [r.getMessage() for r in caplog.records if "could not grade" in r.getMessage()]
     assert len(told) == 2
     assert "prompt " + scene.train[0] in told[0]
     assert "longer than 1 s" in told[0]
@@ -379,7 +379,7 @@ async def test_finished_groups_outlive_the_coordinator(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("scene", [{"seconds_per_token": 0.1}], indirect=True)
-@pytest.mark.parametrize("how", ["torn", "whole"])
+@pytest.mark.parametrize("how", ["partial", "whole"])
 async def test_failed_update(scene: Scene, how: str) -> None:
     await scene.member()
     await scene.trainer.publish(0)
@@ -390,7 +390,7 @@ async def test_failed_update(scene: Scene, how: str) -> None:
     problem = await scene.trainer.receive(7, 1)
     assert isinstance(problem, Problem)
     assert problem.error == "update-failed"
-    await until(lambda: scene.coordinator.beats[-1].weight_version == (-1 if how == "torn" else 0))
+    await until(lambda: scene.coordinator.beats[-1].weight_version == (-1 if how == "partial" else 0))
     assert scene.coordinator.beats[-1].healthy, "an unhealthy member would not get weights again"
     assert (await scene.server())["running"] is (how == "whole")
     again = await scene.trainer.receive(7, 1)
@@ -411,7 +411,7 @@ async def test_failed_update_of_a_member_written_off(scene: Scene) -> None:
     await scene.trainer.publish(0)
     scene.coordinator.offer(2, scene.train)
     await until(lambda: len(scene.coordinator.leased) == 2)
-    await scene.server(update="torn")
+    await scene.server(update="partial")
     await scene.trainer.join(7)
     await scene.trainer.receive(7, 1)
     scene.coordinator.members.clear()

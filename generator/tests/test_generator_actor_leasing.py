@@ -15,11 +15,11 @@ from test_generator_actor_parts import empty_group
 from scalerl_api.wire import Group, Lease, Split
 from scalerl_generator.coordinator_client import CoordinatorClient
 from scalerl_generator.delivery import Delivery
-from scalerl_generator.join import Membership
 from scalerl_generator.leasing import Leasing
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.rollouts import Generated, RolloutMaker
-from scalerl_generator.state import BusyClock, ServerState
+from scalerl_generator.registration import Registration
+from scalerl_generator.rollouts import Generated, RolloutGenerator
+from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_replies import GenerationFailed
 
 Grow = Callable[[int], None]
@@ -50,13 +50,13 @@ class Hands:
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         server, busy = ServerState(), BusyClock()
-        server.came_up()
+        server.mark_up()
         metrics = ActorMetrics(server, busy)
         client = CoordinatorClient(session, "http://127.0.0.1:1", TOKEN)
-        self.membership = Membership(client, server, busy, metrics, name="g", control_url="http://h:1")
+        self.membership = Registration(client, server, busy, metrics, name="g", control_url="http://h:1")
         self.delivery = Delivery(client, self.membership, metrics)
         self.maker = Maker()
-        maker = cast(RolloutMaker, self.maker)
+        maker = cast(RolloutGenerator, self.maker)
         parts = client, self.membership, server, maker, self.delivery, metrics
         self.leasing = Leasing(*parts, capacity=16, per_group=4)
 
@@ -76,7 +76,7 @@ class Hands:
             remaining_seconds=seconds,
             policy_version=0,
         )
-        self.leasing._take(lease, "m1", time.monotonic())
+        self.leasing._start_lease(lease, "m1", time.monotonic())
 
     async def served(self) -> None:
         await until(lambda: not self.leasing._held)

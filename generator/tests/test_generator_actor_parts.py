@@ -20,22 +20,22 @@ from hypothesis import strategies as st
 
 from scalerl_api.spec import PromptSpec
 from scalerl_api.wire import MASKED, Group, Split
-from scalerl_generator import leasing, state
-from scalerl_generator.control import control_runner
+from scalerl_generator import leasing, server_state
 from scalerl_generator.coordinator_client import CoordinatorClient
 from scalerl_generator.delivery import Delivery
-from scalerl_generator.join import Membership
 from scalerl_generator.leasing import Occupancy, groups_wanted
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.prompts import PromptCodec, PromptTooLong, TokenizerProblem
+from scalerl_generator.prompt_codec import PromptCodec, PromptTooLong, TokenizerProblem
+from scalerl_generator.registration import Registration
 from scalerl_generator.rollouts import version_spans
-from scalerl_generator.state import NO_WEIGHTS, BusyClock, ServerState
+from scalerl_generator.server_state import NO_WEIGHTS, BusyClock, ServerState
 from scalerl_generator.vllm_replies import Sampled, Span
+from scalerl_generator.weight_control import control_runner
 from scalerl_tasks.prompts import Prompt
 
 
 def test_docstrings() -> None:
-    for module in (state, leasing):
+    for module in (server_state, leasing):
         assert doctest.testmod(module).failed == 0
 
 
@@ -73,8 +73,8 @@ def test_nothing_is_asked_for_while_finished_work_piles_up(
 def test_occupancy_stays_a_share(groups: list[list[int]]) -> None:
     occupancy = Occupancy()
     for lengths in groups:
-        occupancy.learn(lengths)
-        assert 0.2 <= occupancy.share <= 1.0
+        occupancy.observe(lengths)
+        assert 0.2 <= occupancy.fraction <= 1.0
 
 
 # --- tokens and text --------------------------------------------------------------------------
@@ -212,31 +212,31 @@ def test_no_room_for_a_completion(model: Path) -> None:
 async def test_serving_waits_for_whole_weights() -> None:
     server = ServerState()
     waiting = asyncio.create_task(server.serving())
-    server.came_up()
-    server.update_began()
-    server.updated(4)
-    server.update_began()
+    server.mark_up()
+    server.begin_update()
+    server.complete_update(4)
+    server.begin_update()
     await asyncio.sleep(0)
     assert not waiting.done(), "an update has begun again before anybody looked"
-    server.update_broke(weights_whole=True)
+    server.fail_update(weights_whole=True)
     assert await waiting == 4
-    server.update_began()
-    server.update_broke(weights_whole=False)
+    server.begin_update()
+    server.fail_update(weights_whole=False)
     assert (server.version, server.is_serving) == (NO_WEIGHTS, False)
-    server.updated(5)
+    server.complete_update(5)
     assert await server.serving() == 5
     salt = server.cache_salt
-    server.update_began()
-    server.update_broke(weights_whole=True)
+    server.begin_update()
+    server.fail_update(weights_whole=True)
     assert server.cache_salt == salt, "the same weights"
-    server.updated(5)
+    server.complete_update(5)
     assert server.cache_salt != salt, "the same version again, perhaps of another line of training"
     assert salt.startswith("5.")
     assert server.has_held(4)
-    server.went_down()
-    server.updated(6)
+    server.mark_down()
+    server.complete_update(6)
     assert server.version == NO_WEIGHTS, "an update that ends after its server is not one"
-    server.came_up()
+    server.mark_up()
     assert not server.has_held(5), "a new life, other weights"
 
 
@@ -247,14 +247,14 @@ async def test_groups_go_together_and_outlive_a_membership() -> None:
     coordinator = CoordinatorStandIn(heartbeat_seconds=60.0)
     await coordinator.start()
     server, busy = ServerState(), BusyClock()
-    server.came_up()
+    server.mark_up()
     metrics = ActorMetrics(server, busy)
     coordinator.offer(3, ["p"])
     coordinator.leased = {lease.lease_id: lease for lease in coordinator.todo}
     coordinator.todo.clear()
     async with aiohttp.ClientSession() as session:
         client = CoordinatorClient(session, coordinator.url, TOKEN)
-        membership = Membership(client, server, busy, metrics, name="generator-0", control_url="http://h:1")
+        membership = Registration(client, server, busy, metrics, name="generator-0", control_url="http://h:1")
         delivery = Delivery(client, membership, metrics)
         loops = [asyncio.create_task(membership.run("digest")), asyncio.create_task(delivery.run())]
         await until(lambda: membership.member_id == "m1" and coordinator.beats)

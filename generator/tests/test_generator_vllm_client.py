@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from scalerl_api.wire import TensorSpec, WeightReceive
-from scalerl_generator.vllm_client import VllmClient, together
+from scalerl_generator.vllm_client import VllmClient, gather_all
 from scalerl_generator.vllm_replies import (
     UNVERSIONED,
     BadReply,
@@ -183,10 +183,10 @@ async def test_the_first_failure_ends_the_calls_beside_it() -> None:
         return n
 
     with pytest.raises(ServerDown) as failed:  # not a group of errors, and with its own cause
-        await together([waits(), fails(), waits()])
+        await gather_all([waits(), fails(), waits()])
     assert isinstance(failed.value.__cause__, OSError)
     assert ended == ["cancelled"] * 2
-    assert await together(number(n) for n in (3, 1, 2)) == [3, 1, 2]
+    assert await gather_all(number(n) for n in (3, 1, 2)) == [3, 1, 2]
 
 
 def test_every_error_is_the_servers() -> None:
@@ -199,7 +199,7 @@ RECEIVE = WeightReceive(
 )
 
 
-@pytest.mark.parametrize("state", ["whole", "torn"])
+@pytest.mark.parametrize("state", ["whole", "partial"])
 async def test_a_failed_update_resumes_only_whole_weights(serve: Serve, state: str) -> None:
     called: list[str] = []
 
@@ -227,7 +227,7 @@ async def test_a_failed_update_resumes_only_whole_weights(serve: Serve, state: s
     )
     with pytest.raises(UpdateFailed, match="peer lost") as failed:
         await client.receive(RECEIVE)
-    assert failed.value.torn == (state == "torn")
+    assert failed.value.partial == (state == "partial")
     expected = ["/pause", "/start_weight_update", "/update_weights"]
     assert called == expected + (["/resume"] if state == "whole" else [])
 

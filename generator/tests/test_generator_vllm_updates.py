@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from scalerl_api.weights import lay_out, trailer
 from scalerl_api.wire import GroupJoin, TensorSpec, WeightReceive
 from scalerl_generator.checksum import checksum_u8
-from scalerl_generator.state import ServerState
+from scalerl_generator.server_state import ServerState
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_generator.vllm_replies import UNVERSIONED, ServerRefused, UpdateFailed, VllmError
 from scalerl_generator.vllm_server import TOKEN_VARIABLE
@@ -300,7 +300,7 @@ async def test_no_new_request_meets_a_cache_of_other_weights(server: Server) -> 
     """Not even when a trainer went back to a checkpoint and a version comes again with other weights."""
     prompt = PROBE * 5  # longer than a cache block, so that there is something to reuse
     state = ServerState()
-    state.came_up()
+    state.mark_up()
     async with VllmClient(server.url, TOKEN) as client:
         sender = await connect(client, 10)
 
@@ -313,7 +313,7 @@ async def test_no_new_request_meets_a_cache_of_other_weights(server: Server) -> 
         for seed, version in enumerate((10, 11, 10)):
             policy = new_weights(server.model, 10 + seed)
             await publish(client, sender, policy, version)
-            state.updated(version)
+            state.complete_update(version)
             salts.append(state.cache_salt)
             assert await error_of_first_token(policy, state.cache_salt) < 1e-4
             assert await error_of_first_token(policy, state.cache_salt) < 1e-4  # of the cache of its own
@@ -366,7 +366,7 @@ async def test_a_sender_killed_in_a_publish_is_an_error_soon_and_mended_by_the_n
             with pytest.raises(UpdateFailed, match="1 bucket") as failed:
                 await update
             assert time.monotonic() - died < JOIN_SECONDS / 2
-            assert failed.value.torn
+            assert failed.value.partial
 
             stuck = asyncio.create_task(client.generate([5], n=1, max_tokens=2, cache_salt="3"))
             await asyncio.sleep(0.3)
@@ -391,13 +391,13 @@ async def test_a_silent_sender_is_an_error_within_the_timeout_and_leaves_the_wei
         with pytest.raises(UpdateFailed, match="0 bucket") as failed:
             await client.receive(receive(policy, 5, 6, timeout_seconds=1))
         assert 0.9 < time.monotonic() - started < JOIN_SECONDS / 2
-        assert not failed.value.torn
+        assert not failed.value.partial
         assert await weight_version(client) == "5"
         assert np.abs(await client.prompt_logprobs(PROBE) - score(policy, PROBE)).max() < 1e-4
 
 
-@pytest.mark.parametrize(("bucket", "torn"), [(0, False), (2, True)])
-async def test_damaged_bytes_never_reach_the_model(server: Server, bucket: int, torn: bool) -> None:
+@pytest.mark.parametrize(("bucket", "partial"), [(0, False), (2, True)])
+async def test_damaged_bytes_never_reach_the_model(server: Server, bucket: int, partial: bool) -> None:
     good, bad = new_weights(server.model, 6), new_weights(server.model, 7)
     epoch = 60 + 2 * bucket
     async with VllmClient(server.url, TOKEN) as client:
@@ -406,7 +406,7 @@ async def test_damaged_bytes_never_reach_the_model(server: Server, bucket: int, 
         sending = asyncio.create_task(asyncio.to_thread(sender.send, bad, epoch + 1, bucket))
         with pytest.raises(UpdateFailed, match=f"bucket {bucket} .*checksum mismatch") as failed:
             await client.receive(receive(bad, epoch, epoch + 1))
-        assert failed.value.torn == torn
+        assert failed.value.partial == partial
         with pytest.raises(RuntimeError):  # the receiver left, so the sender's next broadcast fails too
             await sending
         sender = await connect(client, epoch + 1)
@@ -420,7 +420,7 @@ async def test_an_update_left_open_by_a_client_that_died_is_taken_over(server: S
         await client.pause()
         await client._call("POST", "/start_weight_update", {}, 10)
         sender = await connect(client, 80)
-        with pytest.raises(UpdateFailed, match="in no process group"):  # taking over leaves the group
+        with pytest.raises(UpdateFailed, match="not in a process group"):  # taking over leaves the group
             await client.receive(receive(policy, 80, 80))
         sender = await connect(client, 81)
         await publish(client, sender, policy, 81)

@@ -1,10 +1,29 @@
-"""What produces rollouts: the vLLM server of a run, its plug-ins, and the actor that feeds it.
+"""Generates rollouts: the vLLM server of a run, its plug-ins, and the actor that drives it.
 
-Lives here: the launcher of the server (:mod:`.vllm_server`, :mod:`.vllm_lifetime`), the weight-transfer engine
-inside it (:mod:`.vllm_worker`), the one caller of its HTTP API (:mod:`.vllm_client`, :mod:`.vllm_replies`), and
-the actor that takes leases, generates, grades and pushes. vLLM is pinned, and all that knows its internals is
-in modules called ``vllm_*``.
+The way of a request (``actor.run_actor()`` starts the loops)::
 
-Never lives here: which prompts to generate (the coordinator), what a correct answer is
-(``scalerl_tasks``), or anything of training. Nothing here imports ``scalerl_trainer``.
+    coordinator       actor                                                        vLLM server
+        │◀─ register ── Registration.run() ── heartbeats: Registration.progress()       │
+        │               ServerMonitor.run() ─────────────────────────────── GET health ▶│
+        │◀─ lease ───── Leasing.run(): groups_wanted() says how many                    │
+        │── Leases ───▶ RolloutGenerator.generate()                                     │
+        │                 PromptCodec.encode() ▶ ServerState.serving() ▶ sample_plain() │
+        │                 VllmClient.generate() ──────────────────────── POST generate ▶│
+        │                 read_completions() ◀── token ids, log-probabilities, versions │
+        │               RolloutGenerator.grade(): PromptCodec.texts(), version_spans()  │
+        │◀─ groups ──── Delivery.put() ▶ Delivery.run()                                 │
+
+The way of a weight update (one at a time)::
+
+    trainer           actor                                                        vLLM worker
+        │── join ─────▶ WeightControl.join() ▶ VllmClient.init_group() ────────────────▶│ init_transfer_engine()
+        │── receive ──▶ WeightControl.receive(): ServerState.begin_update()             │
+        │                 VllmClient.receive(): pause(), update_weights() ─────────────▶│ start_weight_update()
+        │════ buckets over the process group ══════════════════════════════════════════▶│ receive_weights()
+        │                   resume() ◀──────────────────────────────────────────────────│ finish_weight_update()
+        │◀─ received ── ServerState.complete_update(), or fail_update()                 │
+        │── probe ────▶ WeightControl.probe() ▶ VllmClient.prompt_logprobs() ──────────▶│
+
+vLLM is pinned; only modules called ``vllm_*`` depend on its internals. The package does not choose prompts (the
+coordinator does), grade (``scalerl_tasks`` does) or train, and does not import ``scalerl_trainer``.
 """

@@ -1,27 +1,26 @@
-"""``python -m scalerl_generator.actor``: one generator's hands.
+"""``python -m scalerl_generator.actor``: the process that drives one generator.
 
-It waits for its vLLM server, registers with the coordinator, takes weights from the trainer
-(:mod:`.control`), and then, until it is told to stop::
+It waits for its vLLM server, registers with the coordinator, receives weights from the trainer
+(:mod:`.weight_control`), and then, until it is stopped::
 
     lease ──▶ generate ──▶ grade ──▶ push
     leasing   rollouts     rollouts  delivery
 
-What dies, and what happens here:
+Failures, and how the actor handles them:
 
 =====================  ====================================================================================
-the vLLM server        leases go back, the member is unhealthy; once the server answers again: a new
-                       registration, new weights, new leases (:mod:`.join`)
-the coordinator        every call is tried again with back-off; finished groups wait; a coordinator that
-                       does not know the member gets a new registration, and work in hand goes on
-the trainer            inside an update: its timeout ends it. Old weights that are whole go on being used;
-                       a mixture stays paused, at version -1, until the next update
-one group              its lease goes back with the reason, the others go on; 16 in a row with none that
-                       succeeds are the server's fault, and the actor leaves
-this process           its leases end by missed heartbeats; the server stays up and takes new weights
+the vLLM server        leases are released, the member is unhealthy; once the server answers again: a new
+                       registration, new weights, new leases (:mod:`.registration`)
+the coordinator        every call is retried with back-off; finished groups are kept; if the coordinator
+                       does not know the member, it registers again, and its leases continue
+the trainer            during an update: the update's timeout ends it. Complete old weights stay in use;
+                       a mixture of versions stays paused, at version -1, until the next update
+one group              its lease is released with the reason, the others continue; after 16 failures in a
+                       row without a success the server is the cause, and the actor exits
+this process           its leases end by missed heartbeats; the server stays up and receives new weights
 =====================  ====================================================================================
 
-Exit codes: 0 told to stop (SIGTERM, or the run is over), 2 bad input that a restart does not mend,
-1 anything else.
+Exit codes: 0 stopped (SIGTERM, or the run is over), 2 bad input that a restart does not fix, 1 anything else.
 """
 
 from __future__ import annotations
@@ -48,17 +47,17 @@ from scalerl_api.load import SpecError
 from scalerl_api.process import EnvironmentProblem, ProcessEnvironment
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import Split
-from scalerl_generator.control import WeightControl, control_app, control_runner
 from scalerl_generator.coordinator_client import CoordinatorClient, Refused
 from scalerl_generator.delivery import Delivery
-from scalerl_generator.join import Membership, ServerNeverUp, ServerWatch
 from scalerl_generator.leasing import Leasing
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.prompts import PromptCodec, TokenizerProblem
-from scalerl_generator.rollouts import RolloutMaker, WrongPrompt
-from scalerl_generator.state import BusyClock, ServerState
+from scalerl_generator.prompt_codec import PromptCodec, TokenizerProblem
+from scalerl_generator.registration import Registration, ServerMonitor, ServerStartTimeout
+from scalerl_generator.rollouts import PromptMismatch, RolloutGenerator
+from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_generator.vllm_replies import VllmError
+from scalerl_generator.weight_control import WeightControl, control_app, control_runner
 from scalerl_tasks.errors import GradingError, TaskError
 from scalerl_tasks.prompts import PromptSource
 from scalerl_tasks.sources import Task, open_grading_pool, open_task
@@ -69,7 +68,7 @@ Result = TypeVar("Result")
 
 _OVER_GRACE_SECONDS = 5.0
 _FLUSH_SECONDS = 5.0
-_LEAVE_SECONDS = 3.0
+_UNREGISTER_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -106,11 +105,11 @@ def parse(argv: Sequence[str]) -> Arguments:
 async def run_actor(
     arguments: Arguments, environment: ProcessEnvironment, spec: RunSpec, stop: asyncio.Event
 ) -> None:
-    """One actor from start to orderly end; returns when ``stop`` is set or the run is over.
+    """Run one actor; returns when ``stop`` is set or the run is over.
 
     Raises:
-        TokenizerProblem, TaskError, WrongPrompt: bad input.
-        Refused, ServerNeverUp, GradingError, VllmError: it cannot go on.
+        TokenizerProblem, TaskError, PromptMismatch: bad input.
+        Refused, ServerStartTimeout, GradingError, VllmError: it cannot continue.
     """
     state, busy = ServerState(), BusyClock()
     metrics = ActorMetrics(state, busy)
@@ -118,13 +117,15 @@ async def run_actor(
         server = await stack.enter_async_context(VllmClient(arguments.server, environment.token))
         session = await stack.enter_async_context(aiohttp.ClientSession())
         coordinator = CoordinatorClient(session, environment.coordinator_url, environment.token)
-        membership = Membership(
+        registration = Registration(
             coordinator, state, busy, metrics, name=environment.name, control_url=arguments.advertise
         )
         control = WeightControl(server, state, busy, metrics)
-        await _serve(stack, control_app(control, metrics, environment.token, membership.not_ready), arguments)
-        watch = ServerWatch(server, state, metrics)
-        watching = _owned(stack, watch.run())
+        await _serve(
+            stack, control_app(control, metrics, environment.token, registration.not_ready), arguments
+        )
+        monitor = ServerMonitor(server, state, metrics)
+        watching = _owned(stack, monitor.run())
 
         opening = _owned(stack, _open(environment, spec))
         await _until(stop, watching, opening)
@@ -137,33 +138,42 @@ async def run_actor(
 
         capacity, per_group = spec.generator.max_concurrent_sequences, spec.recipe.completions_per_prompt
         sources: dict[Split, PromptSource] = {Split.TRAIN: task.train, Split.HELD_OUT: task.held_out}
-        maker = RolloutMaker(
-            server, watch, state, busy, codec, grader, metrics, sources, thread, max_sequences=capacity
+        rollouts = RolloutGenerator(
+            server, monitor, state, busy, codec, grader, metrics, sources, thread, max_sequences=capacity
         )
-        delivery = Delivery(coordinator, membership, metrics)
+        delivery = Delivery(coordinator, registration, metrics)
         leasing = Leasing(
-            coordinator, membership, state, maker, delivery, metrics, capacity=capacity, per_group=per_group
+            coordinator,
+            registration,
+            state,
+            rollouts,
+            delivery,
+            metrics,
+            capacity=capacity,
+            per_group=per_group,
         )
         gc.collect()
-        gc.freeze()  # what was imported stays; collections need not look at it again
-        heart = _owned(stack, membership.run(task.train.digest))
+        gc.freeze()  # imported objects stay; collections skip them
+        heartbeats = _owned(stack, registration.run(task.train.digest))
         pushing = _owned(stack, delivery.run())
         leases = _owned(stack, leasing.run())
-        await _until(stop, watching, heart, pushing, leases)
+        await _until(stop, watching, heartbeats, pushing, leases)
 
-        over = leases.done() and leases.exception() is None
-        reason = "the run is over" if over else "told to stop" if stop.is_set() else "cannot go on"
-        logger.info("leaving: %s", reason)
-        await leasing.close(_OVER_GRACE_SECONDS if over else 0.0, reason)
+        run_finished = leases.done() and leases.exception() is None
+        reason = (
+            "the run is over" if run_finished else "received a signal" if stop.is_set() else "cannot continue"
+        )
+        logger.info("stopping: %s", reason)
+        await leasing.close(_OVER_GRACE_SECONDS if run_finished else 0.0, reason)
         if not await delivery.flush(0.0 if pushing.done() else _FLUSH_SECONDS):
-            logger.warning("%d finished groups could not be pushed before leaving", len(delivery))
-        heart.cancel()
-        await membership.leave(_LEAVE_SECONDS)
-        _raise_failure(watching, heart, pushing, leases)
+            logger.warning("%d finished groups could not be pushed before the actor stopped", len(delivery))
+        heartbeats.cancel()
+        await registration.unregister(_UNREGISTER_SECONDS)
+        _raise_failure(watching, heartbeats, pushing, leases)
 
 
 async def _open(environment: ProcessEnvironment, spec: RunSpec) -> tuple[Task, PromptCodec]:
-    """Prompts and tokenizer, in threads: reading them takes seconds, and the server starts meanwhile."""
+    """Open prompts and tokenizer, in threads: reading them takes seconds, and the server starts meanwhile."""
     started = time.monotonic()
     task, codec = await asyncio.gather(
         asyncio.to_thread(open_task, spec.task, environment.paths.root),
@@ -189,7 +199,7 @@ async def _serve(stack: contextlib.AsyncExitStack, app: web.Application, argumen
 
 
 def _owned(stack: contextlib.AsyncExitStack, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
-    """A task that does not outlive the stack."""
+    """A task that ends with the stack."""
     task = asyncio.create_task(work)
 
     async def end() -> None:
@@ -226,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     arguments = parse(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    # One prompt or one group at a time: a pool of threads would cost more than it gives.
+    # One prompt or one group at a time: a pool of threads would cost more than it gains.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         environment = ProcessEnvironment.read()
@@ -241,14 +251,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-_BAD_INPUT = (EnvironmentProblem, SpecError, TokenizerProblem, TaskError, WrongPrompt)
-_EXPECTED = (*_BAD_INPUT, Refused, VllmError, ServerNeverUp, OSError)
+_BAD_INPUT = (EnvironmentProblem, SpecError, TokenizerProblem, TaskError, PromptMismatch)
+_EXPECTED = (*_BAD_INPUT, Refused, VllmError, ServerStartTimeout, OSError)
 
 
 def exit_code(error: Exception) -> int:
-    """2 for what a restart with the same input meets again, else 1."""
+    """2 for an error that a restart with the same input repeats, else 1."""
     if isinstance(error, Refused):
-        return 2 if error.for_good else 1
+        return 2 if error.permanent else 1
     return 2 if isinstance(error, _BAD_INPUT) and not isinstance(error, GradingError) else 1
 
 

@@ -1,4 +1,4 @@
-"""The generator's fast form of :func:`scalerl_api.weights.checksum`."""
+"""Vectorised form of :func:`scalerl_api.weights.checksum`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ _CHUNK_WORDS = 1 << 18
 
 
 def checksum_u8(payload: torch.Tensor) -> int:
-    """Checksum of a flat uint8 tensor, computed on its own device.
+    """Checksum of a flat uint8 tensor, computed on its device.
 
-    Works in chunks of 2 MiB, so that a large bucket costs no second one in memory.
+    Works in chunks of 2 MiB, so that a large bucket needs no copy of its size.
     """
     words = payload.view(torch.int64)
     weights = torch.arange(1, 2 * min(_CHUNK_WORDS, words.numel()) + 1, 2, device=payload.device)

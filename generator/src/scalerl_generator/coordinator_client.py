@@ -1,11 +1,11 @@
-"""The actor's side of the coordinator's HTTP API: one call a message, errors that say what to do next.
+"""The actor's client of the coordinator's HTTP API: one method a message; errors say what to do next.
 
 ::
 
     CoordinatorError
-    ├── CoordinatorDown    no usable answer (connection, timeout, 5xx): try again later
-    ├── UnknownMember      the coordinator does not know this member id (any more): register again
-    └── Refused            it will not have this request, now or later (token, wire version, bad data)
+    ├── CoordinatorDown    no usable answer (connection, timeout, 5xx): retry later
+    ├── UnknownMember      the coordinator does not know this member id: register again
+    └── Refused            the request is refused, now and later (token, wire version, bad data)
 """
 
 from __future__ import annotations
@@ -49,27 +49,27 @@ class CoordinatorError(Exception):
 
 
 class CoordinatorDown(CoordinatorError):
-    """No usable answer: it is restarting, unreachable, or overloaded. The request may have been carried out."""
+    """No usable answer: it is restarting, unreachable, or overloaded. It may have executed the request."""
 
 
 class UnknownMember(CoordinatorError):
-    """The member id of the call is not (or no longer) known."""
+    """The coordinator does not know the member id of the call."""
 
 
 class Refused(CoordinatorError):
-    """The request was understood and refused; asking again does not help."""
+    """The request was understood and refused; a retry does not help."""
 
     def __init__(self, path: str, status: int, error: str, message: str) -> None:
         super().__init__(f"the coordinator refused {path} ({status} {error}): {message}")
         self.error = error
-        self.for_good = path == endpoints.MEMBERS or status in (401, 403, 426)
+        self.permanent = path == endpoints.MEMBERS or status in (401, 403, 426)
         """The same program with the same run file would be refused again."""
 
 
 class Backoff:
     """Delays between attempts: doubling from ``first_seconds`` to ``last_seconds``, each shortened by up to half.
 
-    The random part keeps many actors from asking a restarted coordinator all at once.
+    The random part keeps many actors from calling a restarted coordinator at the same moment.
     """
 
     def __init__(self, first_seconds: float = 0.1, last_seconds: float = 5.0) -> None:
@@ -77,8 +77,8 @@ class Backoff:
         self._next = first_seconds
 
     @property
-    def fresh(self) -> bool:
-        """Nothing has failed since the last success."""
+    def is_reset(self) -> bool:
+        """No attempt has failed since the last success."""
         return self._next == self._first
 
     def reset(self) -> None:
@@ -90,9 +90,9 @@ class Backoff:
 
 
 class CoordinatorClient:
-    """Calls of one actor. The session is the caller's: it opens and closes it.
+    """Calls of one actor. The caller opens and closes the session.
 
-    Every method raises one of :class:`CoordinatorError`'s three kinds.
+    Every method raises one of the three kinds of :class:`CoordinatorError`.
     """
 
     def __init__(self, session: aiohttp.ClientSession, url: str, token: str) -> None:

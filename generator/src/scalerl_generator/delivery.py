@@ -1,4 +1,4 @@
-"""Finished groups on their way to the coordinator: kept and sent again until it has answered for each."""
+"""Sends finished groups to the coordinator: each is kept and sent again until it is acknowledged."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from scalerl_api.wire import Group, PushResult
 from scalerl_generator.coordinator_client import Backoff, CoordinatorClient, CoordinatorDown, UnknownMember
-from scalerl_generator.join import Membership
 from scalerl_generator.metrics import ActorMetrics
+from scalerl_generator.registration import Registration
 
 logger = logging.getLogger("scalerl.actor.delivery")
 
@@ -20,39 +20,41 @@ _PUSH_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
-class _Parcel:
+class _PendingGroup:
     group: Group
     deadline: float
     nbytes: int
 
 
 class Delivery:
-    """One queue, one push at a time: what is finished meanwhile goes along with the next.
+    """One queue, one push at a time: groups finished during a push go with the next.
 
-    A group leaves the queue when the coordinator has answered for it or its lease is over. Pushing is
-    idempotent, so an answer that got lost costs a second push and nothing else.
+    A group leaves the queue when the coordinator has acknowledged it or its lease has expired. Pushes are idempotent, so a
+    lost answer costs a second push and nothing else.
     """
 
-    def __init__(self, coordinator: CoordinatorClient, membership: Membership, metrics: ActorMetrics) -> None:
-        self._coordinator, self._membership, self._metrics = coordinator, membership, metrics
-        self._queue: deque[_Parcel] = deque()
+    def __init__(
+        self, coordinator: CoordinatorClient, registration: Registration, metrics: ActorMetrics
+    ) -> None:
+        self._coordinator, self._registration, self._metrics = coordinator, registration, metrics
+        self._queue: deque[_PendingGroup] = deque()
         self._filled = asyncio.Event()
         self._emptied = asyncio.Event()
         self._emptied.set()
 
     def __len__(self) -> int:
-        """Groups not yet answered for."""
+        """Groups that are not acknowledged."""
         return len(self._queue)
 
     def put(self, group: Group, deadline: float) -> None:
-        """Take charge of a group until ``deadline`` (``time.monotonic``), when its lease is over."""
+        """Queue a group until ``deadline`` (``time.monotonic``), when its lease expires."""
         nbytes = sum(len(c.token_ids) + len(c.logprobs) + 64 for c in group.completions) + 256
-        self._queue.append(_Parcel(group, deadline, nbytes))
+        self._queue.append(_PendingGroup(group, deadline, nbytes))
         self._filled.set()
         self._emptied.clear()
 
     async def flush(self, timeout_seconds: float) -> bool:
-        """Wait until the queue is empty; False if it is not by then. :meth:`run` must be running."""
+        """Wait until the queue is empty; False on timeout. :meth:`run` must be running."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self._emptied.wait()
@@ -61,10 +63,10 @@ class Delivery:
         return True
 
     async def run(self) -> None:
-        """Until cancelled.
+        """Push groups until cancelled.
 
         Raises:
-            Refused: the coordinator refuses pushes as such (it answers for single groups otherwise).
+            Refused: the coordinator refuses the whole push (single groups are refused in its answer).
         """
         backoff = Backoff()
         while True:
@@ -73,58 +75,60 @@ class Delivery:
             batch = self._batch()
             if not batch:
                 continue
-            member_id = await self._membership.member()
+            member_id = await self._registration.member()
             try:
-                reply = await self._coordinator.push(member_id, [parcel.group for parcel in batch])
+                reply = await self._coordinator.push(member_id, [pending.group for pending in batch])
             except UnknownMember:
-                self._membership.disown(member_id)
+                self._registration.invalidate(member_id)
                 await backoff.wait()
                 continue
             except CoordinatorDown as error:
-                if backoff.fresh:
+                if backoff.is_reset:
                     logger.warning("keeping %d finished groups: %s", len(self._queue), error)
                 await backoff.wait()
                 continue
             backoff.reset()
-            self._account(batch, reply.results, reply.reasons)
+            self._process_results(batch, reply.results, reply.reasons)
 
-    def _batch(self) -> list[_Parcel]:
-        batch: list[_Parcel] = []
+    def _batch(self) -> list[_PendingGroup]:
+        batch: list[_PendingGroup] = []
         nbytes = 0
-        for parcel in self._queue:
-            nbytes += parcel.nbytes
+        for pending in self._queue:
+            nbytes += pending.nbytes
             if batch and (len(batch) == _PUSH_GROUPS or nbytes > _PUSH_BYTES):
                 break
-            batch.append(parcel)
+            batch.append(pending)
         return batch
 
-    def _account(self, batch: list[_Parcel], results: list[PushResult], reasons: list[str | None]) -> None:
+    def _process_results(
+        self, batch: list[_PendingGroup], results: list[PushResult], reasons: list[str | None]
+    ) -> None:
         dropped: Counter[str] = Counter()
-        for parcel, result, reason in zip(batch, results, reasons, strict=True):
-            assert self._queue[0] is parcel
+        for pending, result, reason in zip(batch, results, reasons, strict=True):
+            assert self._queue[0] is pending
             self._queue.popleft()
-            self._membership.held_leases.discard(parcel.group.lease_id)
+            self._registration.held_leases.discard(pending.group.lease_id)
             self._metrics.groups.labels(result.value).inc()
             if result not in (PushResult.ACCEPTED, PushResult.DUPLICATE):
                 dropped[f"{result.value}: {reason or 'no reason given'}"] += 1
         for text, count in dropped.items():
-            logger.warning("%d groups not taken, %s", count, text)
-        self._note_empty()
+            logger.warning("%d groups not accepted, %s", count, text)
+        self._signal_if_empty()
 
     def _drop_expired(self) -> None:
         now = time.monotonic()
-        over = [parcel for parcel in self._queue if parcel.deadline <= now]
+        over = [pending for pending in self._queue if pending.deadline <= now]
         if not over:
             return
         logger.warning(
-            "%d finished groups dropped: their leases ran out before they could be pushed", len(over)
+            "dropped %d finished groups: their leases expired before they could be pushed", len(over)
         )
         self._metrics.groups.labels("expired").inc(len(over))
-        self._membership.held_leases.difference_update(parcel.group.lease_id for parcel in over)
-        self._queue = deque(parcel for parcel in self._queue if parcel.deadline > now)
-        self._note_empty()
+        self._registration.held_leases.difference_update(pending.group.lease_id for pending in over)
+        self._queue = deque(pending for pending in self._queue if pending.deadline > now)
+        self._signal_if_empty()
 
-    def _note_empty(self) -> None:
+    def _signal_if_empty(self) -> None:
         if not self._queue:
             self._filled.clear()
             self._emptied.set()

@@ -1,4 +1,4 @@
-"""The actor's Prometheus metrics: every name registered here, once."""
+"""The actor's Prometheus metrics; no other module registers any."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from scalerl_generator.state import BusyClock, ServerState
+from scalerl_generator.server_state import BusyClock, ServerState
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 180, 600, 1800)
 _UPDATE_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 120)
@@ -24,7 +24,7 @@ _VERSIONS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 
 
 class ActorMetrics:
-    """Counters of one actor, in a registry of its own (so that tests can have several in a process)."""
+    """Metrics of one actor, in their own registry (so that tests can have several in a process)."""
 
     def __init__(self, state: ServerState, busy: BusyClock) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -40,20 +40,20 @@ class ActorMetrics:
         )
         self.grading_errors = Counter(
             "scalerl_actor_grading_errors",
-            "Completions the verifier gave no verdict on; they are not trained on",
+            "Completions that the verifier could not score; they are not trained on",
             registry=r,
         )
         self.groups = Counter(
             "scalerl_actor_groups",
-            "Groups by what the coordinator said, or `expired`",
+            "Groups by the coordinator's answer, or `expired`",
             ["result"],
             registry=r,
         )
-        self.leases = Counter("scalerl_actor_leases", "Leases taken", ["split"], registry=r)
-        self.released = Counter("scalerl_actor_released_leases", "Leases given back unserved", registry=r)
+        self.leases = Counter("scalerl_actor_leases", "Leases received", ["split"], registry=r)
+        self.released = Counter("scalerl_actor_released_leases", "Leases released unserved", registry=r)
         self.failed = Counter(
             "scalerl_actor_failed_groups",
-            "Groups that could not be generated or graded, and were given back",
+            "Groups that could not be generated or graded, and were released",
             registry=r,
         )
         self.skipped = Counter(
@@ -65,10 +65,10 @@ class ActorMetrics:
             registry=r,
         )
         self.resubmitted = Counter(
-            "scalerl_actor_resubmitted_requests", "Requests sent again to a server that is well", registry=r
+            "scalerl_actor_resubmitted_requests", "Requests sent again to a healthy server", registry=r
         )
         self.server_losses = Counter(
-            "scalerl_actor_server_losses", "Times the server was found dead", registry=r
+            "scalerl_actor_server_losses", "Times the server stopped answering", registry=r
         )
         self.coordinator_losses = Counter(
             "scalerl_actor_coordinator_losses", "Times the coordinator stopped answering", registry=r
@@ -78,22 +78,22 @@ class ActorMetrics:
         )
         self.staleness = Histogram(
             "scalerl_actor_lease_staleness_versions",
-            "Weight versions between a group's oldest token and the weights held when it was done",
+            "Weight versions between a group's oldest token and the weights held when the group was complete",
             buckets=_VERSIONS,
             registry=r,
         )
         self.generation_seconds = Histogram(
             "scalerl_actor_generation_seconds",
-            "From request to last token of a group",
+            "Seconds from request to last token of a group",
             buckets=_SECONDS,
             registry=r,
         )
         self.grading_seconds = Histogram(
-            "scalerl_actor_grading_seconds", "Scoring of a group", buckets=_SECONDS, registry=r
+            "scalerl_actor_grading_seconds", "Seconds of scoring a group", buckets=_SECONDS, registry=r
         )
         self.update_seconds = Histogram(
             "scalerl_actor_update_seconds",
-            "Phases of weight updates",
+            "Seconds of weight updates, by phase",
             ["phase"],
             buckets=_UPDATE_SECONDS,
             registry=r,
@@ -102,7 +102,9 @@ class ActorMetrics:
             "scalerl_actor_update_failures", "Weight updates that failed", registry=r
         )
         self.occupancy = Gauge(
-            "scalerl_actor_group_occupancy", "Mean share of a group's sequences still growing", registry=r
+            "scalerl_actor_group_occupancy",
+            "Mean fraction of a group's sequences that is still generating",
+            registry=r,
         )
         self._gauge("in_flight_groups", "Requests in flight at the server", lambda: busy.in_flight)
         self._gauge(
@@ -126,6 +128,6 @@ class _BusySeconds(Collector):
     def collect(self) -> Iterator[CounterMetricFamily]:
         yield CounterMetricFamily(
             "scalerl_actor_busy_seconds",
-            "Seconds with a request in flight, updates not counted",
+            "Seconds with a request in flight, excluding updates",
             value=self._busy.seconds,
         )

@@ -1,9 +1,8 @@
-"""From a lease to a graded group.
+"""Makes a graded group from a lease.
 
-How the completions of a prompt are sampled is one function, a *strategy*; :func:`sample_plain` is the
-only one today. Everything around it (encoding, waiting for weights, grading, packing) does not depend
-on it. A strategy that interrupts long thoughts by force would stand beside it: two requests, the phrase's
-tokens between them, and a mask of the forced ones.
+A *strategy* is the function that samples the completions of a prompt; today :func:`sample_plain` is the only one.
+Encoding, waiting for weights, grading and packing do not depend on it. A strategy with forced interruption of long
+thoughts would be a second one: two requests, the phrase's tokens between them, and a mask of the forced tokens.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from typing import TypeVar
 import numpy as np
 
 from scalerl_api.wire import MASKED, Completion, Group, Lease, Split, VersionSpan
-from scalerl_generator.join import ServerWatch
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.prompts import EncodedPrompt, PromptCodec
-from scalerl_generator.state import BusyClock, ServerState
-from scalerl_generator.vllm_client import VllmClient, together
+from scalerl_generator.prompt_codec import EncodedPrompt, PromptCodec
+from scalerl_generator.registration import ServerMonitor
+from scalerl_generator.server_state import BusyClock, ServerState
+from scalerl_generator.vllm_client import VllmClient, gather_all
 from scalerl_generator.vllm_replies import GenerationFailed, Sampled, ServerRefused, VllmError
 from scalerl_tasks.grading.pool import GradingPool
 from scalerl_tasks.prompts import Prompt, PromptSource
@@ -35,25 +34,25 @@ Argument = TypeVar("Argument")
 Result = TypeVar("Result")
 
 _ATTEMPTS = 3
-_AFTER_THE_LEASE_SECONDS = 60.0
-"""The lease's own deadline ends a request; were the two timeouts one moment, either could swallow the other."""
+_LEASE_MARGIN_SECONDS = 60.0
+"""Margin over the lease's deadline, which ends the request: with equal timeouts, either could hide the other."""
 
 _VARYING = re.compile(r"\d[\d,.]*|'[^']*'|\"[^\"]*\"")
-_KIND_CHARACTERS = 80
-_MOST_KINDS = 50
-"""Error texts come from model output, in the end: they must not fill the log."""
+_ERROR_KIND_CHARACTERS = 80
+_MAX_ERROR_KINDS = 50
+"""Bound on logged kinds of errors: their texts derive from model output, and must not fill the log."""
 
 
 class ServerLost(Exception):
-    """The server died with this group in flight, or turned out to hold weights nobody published to it."""
+    """The server failed with this group in flight, or holds weights that were not published to it."""
 
 
-class WrongPrompt(Exception):
+class PromptMismatch(Exception):
     """The lease names a prompt that this actor's source does not have at that index."""
 
 
 def version_spans(sampled: Sampled) -> list[VersionSpan]:
-    """Which weights sampled which tokens, as the wire says it; masked tokens are in spans of their own."""
+    """Which weights sampled which tokens, in the wire's form; masked tokens have spans of their own."""
     if not sampled.masked.any():
         return [VersionSpan(span.version, span.start) for span in sampled.weight_versions]
     spans = sampled.weight_versions
@@ -65,17 +64,17 @@ def version_spans(sampled: Sampled) -> list[VersionSpan]:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """What a strategy is asked for: ``lease.completions`` completions of ``prompt``."""
+    """Input of a strategy: generate ``lease.completions`` completions of ``prompt``."""
 
     lease: Lease
     prompt: EncodedPrompt
     stop_token_ids: Sequence[int]
     cache_salt: str
-    """:attr:`ServerState.cache_salt <scalerl_generator.state.ServerState.cache_salt>` as the request is sent."""
+    """:attr:`ServerState.cache_salt <scalerl_generator.server_state.ServerState.cache_salt>` as the request is sent."""
     max_sequences: int
-    """The server takes no more completions than this in one request."""
+    """The server's maximum of completions in one request."""
     on_tokens: Callable[[int], None]
-    """To be told of new tokens, as far as the server tells."""
+    """Called with the number of new tokens, as far as the server reports them."""
 
 
 Strategy = Callable[[VllmClient, SampleRequest], Awaitable[list[Sampled]]]
@@ -84,12 +83,13 @@ Strategy = Callable[[VllmClient, SampleRequest], Awaitable[list[Sampled]]]
 async def sample_plain(server: VllmClient, request: SampleRequest) -> list[Sampled]:
     """Independent completions, each until an end token or ``max_tokens``.
 
-    No request carries a seed: what is sampled depends on when updates arrive anyway, vLLM draws seeded
-    sequences one after another, and its CPU engine dies when it discards a seeded request's draw
-    ("CPU Generator does not use offset", 0.32).
+    No request has a seed: the result depends on the times of updates anyway, vLLM samples seeded sequences one after
+    another, and its CPU engine crashes when it discards a seeded request's draw ("CPU Generator does not use offset", 0.32).
     """
     lease = request.lease
-    most = request.max_sequences if lease.temperature > 0 else 1  # vLLM takes greedy requests singly
+    most = (
+        request.max_sequences if lease.temperature > 0 else 1
+    )  # vLLM accepts greedy requests only one by one
     parts = [
         server.generate(
             request.prompt.token_ids,
@@ -98,12 +98,12 @@ async def sample_plain(server: VllmClient, request: SampleRequest) -> list[Sampl
             temperature=lease.temperature,
             stop_token_ids=request.stop_token_ids,
             cache_salt=request.cache_salt,
-            timeout_seconds=lease.remaining_seconds + _AFTER_THE_LEASE_SECONDS,
+            timeout_seconds=lease.remaining_seconds + _LEASE_MARGIN_SECONDS,
             on_tokens=request.on_tokens,
         )
         for start in range(0, lease.completions, most)
     ]
-    return [completion for part in await together(parts) for completion in part]
+    return [completion for part in await gather_all(parts) for completion in part]
 
 
 @dataclass(frozen=True)
@@ -117,20 +117,20 @@ class Generated:
     seconds: float
 
 
-class RolloutMaker:
-    """Turns leases into groups, with the run's prompts, server and verifier.
+class RolloutGenerator:
+    """Makes groups from leases, with the run's prompts, server and verifier.
 
     Args:
         sources: the prompts of each split; leases index into them.
-        thread: where prompts are made and tokenized and completions turned to text, which can take seconds
-            (a generated puzzle, a long context); with one thread, leases are served in the order they came.
-        max_sequences: most completions in one request (the server's own limit).
+        thread: generates and tokenizes prompts and decodes completions, which can take seconds (a generated puzzle, a long
+            context); with one thread, leases are served in order of arrival.
+        max_sequences: maximum of completions in one request (the server's limit).
     """
 
     def __init__(
         self,
         server: VllmClient,
-        watch: ServerWatch,
+        monitor: ServerMonitor,
         state: ServerState,
         busy: BusyClock,
         codec: PromptCodec,
@@ -142,24 +142,24 @@ class RolloutMaker:
         max_sequences: int,
         strategy: Strategy = sample_plain,
     ) -> None:
-        self._server, self._watch, self._state, self._busy = server, watch, state, busy
+        self._server, self._monitor, self._state, self._busy = server, monitor, state, busy
         self._codec, self._grader, self._metrics = codec, grader, metrics
         self._sources = sources
         self._thread = thread
-        self._seen_grading_errors: set[str] = set()
+        self._logged_grading_errors: set[str] = set()
         self._max_sequences = max_sequences
         self._strategy = strategy
 
     async def generate(self, lease: Lease, on_tokens: Callable[[int], None]) -> Generated:
-        """Sample the completions of a lease; waits while the server holds no weights or takes new ones.
+        """Sample the completions of a lease; waits while the server holds no weights or receives new ones.
 
-        ``on_tokens`` is told of tokens as they are sampled, unless completions are short.
+        ``on_tokens`` is called as tokens are sampled, unless completions are short.
 
         Raises:
-            ServerLost: the lease cannot be served by this server any more.
-            ServerRefused, BadReply, GenerationFailed: the server is well, and yet there is nothing to train on.
+            ServerLost: this server can no longer serve the lease.
+            ServerRefused, BadReply, GenerationFailed: the server is healthy, and returned nothing to train on.
             PromptTooLong: no server of this run can serve this prompt.
-            WrongPrompt, SourceError: the run's configuration or data are at fault.
+            PromptMismatch, SourceError: the run's configuration or data are wrong.
         """
         prompt, encoded = await self._in_thread(self._encoded, lease)
         for attempt in range(1, _ATTEMPTS + 1):
@@ -168,20 +168,20 @@ class RolloutMaker:
             stop = self._codec.stop_token_ids
             request = SampleRequest(lease, encoded, stop, salt, self._max_sequences, on_tokens)
             started = time.monotonic()
-            self._busy.enter()
+            self._busy.request_started()
             try:
                 completions = await self._strategy(self._server, request)
             except VllmError as error:
-                if not await self._watch.alive():
+                if not await self._monitor.check_alive():
                     raise ServerLost(str(error)) from error
                 refused = isinstance(error, ServerRefused) and error.status < 500
                 if refused or attempt == _ATTEMPTS:
                     raise
-                logger.warning("attempt %d at lease %s: %s", attempt, lease.lease_id, error)
+                logger.warning("attempt %d of lease %s: %s", attempt, lease.lease_id, error)
                 self._metrics.resubmitted.inc()
                 continue
             finally:
-                self._busy.leave()
+                self._busy.request_ended()
             self._check_versions(completions)
             seconds = time.monotonic() - started
             self._record(lease, completions, seconds)
@@ -191,8 +191,8 @@ class RolloutMaker:
     async def grade(self, generated: Generated, on_graded: Callable[[], None]) -> Group:
         """Score the completions and pack the group.
 
-        ``on_graded`` is called for each completion of this group that has its verdict. A completion on which the
-        verifier fails or runs out of its limits has no verdict, and says why.
+        ``on_graded`` is called for each completion of this group that is graded. A completion on which the verifier fails or
+        exceeds its limits has an error instead of a score.
 
         Raises:
             GradingError: the verifier's processes cannot be kept running; nothing was scored.
@@ -205,7 +205,7 @@ class RolloutMaker:
             generated.prompt, texts, in_thought=in_thought, on_graded=on_graded
         )
         self._metrics.grading_seconds.observe(time.monotonic() - started)
-        self._note_grading_errors(generated.prompt, [s.error for s in scores if s.error is not None])
+        self._log_grading_errors(generated.prompt, [s.error for s in scores if s.error is not None])
         completions = [
             Completion(
                 token_ids=c.token_ids.tobytes(),
@@ -239,26 +239,29 @@ class RolloutMaker:
         source = self._sources[lease.split]
         where = f"{lease.split.value} prompt {lease.prompt_index}"
         if not 0 <= lease.prompt_index < len(source):
-            raise WrongPrompt(
+            raise PromptMismatch(
                 f"lease {lease.lease_id}: {where} is outside the {len(source)} of this actor's source"
             )
         prompt = source[lease.prompt_index]
         if prompt.id != lease.prompt_id:
-            raise WrongPrompt(
+            raise PromptMismatch(
                 f"lease {lease.lease_id}: {where} is {prompt.id!r} here, the coordinator means {lease.prompt_id!r}: "
                 "coordinator and actor must read the same data with the same versions of the task libraries"
             )
         return prompt
 
-    def _note_grading_errors(self, prompt: Prompt, errors: Sequence[str]) -> None:
-        """Count all, and log each kind (the error but for its numbers and what it quotes) once."""
+    def _log_grading_errors(self, prompt: Prompt, errors: Sequence[str]) -> None:
+        """Count all errors, and log each kind (the error without its numbers and quotations) once."""
         self._metrics.grading_errors.inc(len(errors))
         for error in errors:
-            kind = _VARYING.sub("", error)[:_KIND_CHARACTERS]
-            if kind not in self._seen_grading_errors and len(self._seen_grading_errors) < _MOST_KINDS:
-                self._seen_grading_errors.add(kind)
+            kind = _VARYING.sub("", error)[:_ERROR_KIND_CHARACTERS]
+            if (
+                kind not in self._logged_grading_errors
+                and len(self._logged_grading_errors) < _MAX_ERROR_KINDS
+            ):
+                self._logged_grading_errors.add(kind)
                 logger.warning(
-                    "prompt %s: a completion could not be graded and is left out: %s (more of this kind are only counted)",
+                    "prompt %s: could not grade a completion, which is left out: %s (later ones of this kind are only counted)",
                     prompt.id,
                     error,
                 )
@@ -267,10 +270,10 @@ class RolloutMaker:
         sampled = {span.version for c in completions for span in c.weight_versions}
         covered = (sum(span.end - span.start for span in c.weight_versions) for c in completions)
         if any(len(c.token_ids) != tokens for c, tokens in zip(completions, covered, strict=True)):
-            raise GenerationFailed("the server does not say which weights sampled the tokens")
+            raise GenerationFailed("the answer lacks the weight versions of its tokens")
         if foreign := sorted(v for v in sampled if not self._state.has_held(v)):
             reason = f"it sampled with weight versions {foreign}, which it was not given since it came up"
-            self._watch.lost(reason)
+            self._monitor.server_lost(reason)
             raise ServerLost(reason)
 
     def _record(self, lease: Lease, completions: Sequence[Sampled], seconds: float) -> None:

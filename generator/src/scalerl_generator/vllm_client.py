@@ -1,6 +1,6 @@
 """The only caller of the vLLM server's HTTP API: token ids in, token ids and log-probabilities out.
 
-Its errors are :class:`~scalerl_generator.vllm_replies.VllmError`'s (the tree stands in :mod:`.vllm_replies`).
+Its errors are :class:`~scalerl_generator.vllm_replies.VllmError`'s (listed in :mod:`.vllm_replies`).
 Every call has a timeout. The client holds one connection pool and belongs to one event loop.
 """
 
@@ -34,22 +34,22 @@ from scalerl_generator.vllm_replies import (
 
 _CONTROL_SECONDS = 30.0
 _MARGIN_SECONDS = 15.0
-"""How much longer than the worker's own deadline the client waits for the worker's verdict."""
+"""The client waits this much longer than the worker's own deadline for the worker's answer."""
 
 _GENERATE = "/inference/v1/generate"
 _KEEP_ALIVE_SECONDS = 30.0
-"""Shorter than the server's, so that it is always the client that closes an idle connection."""
+"""Shorter than the server's, so that the client is the one that closes an idle connection."""
 
-_LEAST_INTERVAL_TOKENS = 64
-"""Shorter completions are answered as a whole: what is told on the way costs the server a little."""
+_MIN_INTERVAL_TOKENS = 64
+"""Shorter completions are not streamed: each event costs the server a little."""
 
 _ENCODE = msgspec.json.Encoder().encode
 
 Result = TypeVar("Result")
 
 
-async def together(calls: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """The results of all calls, in order. The first failure ends the other calls and is raised as it is."""
+async def gather_all(calls: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """The results of all calls, in order. The first failure cancels the others and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(call) for call in calls]
@@ -57,7 +57,7 @@ async def together(calls: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]
         first = failures.exceptions[0]
     else:
         return [task.result() for task in tasks]
-    raise first  # out here, so that it keeps its own cause
+    raise first  # outside the handler, so that it keeps its own cause
 
 
 def _generate_body(
@@ -72,7 +72,7 @@ class VllmClient:
 
     Args:
         base_url: such as ``http://127.0.0.1:8000``.
-        token: what the server was started with (``SCALERL_VLLM_TOKEN``).
+        token: the server's token (``SCALERL_VLLM_TOKEN``).
 
     Use as an async context manager, or call :meth:`close`.
     """
@@ -81,7 +81,7 @@ class VllmClient:
         self._base = base_url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         self._pooled: aiohttp.ClientSession | None = None
-        self._fresh: aiohttp.ClientSession | None = None
+        self._unpooled: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -93,13 +93,13 @@ class VllmClient:
 
     async def close(self) -> None:
         """Close the connections; requests in flight fail with :class:`ServerDown`."""
-        sessions, self._pooled, self._fresh = (self._pooled, self._fresh), None, None
+        sessions, self._pooled, self._unpooled = (self._pooled, self._unpooled), None, None
         for session in sessions:
             if session is not None:
                 await session.close()
 
     async def health(self, timeout_seconds: float = 5.0) -> bool:
-        """Whether the server answers and its engine lives."""
+        """Whether the server answers and its engine is alive."""
         try:
             await self._call("GET", "/health", None, timeout_seconds)
         except VllmError:
@@ -125,9 +125,8 @@ class VllmClient:
                 model's own end-of-sequence token ends it too.
             cache_salt: cached prefixes are shared among equal salts only. Give every installation of weights
                 one of its own: an update does not drop what older weights have cached.
-            timeout_seconds: for the whole answer; where it comes in parts, from each to the next.
-            on_tokens: called with every number of new tokens that the server tells of. It does a dozen times or so
-                a completion, and not at all where completions are short.
+            timeout_seconds: for the whole answer; for a streamed one, between its parts.
+            on_tokens: called with the number of new tokens, about a dozen times a completion; never for short ones.
 
         Raises:
             ServerDown, ServerRefused, BadReply, GenerationFailed
@@ -140,7 +139,7 @@ class VllmClient:
             "stop_token_ids": list(stop_token_ids),
             "detokenize": False,
         }
-        interval = max(_LEAST_INTERVAL_TOKENS, max_tokens // 16)
+        interval = max(_MIN_INTERVAL_TOKENS, max_tokens // 16)
         if on_tokens is None or max_tokens <= interval:
             return read_completions(
                 await self._generate(prompt_token_ids, params, cache_salt, timeout_seconds), n
@@ -166,19 +165,19 @@ class VllmClient:
         )
 
     async def pause(self) -> None:
-        """Freeze generation between two tokens; requests in flight keep their KV cache and wait.
+        """Pause generation between two tokens; requests in flight keep their KV cache and wait.
 
-        ``clear_cache=false`` is what keeps it: without, vLLM drops every cache also in mode ``keep``, and
-        what is in flight is computed again from its first token, under the weights it resumes with.
+        ``clear_cache=false`` keeps it: without, vLLM drops every cache even in mode ``keep``, and recomputes requests in flight
+        from their first token, under the new weights.
         """
         await self._call("POST", "/pause?mode=keep&clear_cache=false", {}, _CONTROL_SECONDS)
 
     async def resume(self) -> None:
-        """Let frozen requests go on, under the weights the server holds now."""
+        """Resume paused requests, under the weights that the server holds now."""
         await self._call("POST", "/resume", {}, _CONTROL_SECONDS)
 
     async def publish_report(self) -> PublishReport:
-        """The last update as the slowest worker saw it; ``torn`` if any worker is."""
+        """The slowest worker's report of the last update; ``partial`` if any worker's is."""
         body = await self._call(
             "POST", "/collective_rpc", {"method": "scalerl_publish_report"}, _CONTROL_SECONDS
         )
@@ -194,11 +193,11 @@ class VllmClient:
         await self._call("POST", "/init_weight_transfer_engine", body, join.timeout_seconds + _MARGIN_SECONDS)
 
     async def update_weights(self, receive: WeightReceive) -> PublishReport:
-        """Take one version over the group. Call between :meth:`pause` and :meth:`resume`.
+        """Receive one version over the group. Call between :meth:`pause` and :meth:`resume`.
 
         Raises:
-            UpdateFailed: not taken. The server has left the group and can join another.
-            ServerDown, BadReply: the server is gone, stuck or talks nonsense; what it holds is unknown.
+            UpdateFailed: the version is not installed. The server has left the group and can join another.
+            ServerDown, BadReply: the server does not answer or answers wrongly; what it holds is unknown.
         """
         info = msgspec.to_builtins(receive)
         seconds = receive.timeout_seconds + _MARGIN_SECONDS
@@ -208,20 +207,20 @@ class VllmClient:
             except ServerRefused as error:
                 if "already active" not in error.message:
                     raise
-                await self._abandon(receive)  # left behind by a client that died
+                await self._abandon(receive)  # left open by a client that died
                 await self._call("POST", "/start_weight_update", {}, _CONTROL_SECONDS)
             await self._call("POST", "/update_weights", {"update_info": info}, seconds)
             finish = {"weight_version": str(receive.version)}
             await self._call("POST", "/finish_weight_update", finish, _CONTROL_SECONDS)
         except ServerRefused as error:
             report = await self.publish_report()
-            raise UpdateFailed(error.message, torn=report.state == "torn") from error
+            raise UpdateFailed(error.message, partial=report.state == "partial") from error
         return await self.publish_report()
 
     async def receive(self, receive: WeightReceive) -> WeightReceived:
-        """Pause, take one version over the group, resume. Returns the seconds of each phase.
+        """Pause, receive one version over the group, resume. Returns the seconds of each phase.
 
-        After a failure the server is resumed only if it still holds its old weights whole.
+        After a failure the server is resumed only if its old weights are complete.
 
         Raises:
             UpdateFailed, ServerDown, BadReply: as :meth:`update_weights`.
@@ -232,7 +231,7 @@ class VllmClient:
         try:
             report = await self.update_weights(receive)
         except UpdateFailed as error:
-            if not error.torn:
+            if not error.partial:
                 await self.resume()
             raise
         updated = time.perf_counter()
@@ -246,7 +245,7 @@ class VllmClient:
         )
 
     async def _abandon(self, receive: WeightReceive) -> None:
-        """End an update nobody sends: the worker refuses it, which is how it leaves the update."""
+        """End an update that will not be sent: the worker leaves it by refusing it."""
         info = {"epoch": receive.epoch, "version": receive.version, "abort": True}
         try:
             await self._call("POST", "/update_weights", {"update_info": info}, _CONTROL_SECONDS)
@@ -276,7 +275,7 @@ class VllmClient:
                     if tokens := reply.feed(content):
                         on_tokens(tokens)
         except TimeoutError as error:
-            raise ServerDown(f"{url}: nothing for {timeout_seconds:g} s") from error
+            raise ServerDown(f"{url}: no data for {timeout_seconds:g} s") from error
         except aiohttp.ClientError as error:
             raise ServerDown(f"{url}: {error}") from error
         if not reply.done:
@@ -284,20 +283,20 @@ class VllmClient:
         return reply.completions()
 
     def _session_for(self, path: str) -> aiohttp.ClientSession:
-        """Generation shares a pool; all else gets a connection of its own.
+        """Generation shares a pool; every other request gets its own connection.
 
-        The server closes a connection after an internal error, and control requests are made right after
-        one: on a pooled connection they would race with that close.
+        The server closes a connection after an internal error, and control requests follow right after one: on a pooled
+        connection they would race with that close.
         """
         if path == _GENERATE:
             if self._pooled is None:
                 connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS)
                 self._pooled = aiohttp.ClientSession(connector=connector, headers=self._headers)
             return self._pooled
-        if self._fresh is None:
+        if self._unpooled is None:
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
-            self._fresh = aiohttp.ClientSession(connector=connector, headers=self._headers)
-        return self._fresh
+            self._unpooled = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        return self._unpooled
 
     async def _call(
         self, method: str, path: str, body: dict[str, Any] | None, timeout_seconds: float

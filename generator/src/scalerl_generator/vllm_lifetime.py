@@ -1,8 +1,8 @@
-"""vLLM's engine lives no longer than its server, however the server ends.
+"""Ends vLLM's engine process with its server, however the server ends.
 
-The engine is a process of its own, and nothing in vLLM ends it when the server dies without a word (``kill
--9``, out of memory): it would wait for requests for ever and keep its memory, or its GPU's. So the kernel is
-asked to kill it with its parent. Where the engine is forked, it also lets go of the server's listening socket.
+vLLM does not end the engine process when the server is killed (``kill -9``, out of memory): it would wait for requests
+and keep its memory, or its GPU's. So the kernel is asked to kill it with its parent. A forked engine also closes the
+server's listening socket.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def die_with_parent(parent: int) -> None:
-    """Have this process killed when the thread that made it ends, which must be ``parent``'s main thread.
+    """Ask the kernel to kill this process when the thread that created it ends: ``parent``'s main thread.
 
     Raises:
         OSError: the kernel refuses.
@@ -29,15 +29,14 @@ def die_with_parent(parent: int) -> None:
         return
     if _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it ended before the kernel was asked
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
 
 
-def tie_forks(listening: socket.socket) -> None:
-    """From now on, what this process's main thread forks dies with it; no fork keeps ``listening`` open.
+def kill_forks_with_parent(listening: socket.socket) -> None:
+    """From now on, forks of this process's main thread die with it, and no fork keeps ``listening`` open.
 
-    Processes that are started (``subprocess``) are not meant: they get the socket as little as a spawned
-    engine does.
+    Started processes (``subprocess``) are not concerned: like a spawned engine, they do not inherit the socket.
     """
     parent, by_main_thread = 0, False
 
@@ -48,14 +47,16 @@ def tie_forks(listening: socket.socket) -> None:
 
     def in_child() -> None:
         listening.close()
-        if by_main_thread:  # the kernel goes by threads: a passing thread's end must not kill an engine
+        if (
+            by_main_thread
+        ):  # the signal is tied to a thread: the end of a short-lived thread must not kill an engine
             die_with_parent(parent)
 
     os.register_at_fork(before=before, after_in_child=in_child)
 
 
-def tie_spawned() -> None:
-    """The same for a process that ``multiprocessing`` has spawned, called in it; elsewhere without effect."""
+def kill_spawned_with_parent() -> None:
+    """The same for a process spawned by ``multiprocessing``, which calls this; no effect elsewhere."""
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         die_with_parent(parent.pid)

@@ -1,13 +1,13 @@
-"""What the vLLM server answers: read, checked, and what is raised where it will not do.
+"""Reads and checks the vLLM server's answers.
 
 Errors of :class:`~scalerl_generator.vllm_client.VllmClient`::
 
     VllmError
     ├── ServerDown         no connection, or no answer in time
-    ├── ServerRefused      an answer that is not 200: ``status`` and ``message``
-    ├── BadReply           an answer of 200 that is not what this release of vLLM is known to answer
+    ├── ServerRefused      a status other than 200: ``status`` and ``message``
+    ├── BadReply           a 200 answer that this release of vLLM is not known to give
     ├── GenerationFailed   an answer that cannot be trained on (aborted, or of the wrong length)
-    └── UpdateFailed       weights were not taken; ``torn`` says what the server holds now
+    └── UpdateFailed       weights were not installed; ``partial`` says what the server holds now
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 UNVERSIONED = -1
-"""Version of the weights a server has started with, before any update told it a number."""
+"""Version of the weights a server starts with, before the first update."""
 
 _CLAMPED = -9999.0
 """vLLM writes this for a log-probability that is missing, minus infinity or NaN."""
@@ -31,11 +31,11 @@ Reply = TypeVar("Reply")
 
 
 class VllmError(Exception):
-    """Base of what a :class:`~scalerl_generator.vllm_client.VllmClient` raises."""
+    """Base of the errors of a :class:`~scalerl_generator.vllm_client.VllmClient`."""
 
 
 class ServerDown(VllmError):
-    """No connection, a connection that broke, or no answer within the timeout."""
+    """No connection, a broken connection, or no answer within the timeout."""
 
 
 class ServerRefused(VllmError):
@@ -48,7 +48,7 @@ class ServerRefused(VllmError):
 
 
 class BadReply(VllmError):
-    """The server said yes, in words that mean nothing here: is it the vLLM release this was written for?"""
+    """The server answered 200 with an unknown body: is it the pinned vLLM release?"""
 
 
 class GenerationFailed(VllmError):
@@ -56,17 +56,17 @@ class GenerationFailed(VllmError):
 
 
 class UpdateFailed(VllmError):
-    """An update of weights did not succeed.
+    """A weight update failed.
 
-    ``torn``: layers of both versions are mixed and the server stays paused; only a successful update
-    mends it. Otherwise the weights of before are whole.
+    ``partial``: the server holds layers of both versions and stays paused until an update succeeds. Otherwise its old
+    weights are complete.
     """
 
-    def __init__(self, message: str, *, torn: bool) -> None:
+    def __init__(self, message: str, *, partial: bool) -> None:
         super().__init__(
-            f"{message}; the server holds {'a mixture of versions' if torn else 'its old weights'}"
+            f"{message}; the server holds {'a mixture of versions' if partial else 'its old weights'}"
         )
-        self.torn = torn
+        self.partial = partial
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Sampled:
 
     ``token_ids`` ends with the stop token if there was one; ``finish_reason`` is ``stop`` then, and ``length``
     when ``max_tokens`` cut it. ``logprobs`` are natural logarithms under the distribution sampled from:
-    ``log_softmax(logits / temperature)``. Where ``masked``, the server gave none that is finite, and 0 stands there.
+    ``log_softmax(logits / temperature)``. Where ``masked``, the server gave no finite value, and the entry is 0.
     """
 
     token_ids: NDArray[np.int32]
@@ -95,9 +95,9 @@ class Sampled:
 
 
 class PublishReport(msgspec.Struct, frozen=True):
-    """What a worker says of its last update (``scalerl_generator.vllm_worker.PublishReport``)."""
+    """A worker's report of its last update (``scalerl_generator.vllm_worker.PublishReport``)."""
 
-    state: Literal["whole", "torn"]
+    state: Literal["whole", "partial"]
     version: int | None
     tensors: int
     buckets: int
@@ -170,7 +170,7 @@ def _all_sampled(choices: list[_ChoiceReply], n: int) -> list[Sampled]:
 
 
 class StreamedCompletions:
-    """The ``n`` completions of an answer that comes as server-sent events; each event goes on with one of them.
+    """The ``n`` completions of an answer in server-sent events; each event extends one of them.
 
     Raises of every method: BadReply, GenerationFailed, ServerRefused.
     """
@@ -180,15 +180,15 @@ class StreamedCompletions:
         self._rest = b""
         self._choices: dict[int, _ChoiceReply] = {}
         self.done = False
-        """The server has said that there is no more."""
+        """The end of the stream was received."""
 
     def feed(self, content: bytes) -> int:
-        """Take in what arrived; how many new tokens that was."""
+        """Add received bytes; returns the number of new tokens."""
         *events, self._rest = (self._rest + content).split(b"\n\n")
         return sum(self._event(event.removeprefix(b"data: ")) for event in events)
 
     def completions(self) -> list[Sampled]:
-        """All of them, in the order of their indices."""
+        """All completions, in the order of their indices."""
         return _all_sampled(list(self._choices.values()), self._n)
 
     def _event(self, content: bytes) -> int:
@@ -227,19 +227,19 @@ def read_prompt_logprobs(content: bytes, token_ids: Sequence[int]) -> NDArray[np
 
 
 def read_report(content: bytes) -> PublishReport:
-    """The slowest worker's report; ``torn`` if any worker is.
+    """The slowest worker's report; ``partial`` if any worker is.
 
     Raises:
         BadReply
     """
     reports = _decoded(_RPC, content).results
     if not reports:
-        raise BadReply("no worker reports on its update")
-    return max(reports, key=lambda r: (r.state == "torn", r.transfer_seconds + r.load_seconds))
+        raise BadReply("the answer has no worker's report")
+    return max(reports, key=lambda r: (r.state == "partial", r.transfer_seconds + r.load_seconds))
 
 
 def read_error(content: bytes) -> str:
-    """What an answer that is not 200 says."""
+    """The error message of an answer that is not 200."""
     try:
         return _ERROR.decode(content).error.message
     except msgspec.DecodeError:
@@ -281,6 +281,6 @@ def _sampled(choice: _ChoiceReply) -> Sampled:
 
 
 def _floats(entries: Sequence[_LogprobReply]) -> NDArray[np.float32]:
-    """NaN for what JSON has no number for, and the server writes as null."""
+    """NaN where the server writes null, since JSON has no NaN."""
     values = (math.nan if entry.logprob is None else entry.logprob for entry in entries)
     return np.fromiter(values, dtype=np.float32, count=len(entries))

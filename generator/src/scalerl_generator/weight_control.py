@@ -1,9 +1,8 @@
-"""The actor's own HTTP API: what the trainer tells it about weights, and what anyone may watch.
+"""The actor's HTTP API: weight updates for the trainer, probes and metrics for anyone.
 
-Only the actor talks to the vLLM server's development endpoints, on loopback; the trainer talks to the
-actor, with the run's token. One update at a time: a request that comes while another is going on
-waits for it within its own timeout (a trainer that was restarted in the middle of a publish finds the
-server busy until the old broadcast has timed out), and is refused after that.
+Only the actor calls the vLLM server's development endpoints, on loopback; the trainer calls the actor, with the run's
+token. One update at a time: a request during another waits for it within its own timeout (after a trainer restart in the
+middle of a publish, the server is busy until the old broadcast times out), and is refused after that.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from scalerl_api.wire import (
     WeightReceived,
 )
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.state import BusyClock, ServerState
-from scalerl_generator.vllm_client import VllmClient, together
+from scalerl_generator.server_state import BusyClock, ServerState
+from scalerl_generator.vllm_client import VllmClient, gather_all
 from scalerl_generator.vllm_replies import UpdateFailed, VllmError
 
 logger = logging.getLogger("scalerl.actor.control")
@@ -58,7 +57,7 @@ class ControlProblem(Exception):
 
 
 class WeightControl:
-    """What the three weight endpoints do."""
+    """The three weight endpoints."""
 
     def __init__(
         self, server: VllmClient, state: ServerState, busy: BusyClock, metrics: ActorMetrics
@@ -68,7 +67,7 @@ class WeightControl:
         self._epoch: int | None = None
 
     async def join(self, request: GroupJoin) -> Ack:
-        """Have the server become a member of a new process group.
+        """Make the server join a new process group.
 
         Raises:
             ControlProblem: ``not-ready``, ``busy`` or ``join-failed``.
@@ -88,7 +87,7 @@ class WeightControl:
         return Ack()
 
     async def receive(self, request: WeightReceive) -> WeightReceived:
-        """Have the server take a version while its generations in flight wait.
+        """Make the server receive a version while its requests in flight wait.
 
         Raises:
             ControlProblem: ``not-ready``, ``busy``, ``wrong-epoch`` or ``update-failed``.
@@ -100,7 +99,7 @@ class WeightControl:
                     "wrong-epoch",
                     f"in the group of epoch {self._epoch}, not {request.epoch}: join first",
                 )
-            self._state.update_began()
+            self._state.begin_update()
             self._busy.pause()
             return await self._receive(request)
 
@@ -108,22 +107,22 @@ class WeightControl:
         started = time.monotonic()
         try:
             received = await self._server.receive(request)
-        except BaseException as error:  # a bug or a cancellation too must not leave an update open for ever
-            whole = isinstance(error, UpdateFailed) and not error.torn
+        except BaseException as error:  # after a bug or a cancellation too, the update must end
+            whole = isinstance(error, UpdateFailed) and not error.partial
             self._epoch = None
             self._metrics.update_failures.inc()
             if whole:
                 self._busy.unpause()
-            logger.error("version %d not taken: %s: %s", request.version, type(error).__name__, error)
-            self._state.update_broke(weights_whole=whole)
+            logger.error("version %d not received: %s: %s", request.version, type(error).__name__, error)
+            self._state.fail_update(weights_whole=whole)
             if not isinstance(error, VllmError):
                 raise
             raise ControlProblem(502, "update-failed", f"version {request.version}: {error}") from error
         self._busy.unpause()
-        self._state.updated(request.version)
+        self._state.complete_update(request.version)
         for phase in ("pause", "transfer", "load", "resume"):
             self._metrics.update_seconds.labels(phase).observe(getattr(received, f"{phase}_seconds"))
-        logger.info("version %d taken in %.3f s", request.version, time.monotonic() - started)
+        logger.info("version %d received in %.3f s", request.version, time.monotonic() - started)
         return received
 
     async def probe(self, request: Probe) -> Probed:
@@ -147,7 +146,7 @@ class WeightControl:
                     409, "wrong-version", f"holds {self._state.version}, not {request.version}"
                 )
             try:
-                scores = await together(
+                scores = await gather_all(
                     self._server.prompt_logprobs(ids, timeout_seconds=_PROBE_SECONDS) for ids in sequences
                 )
             except VllmError as error:
@@ -164,7 +163,7 @@ class WeightControl:
             async with asyncio.timeout(timeout_seconds):
                 await self._lock.acquire()
         except TimeoutError:
-            message = f"another weight request is still going on after {timeout_seconds:g} s"
+            message = f"another weight request is still in progress after {timeout_seconds:g} s"
             raise ControlProblem(409, "busy", message) from None
         try:
             if not self._state.up:
@@ -180,8 +179,8 @@ def control_app(
     """The actor's HTTP application.
 
     Args:
-        token: what ``/v1/`` requests must carry.
-        is_ready: why the actor cannot take work, or None when it can.
+        token: the bearer token that ``/v1/`` requests need.
+        is_ready: returns why the actor accepts no work, or None if it does.
     """
 
     async def health(_: web.Request) -> web.Response:
@@ -207,8 +206,8 @@ def control_app(
 
 
 def control_runner(app: web.Application) -> web.AppRunner:
-    """What serves ``app``. No body is unpacked: a few compressed KB could be gigabytes, which aiohttp would unpack for
-    any stranger.
+    """The aiohttp runner of ``app``. It decompresses no body: a few compressed KB can be gigabytes, and aiohttp would
+    decompress them before the token is checked.
     """
     return web.AppRunner(app, access_log=None, shutdown_timeout=1.0, auto_decompress=False)
 
@@ -240,13 +239,11 @@ def _guard(token: str) -> Any:
             version = request.headers.get(WIRE_HEADER, "none")
             if version != str(WIRE_VERSION):
                 raise ControlProblem(
-                    426, "wire-version", f"wire version {version} given, {WIRE_VERSION} spoken here"
+                    426, "wire-version", f"the request has wire version {version}, the actor {WIRE_VERSION}"
                 )
             encoding = request.headers.get("Content-Encoding", "identity")
             if encoding.lower() != "identity":
-                raise ControlProblem(
-                    415, "encoded", f"send the body as it is, without the encoding {encoding!r}"
-                )
+                raise ControlProblem(415, "encoded", f"send the body without the encoding {encoding!r}")
             return await handler(request)
         except ControlProblem as problem:
             return _response(problem.status, Problem(error=problem.error, message=str(problem)))

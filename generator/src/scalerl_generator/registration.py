@@ -1,4 +1,4 @@
-"""Being a member: the server is waited for and watched, the coordinator is registered with and kept informed."""
+"""Monitors the server, registers with the coordinator, and sends heartbeats."""
 
 from __future__ import annotations
 
@@ -16,52 +16,52 @@ from scalerl_generator.coordinator_client import (
     UnknownMember,
 )
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.state import NO_WEIGHTS, BusyClock, ServerState
+from scalerl_generator.server_state import NO_WEIGHTS, BusyClock, ServerState
 from scalerl_generator.vllm_client import VllmClient
 
 logger = logging.getLogger("scalerl.actor.join")
 
 SERVER_START_SECONDS = 1800.0
-"""A server that does not answer for so long will not: the actor leaves with an error and is started anew."""
+"""The actor exits with an error, and is restarted, if its server does not answer for this long."""
 
 _CHECK_SECONDS = 2.0
 _CHECKS = 3
 _CHECK_AGAIN_SECONDS = 0.3
 
 
-class ServerNeverUp(Exception):
+class ServerStartTimeout(Exception):
     """The vLLM server did not answer within :data:`SERVER_START_SECONDS`."""
 
 
 async def wait_set(event: asyncio.Event, seconds: float) -> None:
-    """Return when ``event`` is set or ``seconds`` are over; clears it."""
+    """Return when ``event`` is set or ``seconds`` have passed; clears the event."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
     event.clear()
 
 
-class ServerWatch:
-    """Owns the up and down of :class:`ServerState`: waits for the server, and notices when it is gone."""
+class ServerMonitor:
+    """Sets :class:`ServerState` up and down: waits for the server, and detects when it stops answering."""
 
     def __init__(self, server: VllmClient, state: ServerState, metrics: ActorMetrics) -> None:
         self._server, self._state, self._metrics = server, state, metrics
         self._lock = asyncio.Lock()
 
     async def run(self) -> None:
-        """Until cancelled.
+        """Runs until cancelled.
 
         Raises:
-            ServerNeverUp: see :data:`SERVER_START_SECONDS`.
+            ServerStartTimeout: see :data:`SERVER_START_SECONDS`.
         """
         while True:
             if not self._state.up:
                 await self._until_up()
-            elif await self.alive():
+            elif await self.check_alive():
                 await asyncio.sleep(_CHECK_SECONDS)
 
-    async def alive(self) -> bool:
-        """Ask the server, a few times before giving it up. During an update, its outcome decides instead."""
+    async def check_alive(self) -> bool:
+        """Check the server's health, with retries. During an update, the update's outcome decides instead."""
         async with self._lock:
             for attempt in range(_CHECKS):
                 if not self._state.up:
@@ -72,15 +72,15 @@ class ServerWatch:
                     return True
                 if attempt + 1 < _CHECKS:
                     await asyncio.sleep(_CHECK_AGAIN_SECONDS)
-            self.lost("it does not answer")
+            self.server_lost("it does not answer")
             return False
 
-    def lost(self, reason: str) -> None:
-        """The server, or the weights it held, are gone: nothing in flight there comes back."""
+    def server_lost(self, reason: str) -> None:
+        """Set the server down: it, or its weights, are lost, and with them all requests in flight."""
         if self._state.up:
             logger.error("server lost: %s", reason)
             self._metrics.server_losses.inc()
-            self._state.went_down()
+            self._state.mark_down()
 
     async def _until_up(self) -> None:
         started = time.monotonic()
@@ -88,20 +88,19 @@ class ServerWatch:
         while not await self._server.health():
             waited = time.monotonic() - started
             if waited > SERVER_START_SECONDS:
-                raise ServerNeverUp(
+                raise ServerStartTimeout(
                     f"the vLLM server has not answered for {waited:.0f} s; its own log says why"
                 )
             await backoff.wait()
         logger.info("the server answers, after %.1f s", time.monotonic() - started)
-        self._state.came_up()
+        self._state.mark_up()
 
 
-class Membership:
-    """This actor's place among the run's generators; owns registration and heartbeats.
+class Registration:
+    """Registers this actor with the coordinator and sends its heartbeats.
 
-    A new registration is made when the server has come up (again) and when the coordinator no longer
-    knows the member. Work in hand is not touched here: after a restart of the coordinator its leases
-    may still be open.
+    It registers again when the server has come up again, and when the coordinator no longer knows the member. Leases are
+    kept: after a restart of the coordinator they may still be open.
     """
 
     def __init__(
@@ -118,48 +117,48 @@ class Membership:
         self._name, self._control_url = name, control_url
         self._wake = state.subscribe()
         self._registered = asyncio.Event()
-        self._life = 0
+        self._registered_start = 0
         self._interval_seconds = 1.0
         self._busy_before = 0.0
         self._tokens_before = 0
         self.member_id: str | None = None
         """None while not registered."""
         self.generated_tokens = 0
-        """Since the process began; whoever generates adds to it."""
+        """Tokens generated since the process began; :class:`~.leasing.Leasing` adds to it."""
         self.held_leases: set[str] = set()
-        """From the answer that brought them to the answer to their push, or until they are given back."""
+        """Leases from their arrival until their push is answered, or they are released."""
         self._progress: dict[str, int] = {}
 
     async def member(self) -> str:
-        """Wait until registered; the member id. The caller bounds the wait."""
+        """Wait until registered; returns the member id. The caller bounds the wait."""
         while self.member_id is None:
             await self._registered.wait()
         return self.member_id
 
     def progress(self, lease_id: str, tokens: int) -> None:
-        """The lease came further by ``tokens``; the next heartbeat says so."""
+        """Add ``tokens`` to the lease's progress, which the next heartbeat reports."""
         self._progress[lease_id] = self._progress.get(lease_id, 0) + tokens
 
     def not_ready(self) -> str | None:
-        """Why the actor takes no work yet, or None when it does (weights are work: it needs none to be ready)."""
+        """Why the actor accepts no work yet, or None if it does (it is ready without weights, since it receives them)."""
         if not self._state.up:
             return "the vLLM server does not answer"
         return None if self.member_id is not None else "not registered with the coordinator"
 
-    def disown(self, member_id: str) -> None:
-        """``member_id`` was refused as unknown, or is no longer trusted: register again."""
+    def invalidate(self, member_id: str) -> None:
+        """Register again: ``member_id`` is unknown to the coordinator, or its leases were reassigned."""
         if self.member_id == member_id:
-            self._forget()
+            self._clear_member()
             self._wake.set()
 
     async def run(self, task_digest: str) -> None:
-        """Register and keep the heart beating, until cancelled.
+        """Register and send heartbeats, until cancelled.
 
         Args:
-            task_digest: names this actor's training prompts; the coordinator refuses others than its own.
+            task_digest: of this actor's training prompts; the coordinator refuses any but its own.
 
         Raises:
-            Refused: the coordinator will not have this actor (token, wire version, another task).
+            Refused: the coordinator refuses this actor (token, wire version, another task).
         """
         backoff = Backoff()
         while True:
@@ -167,26 +166,26 @@ class Membership:
                 await self._once(task_digest)
             except UnknownMember as error:
                 logger.warning("no longer a member: %s", error)
-                self._forget()
+                self._clear_member()
             except CoordinatorDown as error:
-                if backoff.fresh:
-                    logger.warning("coordinator does not answer, trying on: %s", error)
+                if backoff.is_reset:
+                    logger.warning("coordinator does not answer, retrying: %s", error)
                     self._metrics.coordinator_losses.inc()
                 await backoff.wait()
             else:
                 backoff.reset()
                 await wait_set(self._wake, self._interval_seconds)
 
-    async def leave(self, timeout_seconds: float) -> None:
-        """Say that nothing more is to be expected from here; best effort within ``timeout_seconds``."""
+    async def unregister(self, timeout_seconds: float) -> None:
+        """Report the member as unhealthy, so that its leases are reassigned; best effort within ``timeout_seconds``."""
         if self.member_id is not None:
             with contextlib.suppress(CoordinatorError, TimeoutError):
                 async with asyncio.timeout(timeout_seconds):
                     await self._coordinator.heartbeat(self._heartbeat(self.member_id, healthy=False))
 
     async def _once(self, task_digest: str) -> None:
-        if self._life != self._state.lives:
-            self._forget()
+        if self._registered_start != self._state.start_count:
+            self._clear_member()
         if self.member_id is None:
             if self._state.up:
                 await self._register(task_digest)
@@ -194,7 +193,7 @@ class Membership:
         await self._coordinator.heartbeat(self._heartbeat(self.member_id, healthy=self._state.up))
 
     async def _register(self, task_digest: str) -> None:
-        life = self._state.lives
+        start = self._state.start_count
         reply = await self._coordinator.register(
             Register(
                 name=self._name,
@@ -205,12 +204,12 @@ class Membership:
         )
         logger.info("registered as %s (%s)", self._name, reply.member_id)
         self._metrics.registrations.inc()
-        self._life = life
+        self._registered_start = start
         self._interval_seconds = reply.heartbeat_seconds
         self._busy_before, self._tokens_before = self._busy.seconds, self.generated_tokens
         self.member_id = reply.member_id
         self._registered.set()
-        self._wake.set()  # the first heartbeat says at once which weights are held
+        self._wake.set()  # the first heartbeat reports the weight version at once
 
     def _heartbeat(self, member_id: str, healthy: bool) -> Heartbeat:
         self._progress = {i: n for i, n in self._progress.items() if i in self.held_leases}
@@ -224,6 +223,6 @@ class Membership:
             progress=self._progress,
         )
 
-    def _forget(self) -> None:
+    def _clear_member(self) -> None:
         self.member_id = None
         self._registered.clear()

@@ -1,8 +1,7 @@
-"""Text to tokens and back, with the run's own tokenizer and without importing torch.
+"""Text to tokens and back, with the run's tokenizer and without importing torch.
 
-The ``tokenizers`` library reads ``tokenizer.json`` directly, in milliseconds. A chat template is rendered by
-transformers' own function, which stands apart from its tokenizers; only a model that comes without a
-``tokenizer.json`` brings those in, and torch with them.
+The ``tokenizers`` library reads ``tokenizer.json`` in milliseconds. A chat template is rendered by transformers'
+function, which is independent of its tokenizers; only a model without ``tokenizer.json`` needs those, and torch.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 
 
 class TokenizerProblem(Exception):
-    """The model's tokenizer cannot serve this run; the message says what is missing and where."""
+    """The model's tokenizer does not fit this run; the message says what is missing and where."""
 
 
 class PromptTooLong(Exception):
@@ -39,13 +38,13 @@ class PromptTooLong(Exception):
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """Token ids of a rendered prompt, as the server takes them and as the wire carries them."""
+    """Token ids of a rendered prompt, for the server and for the wire."""
 
     token_ids: list[int]
     wire: bytes
     """The same ids as little-endian int32."""
     in_thought: bool = False
-    """The template itself opens a thought, which the completion goes on with."""
+    """The template opens a thought that the completion continues."""
 
 
 class PromptCodec:
@@ -93,7 +92,7 @@ class PromptCodec:
         return encoded
 
     def texts(self, completions: Sequence[NDArray[np.int32]]) -> list[str]:
-        """What the verifier reads: each completion's text without its end token; other specials stay visible."""
+        """Each completion's text for the verifier, without its end token; other special tokens stay visible."""
         stripped = [ids[:-1] if len(ids) and int(ids[-1]) in self._stop else ids for ids in completions]
         texts: list[str] = self._tokenizer.decode_batch(
             [ids.tolist() for ids in stripped], skip_special_tokens=False
@@ -107,7 +106,7 @@ class PromptCodec:
         else:
             text, added = self._chat(rendered.messages)
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        # Only what comes behind the question counts: a question may speak of <think>.
+        # Only the text after the question counts: a question may contain <think>.
         return EncodedPrompt(ids, np.asarray(ids, dtype="<i4").tobytes(), leaves_thought_open(added))
 
 
@@ -135,9 +134,9 @@ def _load_tokenizer(model: Path) -> Tokenizer:
 
 
 def _chat_template(model: Path) -> Callable[[list[dict[str, str]]], tuple[str, str]]:
-    """What ``AutoTokenizer.apply_chat_template`` would render, without loading its tokenizer (and torch).
+    """Renders as ``AutoTokenizer.apply_chat_template``, without loading its tokenizer (and torch).
 
-    The function returns the text, and what the generation prompt adds to it.
+    The function returns the text, and the part that the generation prompt adds to it.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
