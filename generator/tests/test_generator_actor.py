@@ -40,7 +40,7 @@ from scalerl_api.wire import (
 )
 from scalerl_generator.prompt_codec import PromptCodec
 from scalerl_generator.vllm_client import VllmClient
-from scalerl_tasks.grading.pool import Graded, GradingPool
+from scalerl_tasks.grading.grading_pool import Graded, GradingPool
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.sources import open_task
 

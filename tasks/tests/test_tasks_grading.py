@@ -385,7 +385,7 @@ async def test_a_pool_that_is_not_started_says_so():
 
 async def test_a_fork_server_that_cannot_be_replaced_breaks_the_pool_loudly(monkeypatch):
     """No scores are invented, and no group waits for ever."""
-    monkeypatch.setattr("scalerl_tasks.grading.pool._FIRST_BACK_OFF_SECONDS", 0.001)
+    monkeypatch.setattr("scalerl_tasks.grading.grading_pool._FIRST_BACK_OFF_SECONDS", 0.001)
     async with GradingPool(VerifierConfig("exact")) as pool:
         assert await pool.score_group(FOUR, ["4"]) == [RIGHT]
         monkeypatch.setattr("sys.executable", "/nonexistent/python")

@@ -170,7 +170,7 @@ def test_an_unknown_task(name, says):
 
 @pytest.mark.slow
 def test_a_task_that_ignores_its_seed_is_refused():
-    with pytest.raises(SourceError, match="different prompt at each look"):
+    with pytest.raises(SourceError, match="different prompt at each read"):
         open_reasoning_gym("list_functions")
 
 

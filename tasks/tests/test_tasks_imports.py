@@ -50,7 +50,7 @@ def test_whoever_asks_for_matplotlib_meanwhile_breaks_nothing():
     """A category that runs the package's own __init__ while it is imported, or looks whether there is matplotlib."""
     code = (
         "import importlib.util, sys; sys.modules['matplotlib'] = None\n"
-        "from scalerl_tasks.gym_loader import _matplotlib_or_a_stand_in as stand_in\n"
+        "from scalerl_tasks.gym_loader import _matplotlib_or_stub as stand_in\n"
         "with stand_in():\n"
         "    assert importlib.util.find_spec('matplotlib').loader is None\n"
         "    with stand_in(): import matplotlib.pyplot\n"

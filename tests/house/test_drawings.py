@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MEMBERS = sorted(path.parent for path in ROOT.glob("*/src/scalerl_*/__init__.py"))
-DRAWN = {"scalerl_coordinator", "scalerl_generator"}
+DRAWN = {"scalerl_coordinator", "scalerl_generator", "scalerl_tasks"}
 CALL = re.compile(r"(?<![\w.])(?:(\w+)\.)?(\w+)\(")
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from scalerl_api.spec import PromptSpec
-from scalerl_tasks.answers import leaves_thought_open
+from scalerl_tasks.answer_extraction import ends_inside_thought
 from scalerl_tasks.prompts import Prompt, RenderedPrompt, check_template, render_prompt
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class PromptCodec:
             text, added = self._chat(rendered.messages)
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         # Only the text after the question counts: a question may contain <think>.
-        return EncodedPrompt(ids, np.asarray(ids, dtype="<i4").tobytes(), leaves_thought_open(added))
+        return EncodedPrompt(ids, np.asarray(ids, dtype="<i4").tobytes(), ends_inside_thought(added))
 
 
 def _load_tokenizer(model: Path) -> Tokenizer:

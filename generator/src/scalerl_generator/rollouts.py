@@ -25,7 +25,7 @@ from scalerl_generator.registration import ServerMonitor
 from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_client import VllmClient, gather_all
 from scalerl_generator.vllm_replies import GenerationFailed, Sampled, ServerRefused, VllmError
-from scalerl_tasks.grading.pool import GradingPool
+from scalerl_tasks.grading.grading_pool import GradingPool
 from scalerl_tasks.prompts import Prompt, PromptSource
 
 logger = logging.getLogger("scalerl.actor.rollouts")

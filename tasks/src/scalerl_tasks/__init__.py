@@ -1,16 +1,26 @@
-"""What is trained on: prompt sources, verifiers, difficulty.
+"""Tasks: prompt sources, the held-out split, templates, verifiers, grading.
 
-What lives here: opening a prompt source (a reasoning-gym task, a JSONL file) and reading it by index;
-cutting a held-out set from it; putting a prompt into a template; scoring a completion, in child processes
-with limits on what it may use. Everything is deterministic: a digest names a set of prompts for
-good.
+The way of a task, from prompt to grade::
 
-What never does: torch, tokens, chat templates, the network; which prompt is asked next (the coordinator),
-what a score is used for (the trainer). Importing this package imports neither reasoning-gym nor sympy;
-opening a source or a verifier imports what that one needs.
+    spec.task ─▶ open_task()
+                   open_source() ─▶ ReasoningGymSource: GymTask.create() ─▶ gym_loader.load_task_classes()
+                                 └▶ JsonlSource: every line checked by _Scan.run()
+                   split_held_out() ─▶ Train, HeldOut (each with a digest)
+                   check_template()
+    index ─────▶ source[index] ─▶ Prompt ─▶ render_prompt() ─▶ RenderedPrompt ─▶ (the generator)
+
+    completions ─▶ GradingPool.score_group()        pool, in the caller's process
+                     ForkServer.start(), .fork()    fork server, one process: open_verifier(), audit_guard.install()
+                       └─▶ grader.run()             graders, forked, with limits on time and memory
+                             guarded() ─▶ extract_answer() ─▶ Verifier.score()
+                ◀── Graded(score, error) for each completion
+
+Everything is deterministic: equal digests mean equal prompts. No torch, tokens, chat templates or network; which prompt
+comes next is the coordinator's decision. Importing this package imports neither reasoning-gym nor sympy; opening a
+source or a verifier imports what that one needs.
 """
 
-from scalerl_tasks.answers import extract_answer
+from scalerl_tasks.answer_extraction import extract_answer
 from scalerl_tasks.difficulty import arithmetic_operations
 from scalerl_tasks.errors import (
     GradingError,
@@ -24,7 +34,7 @@ from scalerl_tasks.errors import (
     UnknownTaskError,
     VerifierError,
 )
-from scalerl_tasks.grading.pool import MAX_COMPLETION_CHARACTERS, Graded, GradingPool, PoolCounts
+from scalerl_tasks.grading.grading_pool import MAX_COMPLETION_CHARACTERS, Graded, GradingPool, PoolCounts
 from scalerl_tasks.gym import GymTask, ReasoningGymSource, open_reasoning_gym
 from scalerl_tasks.jsonl import MAX_LINE_BYTES, JsonlSource, open_jsonl
 from scalerl_tasks.prompts import Prompt, PromptSource, RenderedPrompt, check_template, render_prompt

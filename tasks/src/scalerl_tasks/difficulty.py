@@ -1,4 +1,4 @@
-"""How hard a prompt is, where its source lets one tell."""
+"""Difficulty of a prompt, where its source provides it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ def arithmetic_operations(metadata: Mapping[str, Any]) -> int | None:
     """Operations needed for the answer: op(G), the difficulty of the Interplay paper (arXiv 2512.07783, §3)
     [P].
 
-    Known for the reasoning-gym tasks that say how many terms an expression has (``chain_sum``,
+    Known for the reasoning-gym tasks that give the number of terms of an expression (``chain_sum``,
     ``basic_arithmetic``, ``products``, ``decimal_chain_sum``, …): a chain of n terms has n − 1 operations.
-    None for all others. It is a hook for a curriculum by difficulty, and nothing here depends on it.
+    None for all others. A curriculum by difficulty can use it; nothing here depends on it.
 
     >>> arithmetic_operations({"num_terms": 4})
     3

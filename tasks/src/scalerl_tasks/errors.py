@@ -1,17 +1,17 @@
-"""What can go wrong here, as one tree.
+"""All errors of this package, as one tree.
 
 ::
 
     TaskError
     ├── SourceError            a prompt source cannot be opened or read
-    │   ├── PromptError        one prompt of a source cannot be made; others can
+    │   ├── PromptError        one prompt of a source cannot be generated; others can
     │   ├── UnknownTaskError   no reasoning-gym task of that name
     │   ├── ParameterError     a parameter of a task is unknown, of a wrong type, or out of range
     │   ├── JsonlError         a line of a JSONL file is bad (file, line, column, field)
-    │   └── SplitError         the held-out set cannot be cut from this source
+    │   └── SplitError         the held-out set cannot be taken from this source
     ├── TemplateError          a prompt template has an unknown placeholder, or lacks {prompt}
     ├── VerifierError          an unknown verifier, or one that cannot grade this task
-    └── GradingError           the grading processes cannot be kept running (never a completion's fault)
+    └── GradingError           the grading processes cannot be kept running (never caused by a completion)
 
 Every message says what is wrong, where, and what to do.
 """
@@ -32,7 +32,7 @@ class SourceError(TaskError):
 
 
 class PromptError(SourceError):
-    """One prompt of a source cannot be made, which says nothing about the others."""
+    """One prompt of a source cannot be generated; others may be."""
 
 
 class UnknownTaskError(SourceError):
@@ -43,7 +43,7 @@ class ParameterError(SourceError):
     """A task's parameter is unknown, of a wrong type, or out of range.
 
     Attributes:
-        parameter: the parameter at fault, or None where the task does not say which.
+        parameter: the wrong parameter, or None if the task does not name it.
     """
 
     def __init__(self, message: str, parameter: str | None = None) -> None:
@@ -56,9 +56,9 @@ class JsonlError(SourceError):
 
     Attributes:
         path: the file.
-        line: 1-based line number, None when the whole file is meant.
+        line: 1-based line number, None for the whole file.
         column: 1-based column in characters (in bytes when the line is not UTF-8), where known.
-        field: the JSON field at fault, where known.
+        field: the wrong JSON field, where known.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class JsonlError(SourceError):
 
 
 class SplitError(SourceError):
-    """The held-out set asked for cannot be cut from this source."""
+    """The requested held-out set cannot be taken from this source."""
 
 
 class TemplateError(TaskError):
@@ -99,13 +99,13 @@ class VerifierError(TaskError):
 class GradingError(TaskError):
     """The grading processes cannot be started or kept running.
 
-    Never raised for what a completion says: that is a score of 0 with an error. Whoever sees this one must
-    not invent scores; the group was not graded.
+    Never raised because of a completion's text: that gives a score of 0 with an error. The group was not graded, so the
+    caller has no scores to use.
     """
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'a' or 'b'?"``, or an empty string where nothing is close.
+    """``"; did you mean 'a' or 'b'?"``, or an empty string if nothing is close.
 
     >>> did_you_mean("chain_sums", ["chain_sum", "gcd"])
     "; did you mean 'chain_sum'?"

@@ -1,15 +1,14 @@
-"""reasoning-gym, imported one category at a time.
+"""Imports reasoning-gym one category at a time.
 
-``import reasoning_gym`` runs every category and with them sympy, matplotlib and pyfiglet: seconds and 100
-MiB, in each process that needs one scorer of ten lines. A category alone is a tenth of a second. So the
-package's own ``__init__`` is put off: a module that knows where its submodules are stands in ``sys.modules``,
-and the first attribute that it does not have (say, ``reasoning_gym.create_dataset`` asked for by someone
-else) runs the real ``__init__`` in place. Nothing of the library is changed, and whoever imports it later
-gets all of it.
+``import reasoning_gym`` runs every category, and with them sympy, matplotlib and pyfiglet: seconds and 100 MiB, in each
+process that needs one scorer of ten lines. One category takes a tenth of a second. So the package's own ``__init__`` is
+deferred: ``sys.modules`` gets a module that knows the positions of its submodules, and the first missing attribute (say,
+``reasoning_gym.create_dataset`` for another user) runs the real ``__init__`` in place. The library itself is not
+changed, and later importers get all of it.
 
-Two categories import for all of their tasks what one does not need everywhere. ``zebra_puzzles`` needs pycosat, which
-only a C compiler can install. cellpylib, of the games of life, imports matplotlib for plots that no task draws, and the
-operator's image is without it. Where one of them is missing a module stands in for it that says so when it is used.
+Two categories import packages that most of their tasks do not need. ``zebra_puzzles`` needs pycosat, which only a C
+compiler can install. cellpylib, of the games of life, imports matplotlib for plots that no task draws, and the operator's
+image lacks matplotlib. If one is missing, a stub replaces it that raises an error when it is used.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ _NAME_IN_SOURCE = re.compile(
 _lock = threading.RLock()
 
 
-class _PutOffPackage(types.ModuleType):
-    """A package whose ``__init__`` runs when an attribute is missed, not before."""
+class _LazyPackage(types.ModuleType):
+    """A package whose ``__init__`` runs when an attribute is missing, not at import."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -46,14 +45,14 @@ class _PutOffPackage(types.ModuleType):
             raise AttributeError(name)
         with _lock:
             spec = self.__spec__
-            if self.__class__ is _PutOffPackage and spec is not None and spec.loader is not None:
+            if self.__class__ is _LazyPackage and spec is not None and spec.loader is not None:
                 self.__class__ = types.ModuleType  # type: ignore[assignment]
-                with _matplotlib_or_a_stand_in():
+                with _matplotlib_or_stub():
                     spec.loader.exec_module(self)
         return getattr(self, name)
 
 
-def _stand_in_for_pycosat() -> None:
+def _stub_pycosat() -> None:
     def itersolve(*_: object) -> Any:
         raise SourceError(
             "reasoning-gym task 'zebra_puzzles' needs pycosat, which is built by a C compiler and left out of the locks: "
@@ -65,11 +64,16 @@ def _stand_in_for_pycosat() -> None:
         module.itersolve = itersolve  # type: ignore[attr-defined]
 
 
-_PICTURES = ("matplotlib.pyplot", "matplotlib.animation", "matplotlib.collections", "mpl_toolkits.mplot3d")
+_MATPLOTLIB_MODULES = (
+    "matplotlib.pyplot",
+    "matplotlib.animation",
+    "matplotlib.collections",
+    "mpl_toolkits.mplot3d",
+)
 
 
-class _NoPictures(types.ModuleType):
-    """Stands in for a module of matplotlib: there are no pictures, and whoever draws one is told."""
+class _MatplotlibStub(types.ModuleType):
+    """Stub of a matplotlib module: drawing raises an error that says what to install."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -87,25 +91,25 @@ class _NoPictures(types.ModuleType):
 
 
 @contextlib.contextmanager
-def _matplotlib_or_a_stand_in() -> Iterator[None]:
-    """For the import of cellpylib, which keeps what it finds; an import of matplotlib afterwards fails as it should.
+def _matplotlib_or_stub() -> Iterator[None]:
+    """For the import of cellpylib, which keeps the module it finds; a later import of matplotlib fails as usual.
 
-    Within itself (a category's import can run the package's ``__init__``) it finds the stand-in, and leaves it.
+    Nested (a category's import can run the package's ``__init__``), it finds the stub and leaves it.
     """
     if importlib.util.find_spec("matplotlib") is not None:
         yield
         return
-    stand_ins: dict[str, types.ModuleType] = {}
-    for name in _PICTURES:
+    stubs: dict[str, types.ModuleType] = {}
+    for name in _MATPLOTLIB_MODULES:
         package, _, module = name.partition(".")
-        stand_ins.setdefault(package, _NoPictures(package))
-        stand_ins[name] = _NoPictures(name)
-        setattr(stand_ins[package], module, stand_ins[name])
-    sys.modules.update(stand_ins)
+        stubs.setdefault(package, _MatplotlibStub(package))
+        stubs[name] = _MatplotlibStub(name)
+        setattr(stubs[package], module, stubs[name])
+    sys.modules.update(stubs)
     try:
         yield
     finally:
-        for name in stand_ins:
+        for name in stubs:
             del sys.modules[name]
 
 
@@ -118,9 +122,9 @@ def _spec() -> importlib.machinery.ModuleSpec:
 
 @functools.cache
 def task_categories() -> dict[str, str]:
-    """Task name → category (``chain_sum`` → ``arithmetic``), read from the package's text without running it.
+    """Task name → category (``chain_sum`` → ``arithmetic``), read from the package's source without running it.
 
-    ``composite`` is not among them: it stands outside the categories and mixes tasks by nested configuration.
+    Without ``composite``, which has no category and mixes tasks by nested configuration.
     """
     roots = _spec().submodule_search_locations
     assert roots is not None
@@ -137,7 +141,7 @@ def load_task_classes(name: str) -> tuple[type[Any], type[Any]]:
     """The data set class and the configuration class of the task ``name``.
 
     Raises:
-        UnknownTaskError: there is none of that name; the message has the close ones.
+        UnknownTaskError: no task of this name; the message lists similar names.
         SourceError: reasoning-gym is missing, or the category cannot be imported.
     """
     category = task_categories().get(name)
@@ -147,18 +151,17 @@ def load_task_classes(name: str) -> tuple[type[Any], type[Any]]:
             f"reasoning-gym has no task {name!r}{hint or '; it has ' + ', '.join(sorted(task_categories()))}"
         )
     with _lock, warnings.catch_warnings():
-        # Some of its dependencies compile with SyntaxWarnings the first time.
+        # Some of its dependencies give SyntaxWarnings when first compiled.
         warnings.simplefilter("ignore")
         if _PACKAGE not in sys.modules:
             module = importlib.util.module_from_spec(_spec())
-            module.__class__ = _PutOffPackage
+            module.__class__ = _LazyPackage
             sys.modules[_PACKAGE] = module
-            _stand_in_for_pycosat()
+            _stub_pycosat()
         try:
-            # In this order: these import each other, and only so does it resolve (the package itself does the
-            # same).
+            # In this order: these modules import each other, and only this order works (the package does the same).
             importlib.import_module(f"{_PACKAGE}.coaching")
-            with _matplotlib_or_a_stand_in():
+            with _matplotlib_or_stub():
                 importlib.import_module(f"{_PACKAGE}.{category}")
         except ImportError as error:
             raise SourceError(f"reasoning-gym task {name!r} cannot be imported: {error}") from error

@@ -1,4 +1,4 @@
-"""Prompts from a JSONL file: every line checked at the start, none of them kept in memory."""
+"""Prompts from a JSONL file: every line is checked when it is opened, no line is kept in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scalerl_tasks.errors import JsonlError, SourceError, did_you_mean
 from scalerl_tasks.prompts import Prompt, check_index
 
 MAX_LINE_BYTES = 1 << 20
-"""Longest line accepted: 1 MiB. Longer ones are nearly always a file that is not JSONL."""
+"""Maximum line length: 1 MiB. Longer lines nearly always mean that the file is not JSONL."""
 
 _FIELDS = ("prompt", "answer", "id", "difficulty", "solution", "metadata")
 _ALLOWED = ", ".join(_FIELDS)
@@ -38,8 +38,8 @@ _decoder = msgspec.json.Decoder(_Row)
 class JsonlSource:
     """A :class:`~scalerl_tasks.PromptSource` over a file.
 
-    Held in memory: 24 bytes a line. The file stays open and must not change while it is in use; that it has is
-    noticed at the next read. ``digest`` is the SHA-256 of the file's bytes.
+    Held in memory: 24 bytes a line. The file stays open and must not change while in use; the next read detects a change.
+    ``digest`` is the SHA-256 of the file's bytes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,14 +59,14 @@ class JsonlSource:
         self._lines = scan.lines
         self._digest = scan.hash.hexdigest()
         self._finalizer = weakref.finalize(self, os.close, self._descriptor)
-        self._state = _state(self._descriptor)
+        self._file_stamp = _file_stamp(self._descriptor)
 
     @property
     def digest(self) -> str:
         return self._digest
 
     def close(self) -> None:
-        """Close the file; the source cannot be read afterwards. Done by itself when the source is dropped."""
+        """Close the file; the source cannot be read afterwards. Happens by itself when the source is deleted."""
         self._finalizer()
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ class JsonlSource:
             raise SourceError(f"{self.path}: the source was closed")
         start, end = self._offsets[2 * index], self._offsets[2 * index + 1]
         raw = os.pread(self._descriptor, end - start, start)
-        if _state(self._descriptor) != self._state:
+        if _file_stamp(self._descriptor) != self._file_stamp:
             raise SourceError(
                 f"{self.path}: changed since it was opened; start again, and give a changed set a new file"
             )
@@ -87,29 +87,29 @@ class JsonlSource:
 
 def open_jsonl(path: str | os.PathLike[str]) -> JsonlSource:
     """Open and check a JSONL file: one object a line with the strings ``prompt`` and ``answer``, and
-    optionally ``id`` (string), ``difficulty`` (number), ``solution`` (string) and ``metadata`` (object,
-    carried along).
+    optionally ``id`` (string), ``difficulty`` (number), ``solution`` (string) and ``metadata`` (object, passed
+    through).
 
-    The check streams, so the size of the file is no matter. Blank lines are skipped. A prompt without an
+    The check streams the file, so its size does not matter. Blank lines are skipped. A prompt without an
     ``id`` gets a hash of its prompt and answer.
 
     Raises:
         JsonlError: the first bad line: not UTF-8, bad JSON, a missing, unknown or ill-typed field, an empty
-            prompt or answer, a line over 1 MiB, an ``id`` given twice; or the file has no prompts at all.
+            prompt or answer, a line over 1 MiB, a repeated ``id``; or the file has no prompts.
         SourceError: the file cannot be read.
     """
     return JsonlSource(Path(path))
 
 
 class _Scan:
-    """One pass over the file: check each line, remember where it is, look for ids given twice."""
+    """One pass over the file: check each line, record its position, find repeated ids."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.hash = hashlib.sha256()
         self.offsets = array("Q")  # start, end; start, end; …
         self.lines = array("Q")
-        # Ids as 64-bit hashes, dealt into buckets: looking for repeats needs a table of one bucket at a time.
+        # Ids as 64-bit hashes, divided into buckets: finding repeats needs a table of one bucket at a time.
         self._id_hashes = [array("Q") for _ in range(_HASH_BUCKETS)]
         self._id_rows = [array("Q") for _ in range(_HASH_BUCKETS)]
 
@@ -140,9 +140,9 @@ class _Scan:
             offset += len(raw)
         if not self.lines:
             raise JsonlError(self.path, 'has no prompts; add lines like {"prompt": "2 + 2 =", "answer": "4"}')
-        self._refuse_repeated_ids(file)
+        self._check_unique_ids(file)
 
-    def _refuse_repeated_ids(self, file: IO[bytes]) -> None:
+    def _check_unique_ids(self, file: IO[bytes]) -> None:
         repeats: list[tuple[int, int]] = []
         for hashes, rows in zip(self._id_hashes, self._id_rows, strict=True):
             first: dict[int, int] = {}
@@ -200,7 +200,7 @@ def _bad_json(path: Path, line: int, raw: bytes, error: Exception) -> JsonlError
             line=line,
             column=broken.start + 1,
         )
-    # The standard library's parser tells the place best, but lets more through: NaN, half surrogates, deep nesting.
+    # The standard library's parser reports the position best, but accepts more: NaN, half surrogates, deep nesting.
     try:
         json.loads(text)
     except json.JSONDecodeError as precise:
@@ -217,7 +217,7 @@ def _bad_json(path: Path, line: int, raw: bytes, error: Exception) -> JsonlError
 
 
 def _bad_field(path: Path, line: int, raw: bytes, message: str) -> JsonlError:
-    """msgspec says which field and what is wrong; here it learns what to do about it."""
+    """Turn msgspec's error into one with the field and what to do."""
     try:
         found = msgspec.json.decode(raw)
     except (
@@ -280,6 +280,6 @@ def _prompt(row: _Row) -> Prompt:
     )
 
 
-def _state(descriptor: int) -> tuple[int, int]:
+def _file_stamp(descriptor: int) -> tuple[int, int]:
     stat = os.fstat(descriptor)
     return stat.st_size, stat.st_mtime_ns

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 _DIGITS = "0123456789"
-_WINDOW = 512
-"""Longest number looked at, in characters. No task asks for more, and it bounds the work for any text."""
+_MAX_NUMBER_CHARACTERS = 512
+"""Maximum length of a number, in characters. No task needs more, and it bounds the work for any text."""
 
 _INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _DECIMAL = rf"(?:{_INTEGER}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
@@ -14,16 +14,16 @@ _DECIMAL = rf"(?:{_INTEGER}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
 _NUMBER = re.compile(rf"((?<![0-9A-Za-z.)\]])[+\-\u2212])?({_DECIMAL})(?: ?/ ?({_DECIMAL}))?")
 
 Number = tuple[int, int, int]
-"""numerator, denominator (> 0, any terms), exponent: the value is numerator / denominator · 10^exponent."""
+"""Numerator, denominator (> 0, not reduced), exponent: the value is numerator / denominator · 10^exponent."""
 
 
 def last_number(text: str) -> Number | None:
     """The last number in ``text``, or None.
 
-    Understood: ``-1,234.50``, ``.5``, ``6.02e23``, ``3/4``, ``−7`` (U+2212). Digits are ASCII's: others are
-    not digits here. A comma followed by three digits groups thousands, any other comma ends a number. ``%``,
-    currency and units are passed over. Names for infinity and NaN are not numbers, and neither is a fraction
-    over zero.
+    Accepted: ``-1,234.50``, ``.5``, ``6.02e23``, ``3/4``, ``−7`` (U+2212). Only ASCII
+    digits count. A comma followed by three digits groups thousands, any other comma ends a number. ``%``,
+    currency and units are ignored. Names for infinity and NaN are not numbers, nor is a fraction with
+    denominator zero.
 
     >>> last_number("from 3 to 1,234.50 dollars.")
     (12345, 1, -1)
@@ -33,7 +33,7 @@ def last_number(text: str) -> Number | None:
     last = max(map(text.rfind, _DIGITS))
     if last < 0:
         return None
-    start = max(0, last + 1 - _WINDOW)
+    start = max(0, last + 1 - _MAX_NUMBER_CHARACTERS)
     window = text[start : last + 1]
     found: re.Match[str] | None = None
     for match in _NUMBER.finditer(window):
@@ -64,11 +64,11 @@ def equal(a: Number, b: Number) -> bool:
     # left · 10^shift == right. A non-zero right has at most 2·_WINDOW digits.
     if left == 0 or right == 0:
         return left == right
-    return shift <= 2 * _WINDOW and left * 10**shift == right
+    return shift <= 2 * _MAX_NUMBER_CHARACTERS and left * 10**shift == right
 
 
 def _decimal(text: str) -> tuple[int, int]:
-    """``12.50e3`` → (125, 2): digits without trailing zeros behind the point, and the exponent of ten."""
+    """``12.50e3`` → (125, 2): digits without trailing zeros after the point, and the exponent of ten."""
     mantissa, _, exponent = text.replace(",", "").lower().partition("e")
     whole, _, fraction = mantissa.partition(".")
     fraction = fraction.rstrip("0")

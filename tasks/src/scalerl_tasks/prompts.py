@@ -1,4 +1,4 @@
-"""The prompt, the source of prompts, and how a prompt's text is dressed."""
+"""Prompts, sources of prompts, and templates."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from scalerl_tasks.errors import TemplateError
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One thing to ask, and what is needed to grade the reply.
+    """One question, and what is needed to grade an answer.
 
     Attributes:
-        id: stable and unique within its source: the same source gives the same id for the same prompt,
-            always.
-        text: what the user says, without any chat template.
-        answer: the reference answer; empty where a task has none (its own scorer then judges by
-            ``metadata``).
+        id: stable and unique within its source: the same source always gives the same prompt the same id.
+        text: the user's message, without any chat template.
+        answer: the reference answer; empty if a task has none (its scorer then uses ``metadata``).
         solution: a worked solution for a supervised warm start, where the source has one.
         difficulty: higher is harder, on the source's own scale (operations for arithmetic), where known.
-        metadata: what the task's own scorer needs; picklable, not necessarily JSON.
+        metadata: input of the task's scorer; picklable, not necessarily JSON.
     """
 
     id: str
@@ -34,7 +32,7 @@ class Prompt:
 
     @property
     def worked_solution(self) -> str:
-        """The target of a supervised warm start: the solution, or the bare answer where there is none.
+        """The target of a supervised warm start: the solution, or the bare answer if there is none.
 
         Raises:
             ValueError: the prompt has neither.
@@ -52,7 +50,7 @@ class PromptSource(Protocol):
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) over all that defines the sequence: equal digests, equal prompts, equal order."""
+        """SHA-256 (hex) of everything that defines the sequence: equal digests mean equal prompts in equal order."""
         ...
 
     def __len__(self) -> int: ...
@@ -62,7 +60,7 @@ class PromptSource(Protocol):
 
         Raises:
             IndexError: index out of range; negative ones are.
-            SourceError: what the prompt is read from has changed or broken.
+            SourceError: the file or task behind the source has changed or fails.
         """
         ...
 
@@ -82,13 +80,13 @@ class RenderedPrompt:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The form chat templates take."""
+        """The messages for a chat template."""
         head = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*head, {"role": "user", "content": self.user}]
 
 
-# Doubled braces are literal ones; a brace pair around a name is a placeholder; every other brace stands for
-# itself, so that "\boxed{}" needs no escape.
+# Doubled braces are literal braces; a brace pair around a name is a placeholder; every other brace is literal, so
+# "\boxed{}" needs no escape.
 _BRACES = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_.\-]*)\}")
 
 
@@ -106,14 +104,14 @@ def check_template(template: str) -> None:
                 f"write {{{{{name}}}}} for the literal text {{{name}}}"
             )
     if not names:
-        raise TemplateError("template has no {prompt}: put {prompt} where the task's text belongs")
+        raise TemplateError("template has no {prompt}: put {prompt} where the task's text goes")
 
 
 def render_prompt(prompt: Prompt, template: str | None = None, system: str | None = None) -> RenderedPrompt:
     r"""Put a prompt's text into a template.
 
-    Only ``{prompt}`` is replaced, the text put in is never looked at again, ``{{`` and ``}}`` give literal
-    braces, and braces that enclose no name stay as they are.
+    Only ``{prompt}`` is replaced; the inserted text is not scanned again; ``{{`` and ``}}`` give literal braces;
+    braces that enclose no name stay.
 
     Raises:
         TemplateError: see :func:`check_template`.

@@ -1,4 +1,4 @@
-"""From a run's task section to the objects behind it."""
+"""Opens the objects of a run's task section."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scalerl_tasks.errors import SourceError, VerifierError
-from scalerl_tasks.grading.pool import MIN_MEMORY_BYTES, GradingPool
+from scalerl_tasks.grading.grading_pool import MIN_MEMORY_BYTES, GradingPool
 from scalerl_tasks.gym import GymTask, ReasoningGymSource
 from scalerl_tasks.jsonl import JsonlSource
 from scalerl_tasks.prompts import Prompt, PromptSource, RenderedPrompt, check_template, render_prompt
@@ -23,7 +23,7 @@ def open_source(spec: TaskSpec, directory: Path | None = None) -> ReasoningGymSo
 
     Args:
         spec: the section.
-        directory: what a relative ``jsonl.path`` is relative to; the working directory by default.
+        directory: base of a relative ``jsonl.path``; the working directory by default.
 
     Raises:
         SourceError: see :func:`open_reasoning_gym` and :func:`open_jsonl`.
@@ -37,18 +37,18 @@ def open_source(spec: TaskSpec, directory: Path | None = None) -> ReasoningGymSo
 
 
 def verifier_config(spec: TaskSpec) -> VerifierConfig:
-    """The verifier of a task section, as a grading process opens it."""
+    """The verifier of a task section, for a grading process to open."""
     name = spec.verifier.name
     return VerifierConfig(name, task=_gym_task(spec) if name == "reasoning-gym" else None)
 
 
 def open_grading_pool(spec: TaskSpec) -> GradingPool:
-    """The grading pool that a task section asks for; not started yet.
+    """The grading pool of a task section; not started yet.
 
     Raises:
-        VerifierError: ``verifier.memory`` is too little to grade anything.
+        VerifierError: ``verifier.memory`` is too small to grade anything.
     """
-    from scalerl_api.fields import quantity_bytes  # whoever holds a TaskSpec has it imported already
+    from scalerl_api.fields import quantity_bytes  # a caller with a TaskSpec has imported it already
 
     memory_bytes = quantity_bytes(spec.verifier.memory)
     if memory_bytes < MIN_MEMORY_BYTES:
@@ -63,9 +63,9 @@ def open_grading_pool(spec: TaskSpec) -> GradingPool:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A task section, opened: what to train on, what to evaluate on, and in which words.
+    """An opened task section: training prompts, held-out prompts, template.
 
-    ``train.digest`` and ``held_out.digest`` name the sets; equal digests mean equal prompts.
+    ``train.digest`` and ``held_out.digest`` identify the sets; equal digests mean equal prompts.
     """
 
     train: Train
@@ -79,7 +79,7 @@ class Task:
 
 
 def open_task(spec: TaskSpec, directory: Path | None = None) -> Task:
-    """Open the source, cut the held-out set, check the template.
+    """Open the source, take the held-out set, check the template.
 
     Raises:
         SourceError: the source is bad or too small for the held-out set.
@@ -95,7 +95,7 @@ def check_answers(source: PromptSource, verifier: Verifier, limit: int | None = 
     source.
 
     Raises:
-        VerifierError: the first one that cannot.
+        VerifierError: the first answer that cannot be graded.
     """
     total = len(source)
     count = total if limit is None else min(limit, total)

@@ -1,4 +1,4 @@
-"""Cutting a held-out set from a source, so that no held-out text is ever trained on."""
+"""Takes a held-out set from a source, so that no held-out text is ever trained on."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from scalerl_tasks.errors import SplitError
 from scalerl_tasks.prompts import Prompt, PromptSource, check_index
 
-_VERSION = "1"  # goes into the digests: another way to split gives other sets
+_VERSION = "1"  # part of the digests: another way to split gives other sets
 _MAX_PROBES = 64
 
 
 class HeldOut:
-    """The held-out prompts: chosen by the seed, their texts all different, in a fixed order."""
+    """The held-out prompts: chosen by the seed, all with different texts, in a fixed order."""
 
     def __init__(self, source: PromptSource, indices: list[int], digest: str) -> None:
         self._source = source
@@ -36,10 +36,9 @@ class HeldOut:
 class Train:
     """All other prompts, in the source's order.
 
-    Generated tasks repeat themselves, so a prompt that was not chosen can still have a held-out text. Finding
-    all of them would mean generating the whole source; instead the position of such a prompt is given to
-    another one, found by probing from a hash of the position: the same at every look, and on every machine.
-    That other prompt then stands at two positions.
+    Generated tasks repeat themselves, so a prompt that was not chosen can still have a held-out text. To find all of them
+    would mean to generate the whole source. Instead, another prompt replaces such a prompt at its position, found by
+    probing from a hash of the position: the same at every read and on every machine. It then has two positions.
     """
 
     def __init__(
@@ -47,8 +46,8 @@ class Train:
     ) -> None:
         self._source = source
         self._held_out = sorted(held_out)
-        # The p-th index that is not held out is p + (number of held-out indices before it); these are the
-        # positions at which that number grows.
+        # The p-th index that is not held out is p + (number of held-out indices before it); at these positions that
+        # number increases.
         self._steps = [index - rank for rank, index in enumerate(self._held_out)]
         self._texts = texts
         self._digest = digest
@@ -75,21 +74,21 @@ class Train:
         yield position
         for probe in range(_MAX_PROBES):
             yield _draw(f"train/{self._digest}/{position}/{probe}", len(self))
-        # A source made almost wholly of held-out texts: look at all of it rather than give up.
+        # A source that consists almost wholly of held-out texts: read all of it before giving up.
         yield from range(len(self))
 
 
 def split_held_out(source: PromptSource, size: int, seed: int) -> tuple[Train, HeldOut]:
     """Split a source into train and held-out prompts.
 
-    Both depend on ``source.digest``, ``size`` and ``seed`` alone. No text is in both. Costs about ``size``
+    Both depend only on ``source.digest``, ``size`` and ``seed``. No text is in both. Costs about ``size``
     reads of the source (more where texts repeat), and memory for ``size`` hashes, whatever the source's
     length.
 
     Args:
-        source: what to split.
-        size: held-out prompts wanted, all of different text (1,000 in ScaleRL [P]).
-        seed: which ones.
+        source: the source to split.
+        size: number of held-out prompts, all with different texts (1,000 in ScaleRL [P]).
+        seed: selects them.
 
     Raises:
         SplitError: the source has too few prompts, or too few different ones.
@@ -120,14 +119,14 @@ def split_held_out(source: PromptSource, size: int, seed: int) -> tuple[Train, H
         )
     identity = f"{_VERSION}/{source.digest}/{size}/{seed}"
     train = Train(source, indices, frozenset(texts), _sha256(f"train/{identity}"))
-    train[0]  # raises when nothing is left to train on
+    train[0]  # raises if no prompt is left to train on
     return train, HeldOut(source, indices, _sha256(f"held-out/{identity}"))
 
 
 def _shuffled(total: int, key: str) -> Iterator[int]:
-    """All of 0..total−1 in an order set by ``key``: Fisher–Yates, with memory only for what was drawn.
+    """All of 0..total−1 in an order set by ``key``: Fisher–Yates, with memory only for the drawn numbers.
 
-    Own arithmetic instead of ``random``: an evaluation set must not change with the Python release.
+    Not by ``random``: an evaluation set must not change with the Python release.
     """
     moved: dict[int, int] = {}
     for drawn in range(total):

@@ -1,9 +1,9 @@
-r"""Mathematical equality by math-verify, without the part of it that evaluates text as Python.
+r"""Mathematical equality by math-verify, without its part that evaluates text as Python.
 
 math-verify reads plain expressions (``1/2``, ``9**9``) with ``sympy.parse_expr``, which is ``eval``. Only
-its LaTeX reader is used here, which has a grammar; plain text is read as LaTeX, or by our own number reader.
-The LaTeX reader still builds its numerals with source text of its own making, ``Integer (12 )``;
-:mod:`scalerl_tasks.grading.guard` lets exactly that through.
+its LaTeX reader is used here, which has a grammar; plain text is read as LaTeX, or by :mod:`.number`. The LaTeX reader
+evaluates numerals as source text that it creates itself, ``Integer (12 )``; :mod:`scalerl_tasks.grading.audit_guard`
+allows exactly that.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from math_verify import LatexExtractionConfig, parse, verify
 
 from scalerl_tasks.number import last_number
 
-# It warns, once per process, that our callers must bring the time limit. They do.
+# It warns, once per process, that callers must set the time limit. They do.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _LATEX = [LatexExtractionConfig(boxed_match_priority=0)]
 _DELIMITERS = ("$", "\\(", "\\[", "\\boxed")
-_MAX_CHARACTERS = 4096  # of an answer, from its end: longer ones are prose with the answer last
+_MAX_CHARACTERS = 4096  # of an answer, from its end: longer ones are prose that ends with the answer
 _MAX_BARE_CHARACTERS = 256
 _WORD = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{3,}")
 _STANDALONE_NUMBER = re.compile(r"[+\-\u2212]?[0-9][0-9.,]*(?:/[0-9][0-9.,]*)?")
@@ -37,7 +37,7 @@ def parse_reference(answer: str) -> list[Any]:
 
 
 def equivalent(reference: list[Any], answer: str) -> bool:
-    """Whether ``answer`` is mathematically equal to one reading of the reference. May take for ever."""
+    """Whether ``answer`` is mathematically equal to one reading of the reference. May not terminate."""
     given = _parse(answer[-_MAX_CHARACTERS:])
     return bool(given) and bool(verify(reference, given, timeout_seconds=None))
 
@@ -53,13 +53,13 @@ def _parse(text: str) -> list[Any]:
 
 
 def _latex(text: str) -> list[Any]:
-    # TimeoutException is all that parse could still raise, and its timeout is off.
+    # parse could otherwise only raise TimeoutException, and its timeout is off.
     readings: list[Any] = parse(text, extraction_config=_LATEX, parsing_timeout=None)
     return readings
 
 
 def _last_standalone_number(text: str) -> list[Any]:
-    """Prose: its last word with a digit, if that is a number by itself (of "so 2x+5" nothing is)."""
+    """The last word with a digit in prose, if it is a number by itself ("so 2x+5" has none)."""
     for word in reversed(text.split()):
         if not any("0" <= character <= "9" for character in word):
             continue

@@ -1,15 +1,14 @@
-"""Verifiers: what a completion is worth, in [0, 1].
+"""Verifiers: score a completion in [0, 1].
 
 ========================  ===================================================================================
-``exact``                 the answer as text, stripped; case counts
+``exact``                 the answer as text, stripped, case-sensitive
 ``number``                the last number, compared exactly as a rational
 ``math-verify``           mathematical equality by the math-verify package (LaTeX, sets, intervals, matrices)
-``reasoning-gym``         the task's own scorer, partial credit included
+``reasoning-gym``         the task's own scorer, with its partial credit
 ========================  ===================================================================================
 
-All four look at :func:`~scalerl_tasks.answers.extract_answer` of the completion, not at the whole. They do
-not protect themselves against a completion that takes for ever or eats the memory: grading is for a
-:class:`~scalerl_tasks.GradingPool`, which does.
+All four score :func:`~scalerl_tasks.answer_extraction.extract_answer` of the completion. They have no protection against
+a completion that takes unlimited time or memory: :class:`~scalerl_tasks.GradingPool` provides it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from scalerl_tasks.answers import extract_answer
+from scalerl_tasks.answer_extraction import extract_answer
 from scalerl_tasks.errors import VerifierError, did_you_mean
 from scalerl_tasks.gym import GymTask, ReasoningGymSource
 from scalerl_tasks.number import equal, last_number
@@ -36,35 +35,36 @@ class Verifier(Protocol):
     def name(self) -> str: ...
 
     def score(self, prompt: Prompt, completion: str, /) -> float:
-        """What the completion is worth, in [0, 1].
+        """The completion's score, in [0, 1].
 
         Raises:
-            VerifierError: the prompt's own answer is of no use to this verifier.
-            Exception: whatever a task's scorer throws at strange text.
+            VerifierError: this verifier cannot use the prompt's answer.
+            Exception: any exception of a task's scorer.
         """
         ...
 
     def check(self, prompt: Prompt, /) -> None:
-        """Check that a prompt can be graded at all, before it is trained on.
+        """Check, before training, that a prompt can be graded.
 
         Raises:
-            VerifierError: its answer is of no use to this verifier.
+            VerifierError: this verifier cannot use its answer.
         """
         ...
 
     def samples(self) -> Sequence[tuple[Prompt, str]]:
-        """Prompts with good completions, to try the verifier on before it is used: this imports and caches what
-        grading needs, and shows whether it can work at all."""
+        """Prompts with correct completions, to test the verifier before use: this imports and caches what grading needs,
+        and shows whether the verifier works.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class VerifierConfig:
-    """A verifier by name, small and picklable, so that a grading process can open it for itself.
+    """A verifier by name; small and picklable, so that a grading process can open it.
 
     Attributes:
         name: one of :data:`VERIFIERS`.
-        task: for ``reasoning-gym``: whose scorer.
+        task: for ``reasoning-gym``: the task with the scorer.
     """
 
     name: str
@@ -126,11 +126,10 @@ class NumberVerifier:
 
 
 class ReasoningGymVerifier:
-    """The task's own scorer, with the task's own idea of partial credit.
+    """The task's own scorer, with its own partial credit.
 
-    Worth knowing: the scorer that most tasks share gives a wrong answer that contains the right one
-    len(right)/len(given), and many give 0.01 for any answer at all. ``exact`` and ``number`` pay for nothing
-    but the answer.
+    The scorer that most tasks share gives a wrong answer that contains the right one len(right)/len(given), and many give
+    0.01 for any answer. ``exact`` and ``number`` score only the correct answer.
     """
 
     name = "reasoning-gym"
@@ -163,7 +162,7 @@ class MathVerifier:
     name = "math-verify"
 
     def __init__(self) -> None:
-        # Late: it takes sympy and antlr with it, which no other verifier needs.
+        # Imported here: it imports sympy and antlr, which no other verifier needs.
         from scalerl_tasks import symbolic
 
         self._symbolic = symbolic
@@ -204,4 +203,4 @@ _OPENERS: dict[str, Callable[[VerifierConfig], Verifier]] = {
     "reasoning-gym": _open_reasoning_gym,
 }
 VERIFIERS = tuple(_OPENERS)
-"""The names that :func:`open_verifier` knows."""
+"""The names that :func:`open_verifier` accepts."""

@@ -1,7 +1,6 @@
 """The process that forks graders: ``python -m scalerl_tasks.grading.fork_server CONTROL_DESCRIPTOR``.
 
-A single thread, which is what makes its forks safe. It imports the verifier before the first fork, so that a
-grader is born warm.
+It has a single thread, which makes forking safe. It imports the verifier before the first fork, so graders start warm.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import sys
 import traceback
 
 from scalerl_tasks.errors import TaskError, VerifierError
-from scalerl_tasks.grading import guard, protocol, worker
+from scalerl_tasks.grading import audit_guard, grader, protocol
 from scalerl_tasks.grading.protocol import CONTROL, LENGTH, MAX_PACKET_BYTES, Setup
 from scalerl_tasks.verifiers import Verifier, open_verifier
 
@@ -25,7 +24,7 @@ _PARENT_CHECK_SECONDS = 1.0
 
 
 def main(descriptor: int, parent: int) -> int:
-    """Serve the pool at the other end of ``descriptor`` until it goes away; the exit status is 0 then."""
+    """Serve the pool at the other end of ``descriptor`` until it closes; the exit status is 0 then."""
     with socket.socket(fileno=descriptor) as control, contextlib.suppress(ConnectionError):
         packet = control.recv(MAX_PACKET_BYTES)
         if not packet:
@@ -38,30 +37,30 @@ def main(descriptor: int, parent: int) -> int:
             control.send(CONTROL.pack(protocol.BROKEN, 0) + text.encode("utf-8", "backslashreplace")[:4096])
             return 1
         gc.collect()
-        gc.freeze()  # what is here stays shared with the graders
+        gc.freeze()  # existing objects stay shared with the graders
         control.send(CONTROL.pack(protocol.READY, 0))
         _ForkServer(control, verifier, setup, parent).run()
     return 0
 
 
 def _open(setup: Setup) -> Verifier:
-    """Open the verifier and try it, which also does its late imports before the first fork."""
+    """Open and test the verifier, which also runs its late imports before the first fork."""
     verifier = open_verifier(setup.verifier)
-    guard.install()
+    audit_guard.install()
     task = setup.verifier.task
     name = f"the verifier {setup.verifier.name!r}" + (f" of task {task.name!r}" if task else "")
     for prompt, completion in verifier.samples():
         try:
-            with guard.guarded(prompt):
+            with audit_guard.guarded(prompt):
                 verifier.score(prompt, completion)
-        except guard.RefusedError as error:
+        except audit_guard.RefusedError as error:
             raise VerifierError(
-                f"{name} evaluates answers as Python code, which is not done with a model's text ({error}); "
+                f"{name} evaluates answers as Python code, which is not allowed with a model's text ({error}); "
                 f"use another verifier"
             ) from error
         except Exception as error:
             raise VerifierError(
-                f"{name} fails on an answer of its own: {type(error).__name__}: {error}; use another verifier"
+                f"{name} fails on its own sample answer: {type(error).__name__}: {error}; use another verifier"
             ) from error
     return verifier
 
@@ -78,7 +77,7 @@ class _ForkServer:
             end.setblocking(False)
 
     def run(self) -> None:
-        """Fork and kill as told, until the pool is gone; no grader is left then."""
+        """Fork and kill graders on request, until the pool closes; then kill the rest."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
         poll = select.poll()
@@ -118,22 +117,22 @@ class _ForkServer:
             except OSError as error:
                 return CONTROL.pack(protocol.FORK_FAILED, token) + (error.strerror or str(error)).encode()
             if pid == 0:
-                self._be_grader(connection, server)
+                self._run_grader(connection, server)
             self._graders.add(pid)
             return CONTROL.pack(protocol.FORKED, token) + LENGTH.pack(pid)
 
-    def _be_grader(self, connection: socket.socket, server: int) -> None:
-        """Runs in the child, and never returns."""
+    def _run_grader(self, connection: socket.socket, server: int) -> None:
+        """Runs in the child; never returns."""
         status = 1
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for held in (self._control, self._wake_reader, self._wake_writer):
                 held.close()
-            worker.run(connection, self._verifier, self._setup.limits, server)
+            grader.run(connection, self._verifier, self._setup.limits, server)
             status = 0
         except (ConnectionError, SystemExit):
-            status = 0  # the pool has gone on without this grader, or the fork server is dead
+            status = 0  # the pool no longer uses this grader, or the fork server is dead
         except BaseException:
             traceback.print_exc()
         finally:

@@ -1,12 +1,11 @@
-"""The bytes between pool, fork server and graders.
+"""Messages between pool, fork server and graders.
 
-Only the pool pickles, and only what it holds itself (a prompt may carry any Python object of its task's).
-What comes back from a grader, which has touched hostile text, is plain records of fixed meaning.
+Only the pool pickles, and only its own objects (a prompt may contain any Python object of its task). A grader has
+processed hostile text, so its answers are records of a fixed layout.
 
 Pool → grader, a stream: ``<Q`` length, then a pickled :class:`Request`.
-Grader → pool, a stream: one record per completion, in order, sent as soon as it is known: :data:`RECORD` then
-the error text (empty for a score). A record of kind :data:`RETIRED` says that the grader leaves and wants a
-successor.
+Grader → pool, a stream: one record per completion, in order, sent immediately: :data:`RECORD`, then the error text
+(empty for a score). A record of kind :data:`RETIRED` says that the grader exits and needs a replacement.
 
 Pool ↔ fork server, packets (SOCK_SEQPACKET): a one-byte kind, ``<Q`` token or pid, then text.
 """
@@ -21,7 +20,7 @@ from scalerl_tasks.verifiers import VerifierConfig
 
 LENGTH = struct.Struct("<Q")
 RECORD = struct.Struct("<BdH")
-"""kind, score, bytes of error text that follow."""
+"""Kind, score, length of the error text that follows, in bytes."""
 
 SCORED = 0
 FAILED = 1
@@ -29,13 +28,13 @@ RETIRED = 2
 
 CONTROL = struct.Struct("<cQ")
 FORK = b"F"
-"""Pool: fork a grader for the socket that comes along; the number is a token to answer with."""
+"""Pool: fork a grader for the attached socket; the answer carries the number, a token."""
 KILL = b"K"
-"""Pool: kill the grader with this pid, if it is still one."""
+"""Pool: kill the grader with this pid, if it still exists."""
 READY = b"R"
 """Fork server: the verifier is open."""
 BROKEN = b"B"
-"""Fork server: the verifier cannot be opened; text says why. It exits."""
+"""Fork server: the verifier cannot be opened; the text says why. It exits."""
 FORKED = b"P"
 """Fork server: token, then ``<Q`` the pid."""
 FORK_FAILED = b"X"
@@ -47,7 +46,7 @@ MAX_ERROR_BYTES = 300
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one grader may use; ``memory_bytes`` is on top of what it has at birth."""
+    """Limits of one grader; ``memory_bytes`` is in addition to its memory after the fork."""
 
     timeout_seconds: float
     memory_bytes: int
@@ -55,7 +54,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What the fork server is told once, at its start."""
+    """The fork server's settings, sent once at its start."""
 
     verifier: VerifierConfig
     limits: Limits
@@ -63,13 +62,13 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Completions of one prompt, to be graded in order."""
+    """Completions of one prompt, graded in order."""
 
     prompt: Prompt
     completions: list[str]
 
 
 def record(kind: int, score: float = 0.0, error: str = "") -> bytes:
-    """A record as bytes; the error is cut to :data:`MAX_ERROR_BYTES`."""
+    """A record as bytes; the error is truncated to :data:`MAX_ERROR_BYTES`."""
     text = error.encode("utf-8", "backslashreplace")[:MAX_ERROR_BYTES]
     return RECORD.pack(kind, score, len(text)) + text

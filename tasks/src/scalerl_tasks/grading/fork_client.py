@@ -1,4 +1,4 @@
-"""The pool's end of the two kinds of sockets: to the fork server, and to one grader."""
+"""The pool's side of the sockets to the fork server and to the graders."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ from scalerl_tasks.grading.protocol import CONTROL, LENGTH, MAX_PACKET_BYTES, RE
 _REPLY_SECONDS = 10.0
 _EXIT_SECONDS = 2.0
 _EXIT_POLL_SECONDS = 0.01
-# What a grading process gets to see of the environment: how to start, and nothing secret.
+# Environment variables that a grading process needs to start; nothing secret.
 _ENVIRONMENT = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "VIRTUAL_ENV")
-# One grader is one core; a library's thread pool would only take what others need, and threads make forks
-# unsafe.
+# One grader uses one core; a library's thread pool would take cores of others, and threads make forks unsafe.
 _SINGLE_THREADED = dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"
 )
 
 
 class Grader(asyncio.Protocol):
-    """A connection to one grader: requests go out, records come back in order."""
+    """A connection to one grader: sends requests, receives records in order."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.results: list[tuple[float, str | None]] = []
         self.ended = False
-        """No more records will come: the grader retired or died."""
+        """No more records will arrive: the grader retired or died."""
         self.retired = False
         self._buffer = bytearray()
         self._changed = asyncio.Event()
@@ -49,12 +48,12 @@ class Grader(asyncio.Protocol):
         self._transport.write(body)
 
     async def changed(self, timeout_seconds: float) -> bool:
-        """Wait until more is known than at the last call; False when that took too long."""
+        """Wait for news since the last call; False on timeout."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self._changed.wait()
         except TimeoutError:
-            # The loop itself may have been late: a record that is here came in time.
+            # The event loop itself may have been late: a record that has arrived was in time.
             if not self._changed.is_set():
                 return False
         self._changed.clear()
@@ -93,7 +92,7 @@ class Grader(asyncio.Protocol):
 
 
 class ForkServer:
-    """The fork server's process, as its parent sees it. All calls from one event loop."""
+    """Client of the fork server's process. All calls from one event loop."""
 
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
         self._process = process
@@ -113,8 +112,7 @@ class ForkServer:
         """
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         control.setblocking(False)
-        # -P: the working directory is no place to import from. A session of its own: Ctrl-C is the caller's
-        # to handle.
+        # -P: do not import from the working directory. Own session: the caller handles Ctrl-C.
         command = [sys.executable, "-P", "-m", "scalerl_tasks.grading.fork_server"]
         try:
             with theirs:
@@ -131,7 +129,7 @@ class ForkServer:
             raise GradingError(f"the grading process cannot be started: {error}") from error
         server = cls(process, control)
         try:
-            await server._greet(setup, timeout_seconds)
+            await server._handshake(setup, timeout_seconds)
         except BaseException:
             await server.close()
             raise
@@ -159,7 +157,7 @@ class ForkServer:
         except BaseException as error:
             ours.close()
             if isinstance(error, TimeoutError | OSError):
-                self.dead = True  # or as good as dead: to be replaced
+                self.dead = True  # or unresponsive: replace it
                 raise GradingError(
                     f"the grading fork server does not answer: {error or 'timeout'}"
                 ) from error
@@ -169,17 +167,17 @@ class ForkServer:
         return grader
 
     def kill(self, grader: Grader) -> None:
-        """Have a grader killed; it need not be alive."""
+        """Kill a grader, alive or not."""
         grader.close()
         try:
             self._control.send(CONTROL.pack(protocol.KILL, grader.pid))
         except OSError:
-            # Either it is dead, and its graders with it; or it reads no more, and whoever replaces it kills
-            # them.
+            # Either the fork server is dead, and its graders with it; or it no longer reads, and its replacement's start
+            # kills them.
             self.dead = True
 
     async def close(self) -> None:
-        """End the process and all its graders; returns when they are gone."""
+        """End the process and all its graders; returns when they have exited."""
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
@@ -189,12 +187,12 @@ class ForkServer:
             await asyncio.sleep(_EXIT_POLL_SECONDS)
             waited += _EXIT_POLL_SECONDS
         if self._process.returncode is None:
-            # Not reaped yet, so the group is still its: the fork server and every grader.
+            # Not reaped yet, so the process group is still its own: the fork server and every grader.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
-    async def _greet(self, setup: Setup, timeout_seconds: float) -> None:
+    async def _handshake(self, setup: Setup, timeout_seconds: float) -> None:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout_seconds):
@@ -205,7 +203,7 @@ class ForkServer:
                 f"the grading process did not open its verifier within {timeout_seconds:g} s; is the machine overloaded?"
             ) from None
         except OSError as error:
-            raise GradingError(f"the grading process broke off while starting: {error}") from error
+            raise GradingError(f"the grading process closed its socket while starting: {error}") from error
         if not packet:
             raise GradingError("the grading process died while starting; its stderr says why")
         kind, _ = CONTROL.unpack_from(packet)
@@ -226,7 +224,7 @@ class ForkServer:
                 else:
                     reply.set_exception(GradingError(f"a grader could not be forked: {rest.decode()}"))
         except OSError:
-            pass  # reset: as good as the end of the stream
+            pass  # a reset is handled as the end of the stream
         self.dead = True
         for reply in self._replies.values():
             if not reply.done():

@@ -1,4 +1,4 @@
-"""The pool that grades: scores in, and nothing that a completion says can stop it."""
+"""The pool that grades completions; no completion can stop it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from scalerl_tasks.answers import THOUGHT
+from scalerl_tasks.answer_extraction import THOUGHT
 from scalerl_tasks.errors import GradingError
-from scalerl_tasks.grading.client import ForkServer, Grader
+from scalerl_tasks.grading.fork_client import ForkServer, Grader
 from scalerl_tasks.grading.protocol import Limits, Request, Setup
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.verifiers import VerifierConfig
@@ -21,17 +21,17 @@ MAX_COMPLETION_CHARACTERS = 16 << 20
 """A longer completion is not graded: score 0 with an error."""
 
 MIN_MEMORY_BYTES = 64 << 20
-"""A grader with less could not even hold what it is sent."""
+"""A grader with less memory could not hold its requests."""
 
 _MAX_REQUEST_CHARACTERS = 4 << 20  # of one message to a grader, unless a single completion is longer
-_DEATHS_TO_BLAME = 2  # a grader can die of other causes: a completion is blamed when its grader dies twice
+_MAX_DEATHS = 2  # a grader can die of other causes: a completion fails when its grader has died twice
 _MAX_FORK_ATTEMPTS = 6  # for one grader
 _FIRST_BACK_OFF_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """A completion's score in [0, 1]; ``error`` says why it is 0 when grading failed."""
+    """A completion's score in [0, 1]; ``error`` is set, and the score 0, if grading failed."""
 
     score: float
     error: str | None = None
@@ -39,14 +39,14 @@ class Graded:
 
 @dataclass(slots=True)
 class PoolCounts:
-    """What the pool has seen since its start, for metrics."""
+    """Counts since the pool's start, for metrics."""
 
     graded: int = 0
     errors: int = 0
-    """Of ``graded``: those with an error."""
+    """The part of ``graded`` that has an error."""
     timeouts: int = 0
     deaths: int = 0
-    """Graders that ended without being told to."""
+    """Graders that ended unexpectedly."""
     forks: int = 0
 
 
@@ -58,23 +58,21 @@ class _Job:
     on_graded: Callable[[], None] | None
     results: list[Graded] = field(default_factory=list)
     deaths: int = 0
-    """Of graders, in a row, on the first completion without a result."""
+    """Consecutive deaths of graders on the first completion without a result."""
 
 
 class GradingPool:
     """Grades completions in child processes with limits on time and memory.
 
-    Use it from one event loop, as ``async with GradingPool(...) as pool``; threads in the same process do not
-    matter.
+    Use it from one event loop, as ``async with GradingPool(...) as pool``. The process may have threads.
 
     Args:
-        verifier: what to grade with.
-        workers: graders at a time. One group is graded by one grader.
+        verifier: the verifier.
+        workers: number of graders. One grader grades one group.
         timeout_seconds: wall-clock time for one completion; a grader that takes longer is killed and
             replaced.
-        memory_bytes: what grading may allocate beyond what a grader holds at birth (address space,
-            RLIMIT_AS).
-        start_timeout_seconds: for the grading process to start and open the verifier.
+        memory_bytes: limit on a grader's allocations after its fork (address space, RLIMIT_AS).
+        start_timeout_seconds: limit on the fork server's start, with the opening of the verifier.
     """
 
     def __init__(
@@ -128,14 +126,14 @@ class GradingPool:
         ]
 
     async def aclose(self) -> None:
-        """End all processes; groups still waiting for their grades get a GradingError."""
+        """End all processes; waiting groups get a GradingError."""
         self._closed = True
         for slot in self._slots:
             slot.cancel()
         await asyncio.gather(*self._slots, return_exceptions=True)
         if self._server is not None:
             await self._server.close()
-        self._refuse_waiting(GradingError("the grading pool was closed"))
+        self._fail_waiting(GradingError("the grading pool was closed"))
 
     async def score_group(
         self,
@@ -145,12 +143,12 @@ class GradingPool:
         in_thought: bool = False,
         on_graded: Callable[[], None] | None = None,
     ) -> list[Graded]:
-        """Grade completions of one prompt; the result has their order.
+        """Grade completions of one prompt; returns results in their order.
 
-        ``in_thought``: the prompt left a thought open, so the completions begin inside one. ``on_graded`` is called
-        as each of them has its verdict, and must not raise.
+        ``in_thought``: the prompt opened a thought, so the completions begin inside it. ``on_graded`` is called for each graded
+        completion, and must not raise.
 
-        A completion whose grading fails in any way has score 0 and an error. Cancelling the call is safe.
+        A completion whose grading fails has score 0 and an error. Cancelling the call is safe.
 
         Raises:
             GradingError: the pool is closed, or its processes cannot be kept running. Nothing was graded.
@@ -183,8 +181,8 @@ class GradingPool:
                 except GradingError as error:
                     _fail(job, error)
                     self._broken = error
-                    self._refuse_waiting(error)
-                except Exception as error:  # a prompt that cannot be pickled is its caller's affair
+                    self._fail_waiting(error)
+                except Exception as error:  # a prompt that cannot be pickled fails only its caller
                     _fail(job, error)
                 else:
                     if not job.done.done():
@@ -194,7 +192,7 @@ class GradingPool:
                 grader.close()
 
     async def _grade(self, job: _Job, grader: Grader | None) -> Grader | None:
-        """Fill ``job.results``; returns the grader that is fit for the next job, if any."""
+        """Fill ``job.results``; returns a grader that can take the next job, if any."""
         try:
             while len(job.results) < len(job.completions) and not job.done.done():
                 request = _next_request(job)
@@ -204,18 +202,18 @@ class GradingPool:
                 if grader is None:
                     grader = await self._fork()
                 if not await self._grade_request(job, request, grader):
-                    self._drop(grader)
+                    self._kill(grader)
                     grader = None
         except BaseException:
             if grader is not None:
-                self._drop(grader)
+                self._kill(grader)
             raise
         return grader
 
     async def _grade_request(self, job: _Job, request: Request, grader: Grader) -> bool:
-        """Grade what can be graded of one message; False when the grader is of no further use.
+        """Grade the completions of one request, as far as possible; False if the grader cannot be used again.
 
-        Every call grades a completion or counts a death against one, so that repeating it ends.
+        Every call grades a completion or counts a death against one, so repeated calls end.
         """
         grader.send(request)
         before = len(job.results)
@@ -230,13 +228,13 @@ class GradingPool:
         if len(job.results) < before + len(request.completions) and not grader.retired:
             self.counts.deaths += 1
             job.deaths += 1
-            if job.deaths >= _DEATHS_TO_BLAME:
+            if job.deaths >= _MAX_DEATHS:
                 self._record(job, Graded(0.0, f"the grader died {job.deaths} times on this completion"))
                 job.deaths = 0
         return not grader.ended
 
     async def _collect(self, grader: Grader, job: _Job, count: int) -> bool:
-        """Take records until there are ``count`` or the grader ends; False when one is overdue."""
+        """Collect records until there are ``count`` or the grader ends; False when one is overdue."""
         taken = 0
         while True:
             for score, error in grader.results[taken:]:
@@ -254,18 +252,18 @@ class GradingPool:
         if job.on_graded is not None:
             job.on_graded()
 
-    def _drop(self, grader: Grader) -> None:
+    def _kill(self, grader: Grader) -> None:
         if self._server is not None:
             self._server.kill(grader)
 
     # --- the fork server ------------------------------------------------------------------------
 
     async def _fork(self) -> Grader:
-        """A fresh grader; replaces a fork server that died, with a back-off and a limit."""
+        """A new grader; replaces a dead fork server, with back-off and a limit."""
         for attempt in range(_MAX_FORK_ATTEMPTS):
             try:
                 async with self._server_lock:
-                    server = await self._living_server()
+                    server = await self._running_server()
                 grader = await server.fork()
             except GradingError as error:
                 last = error
@@ -275,7 +273,7 @@ class GradingPool:
                 return grader
         raise GradingError(f"no grader after {_MAX_FORK_ATTEMPTS} attempts: {last}") from last
 
-    async def _living_server(self) -> ForkServer:
+    async def _running_server(self) -> ForkServer:
         if self._server is None or self._server.dead:
             if self._server is not None:
                 await self._server.close()
@@ -283,7 +281,7 @@ class GradingPool:
             self._server = await ForkServer.start(self._setup, self._start_timeout_seconds)
         return self._server
 
-    def _refuse_waiting(self, error: GradingError) -> None:
+    def _fail_waiting(self, error: GradingError) -> None:
         with contextlib.suppress(asyncio.QueueEmpty):
             while True:
                 _fail(self._jobs.get_nowait(), error)
@@ -295,7 +293,7 @@ def _fail(job: _Job, error: Exception) -> None:
 
 
 def _next_request(job: _Job) -> Request:
-    """The next completions as one message; empty when the next one is too long to be graded at all."""
+    """The next completions as one request; empty if the next one is too long to be graded."""
     chosen: list[str] = []
     characters = 0
     for completion in job.completions[len(job.results) :]:

@@ -1,12 +1,11 @@
-"""What a grader may not do, held by the interpreter itself.
+"""Restrictions of a grader, enforced by an audit hook of the interpreter.
 
-Some scorers of reasoning-gym pass the model's text to ``eval`` or to ``sympy.parse_expr``, which is ``eval``
-too. While something is graded, an audit hook (PEP 578; it sees every ``eval``, ``exec`` and ``compile``,
-whoever calls) refuses to turn text into code, to start processes, and to reach for the network. A refusal is
-remembered, because scorers like to swallow exceptions: a completion that caused one scores 0 with an error,
-whatever the scorer made of it.
+Some scorers of reasoning-gym pass the model's text to ``eval`` or to ``sympy.parse_expr``, which is ``eval`` too. While a
+completion is graded, an audit hook (PEP 578; it sees every ``eval``, ``exec`` and ``compile`` of any caller) refuses to
+compile text, to start processes, and to use the network. A refusal is recorded, because some scorers swallow exceptions:
+a completion that caused one scores 0 with an error, whatever the scorer returns.
 
-This is no sandbox for code; no code of the model's runs here. It keeps data from becoming code.
+This is not a sandbox for code; no code of the model runs here. It keeps data from becoming code.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _FORBIDDEN = frozenset(
         "subprocess.Popen",
     }
 )
-# latex2sympy has sympy read its numerals, which writes these two pieces of source and compiles them.
+# latex2sympy lets sympy read its numerals, which creates these two pieces of source and compiles them.
 _NUMERAL_SOURCE = re.compile(rb"(?:Integer|Float|Rational) \('?[0-9.]+'? \)|from sympy import \*")
 _MAX_NUMERAL_BYTES = 4096
 
@@ -48,11 +47,11 @@ _prompt: Prompt | None = None
 
 
 class RefusedError(Exception):
-    """Grading tried something that a grader may not do."""
+    """Grading tried a forbidden operation."""
 
 
 def install() -> None:
-    """Add the hook to this process, for good (hooks cannot be removed); idle outside :func:`guarded`."""
+    """Add the hook to this process, permanently (hooks cannot be removed); inactive outside :func:`guarded`."""
     global _installed
     if not _installed:
         sys.addaudithook(_hook)
@@ -61,13 +60,12 @@ def install() -> None:
 
 @contextmanager
 def guarded(prompt: Prompt) -> Iterator[None]:
-    """Refuse the forbidden inside the block, where a completion of ``prompt`` is graded.
+    """Refuse forbidden operations inside the block, where a completion of ``prompt`` is graded.
 
-    What the task itself put into the prompt's answer and metadata may be evaluated (``bitwise_arithmetic`` and
-    ``number_sorting`` do that).
+    The prompt's own answer and metadata may be evaluated (``bitwise_arithmetic`` and ``number_sorting`` do that).
 
     Raises:
-        RefusedError: at the end of the block, when anything was refused in it, even if that was swallowed.
+        RefusedError: at the end of the block, if anything was refused in it, even if that was swallowed.
     """
     global _armed, _refused, _prompt
     _armed, _refused, _prompt = True, None, prompt
@@ -83,9 +81,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     global _refused
     if not _armed or event not in _FORBIDDEN:
         return
-    if event == "compile" and (
-        _is_numeral(arguments[0]) or _is_the_tasks_own(arguments[0]) or _inside_import()
-    ):
+    if event == "compile" and (_is_numeral(arguments[0]) or _is_from_task(arguments[0]) or _inside_import()):
         return
     what = "turn text into code" if event == "compile" else f"use {event}"
     _refused = f"grading tried to {what}, which is refused"
@@ -100,7 +96,7 @@ def _is_numeral(source: object) -> bool:
     )
 
 
-def _is_the_tasks_own(source: object) -> bool:
+def _is_from_task(source: object) -> bool:
     if not isinstance(source, bytes) or _prompt is None:
         return False
     own = [_prompt.answer, *_prompt.metadata.values()]
@@ -108,7 +104,7 @@ def _is_the_tasks_own(source: object) -> bool:
 
 
 def _inside_import() -> bool:
-    """Whether a module is being imported: a late import of the verifier's own, which may compile."""
+    """Whether a module is being imported: a late import of the verifier, which may compile."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""The grader: a forked process that scores completions until it is told to stop, retires, or is killed."""
+"""The grader: a forked process that scores completions until it is closed, retires, or is killed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 import socket
 from typing import Any
 
-from scalerl_tasks.grading import guard, protocol
+from scalerl_tasks.grading import audit_guard, protocol
 from scalerl_tasks.grading.protocol import FAILED, LENGTH, RETIRED, SCORED, Limits, Request
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.verifiers import Verifier
@@ -24,40 +24,40 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def run(connection: socket.socket, verifier: Verifier, limits: Limits, parent: int) -> None:
     """Serve one pool over ``connection``; returns when the grader should exit."""
     _confine(limits, parent)
-    _silence()
+    _redirect_output()
     retire_above = _address_space_bytes() + limits.memory_bytes // 2
     while True:
         try:
             request = _receive(connection)
         except MemoryError:
-            # Only a completion that is alone in its request can be so large.
+            # Only a completion that is alone in its request can be this large.
             connection.sendall(_out_of_memory(limits) + protocol.record(RETIRED))
             return
         if request is None:
             return
         _limit_cpu_seconds(len(request.completions) * limits.timeout_seconds)
         for completion in request.completions:
-            answer, fit_for_more = _grade(verifier, request.prompt, completion, limits)
+            answer, reusable = _grade(verifier, request.prompt, completion, limits)
             connection.sendall(answer)
-            if not fit_for_more:
+            if not reusable:
                 connection.sendall(protocol.record(RETIRED))
                 return
         if _address_space_bytes() > retire_above:
-            # Caches have grown; the next completion must not be blamed for them.
+            # Caches have grown; the next completion must not fail because of them.
             connection.sendall(protocol.record(RETIRED))
             return
 
 
 def _grade(verifier: Verifier, prompt: Prompt, completion: str, limits: Limits) -> tuple[bytes, bool]:
-    """The record for one completion, and whether this process can be trusted with another."""
+    """The record of one completion, and whether this process may grade another."""
     try:
-        with guard.guarded(prompt):
+        with audit_guard.guarded(prompt):
             score = verifier.score(prompt, completion)
     except MemoryError:
         return _out_of_memory(limits), False
-    except guard.RefusedError as error:
+    except audit_guard.RefusedError as error:
         return _failed(str(error)), True
-    except BaseException as error:  # SystemExit included: no text makes a grader leave
+    except BaseException as error:  # SystemExit included: no text can make a grader exit
         return _failed(f"the verifier failed: {type(error).__name__}: {_text(error)}"), True
     if not 0.0 <= score <= 1.0:
         return _failed(f"the verifier gave {score}, which is not in [0, 1]"), True
@@ -73,12 +73,12 @@ def _out_of_memory(limits: Limits) -> bytes:
 
 
 def _confine(limits: Limits, parent: int) -> None:
-    """Die with the parent; no memory beyond the limit, no files written, no core dumps, no children."""
+    """Set the limits: death with the parent, memory, no file writes, no core dumps, no child processes."""
     for option, value in ((_PR_SET_PDEATHSIG, signal.SIGKILL), (_PR_SET_NO_NEW_PRIVS, 1)):
         if _libc.prctl(option, value, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
     if os.getppid() != parent:
-        raise SystemExit("the fork server died before its grader was born")
+        raise SystemExit("the fork server died while its grader was starting")
     space = _address_space_bytes() + limits.memory_bytes
     for kind, limit in (
         (resource.RLIMIT_AS, space),
@@ -91,8 +91,8 @@ def _confine(limits: Limits, parent: int) -> None:
         resource.setrlimit(kind, (limit, limit))
 
 
-def _silence() -> None:
-    """Hostile text must not write the log, by way of some library's warnings."""
+def _redirect_output() -> None:
+    """Redirect output to /dev/null: a library's warnings must not copy hostile text to the log."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
@@ -100,7 +100,7 @@ def _silence() -> None:
 
 
 def _limit_cpu_seconds(seconds: float) -> None:
-    """A backstop: the pool's clock kills first, unless the pool itself is stopped."""
+    """A second limit: the pool's timeout acts first, unless the pool's process is stopped."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     limit = int(usage.ru_utime + usage.ru_stime + seconds) + 2
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
@@ -121,7 +121,7 @@ def _receive(connection: socket.socket) -> Request | None:
     body = _exactly(connection, LENGTH.unpack(head)[0])
     if body is None:
         return None
-    request: Any = pickle.loads(body)  # noqa: S301 - made by the pool; hostile text is a str in it
+    request: Any = pickle.loads(body)  # noqa: S301 - pickled by the pool; hostile text in it is a str
     assert isinstance(request, Request)
     return request
 
@@ -141,5 +141,5 @@ def _exactly(connection: socket.socket, size: int) -> bytearray | None:
 def _text(error: BaseException) -> str:
     try:
         return str(error)[: protocol.MAX_ERROR_BYTES]
-    except BaseException:  # an error whose text cannot be made, such as a number of too many digits
+    except BaseException:  # an exception whose str() fails, such as a number with too many digits
         return "(no text)"

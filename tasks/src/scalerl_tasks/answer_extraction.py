@@ -1,7 +1,7 @@
-r"""Finding the answer in a completion: the part that counts, and nothing else.
+r"""Extracts the graded part of a completion.
 
-Model output is hostile: every function here takes time linear in the text, and none uses a regular
-expression that could backtrack over it.
+Model output is hostile: every function takes time linear in the text, and none uses a regular expression that could
+backtrack over it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ THOUGHT = "<think>"
 THOUGHT_END = "</think>"
 
 
-def leaves_thought_open(text: str) -> bool:
+def ends_inside_thought(text: str) -> bool:
     """Whether ``text`` ends inside a thought.
 
-    >>> leaves_thought_open("<|assistant|><think>\\n"), leaves_thought_open("<think>\\n\\n</think>\\n\\n")
+    >>> ends_inside_thought("<|assistant|><think>\\n"), ends_inside_thought("<think>\\n\\n</think>\\n\\n")
     (True, False)
     """
     return THOUGHT in text.rpartition(THOUGHT_END)[2]
@@ -23,11 +23,11 @@ def leaves_thought_open(text: str) -> bool:
 def extract_answer(completion: str) -> str:
     r"""The part of a completion that is graded, stripped.
 
-    1. What is thought does not count: only what follows the last ``</think>`` does. A ``<think>`` without its
-       ``</think>`` is a thought cut short, and nothing counts.
-    2. Of that, the last ``<answer>…</answer>``, when there is one.
-    3. Of that, the last ``\boxed{…}`` with its braces balanced, when there is one.
-    4. Otherwise all of it.
+    1. Only the text after the last ``</think>`` counts. After a ``<think>`` without ``</think>`` (a truncated
+       thought), nothing counts.
+    2. Of that, the last ``<answer>…</answer>``, if there is one.
+    3. Of that, the last ``\boxed{…}`` with its braces balanced, if there is one.
+    4. Otherwise the whole text.
 
     >>> extract_answer("<think>2?</think> It is <answer> \\boxed{\\frac{1}{2}} </answer>.")
     '\\frac{1}{2}'
