@@ -138,7 +138,7 @@ class Server:
     async def update(self, _: web.Request) -> web.Response:
         assert not self.running.is_set(), "an update of a server that is not paused"
         if self.group is None:
-            return refusal("in no process group")
+            return refusal("not in a process group")
         await asyncio.sleep(self.failure.pop("seconds", 0.0))
         if how := self.failure.pop("update", None):
             self.report["state"] = how
