@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -106,13 +107,19 @@ class Run:
         self.largest_file: dict[int, int] = {}
 
     def _role(
-        self, module: str, name: str, listen: int, largest_file: int | None = None, **environ: str
+        self,
+        module: str,
+        name: str,
+        listen: int,
+        largest_file: int | None = None,
+        command: tuple[str, ...] = (),
+        **environ: str,
     ) -> Any:
         return self._processes.run(
             "role_process.py",
             ROLE={
                 "module": module,
-                "argv": ["--listen", f"127.0.0.1:{listen}"],
+                "argv": [*command, "--listen", f"127.0.0.1:{listen}"],
                 "log": str(self.paths.logs / f"{name}.log"),
                 "largest_file": largest_file,
                 "environ": {
@@ -141,12 +148,29 @@ class Run:
                 largest_file=self.largest_file.get(rank),
                 RANK=str(rank),
                 WORLD_SIZE=str(world),
-                LOCAL_RANK=str(rank),
+                LOCAL_RANK="0",
                 MASTER_ADDR="127.0.0.1",
                 MASTER_PORT=str(master),
             )
             for rank in (range(world) if only is None else sorted(only))
         ]
+
+    def start_pod(self) -> None:
+        """All ranks as one pod's."""
+        world = str(self.spec.trainer.replicas)
+        self.listens = [free_port()]
+        pod = self._role(
+            "scalerl_trainer.launch",
+            "trainer-pod",
+            self.listens[0],
+            command=(sys.executable, "-m", "scalerl_trainer.main"),
+            NODE_RANK="0",
+            LOCAL_WORLD_SIZE=world,
+            WORLD_SIZE=world,
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(free_port()),
+        )
+        self.ranks = [pod]
 
     def start_generator(
         self,
@@ -220,7 +244,7 @@ class Run:
         for rank in self.ranks:
             rank.join(max(0.1, deadline - time.monotonic()))
             assert not rank.is_alive(), (
-                f"a rank is still there after {seconds} s\n{self.log('trainer-0')[-4000:]}"
+                f"a rank is still there after {seconds} s\n{self.log(sorted(self.paths.logs.glob('trainer-*.log'))[0].stem)[-4000:]}"
             )
         return [rank.exitcode for rank in self.ranks]
 
@@ -338,6 +362,35 @@ def test_sigterm_checkpoints_and_the_next_trainer_goes_on(
     assert run.wait_trainer() == [0] * replicas
     assert f"hello: version {step}," in run.log("trainer-0")
     assert run.step() == 9
+
+
+def test_ranks_of_one_pod_fail_together_and_checkpoint_together(new_run: Any) -> None:
+    """A killed rank ends the pod with its exit code; the next pod resumes; SIGTERM to the pod writes a checkpoint."""
+    run = new_run(budget__maxSteps=1000, checkpoint__everySteps=2)
+    run.start_coordinator()
+    run.start_generator(seconds_per_group=0.1)
+    run.start_pod()
+    until(lambda: run.step() >= 3 and answers(run.listens[0]), what="step 3")
+    children = Path(f"/proc/{run.ranks[0].pid}/task/{run.ranks[0].pid}/children").read_text().split()
+    ranks = {pid: environ_of(pid)["RANK"] for pid in children if "RANK" in environ_of(pid)}
+    assert sorted(ranks.values()) == ["0", "1"]
+    os.kill(int(next(pid for pid, rank in ranks.items() if rank == "1")), signal.SIGKILL)
+    assert run.wait_trainer() == [128 + signal.SIGKILL]
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    assert "rank 1 was killed by SIGKILL" in run.log("trainer-pod").splitlines()[-1]
+
+    run.start_pod()
+    at = run.step()
+    until(lambda: run.step() >= at + 2, what="two more steps")
+    os.kill(run.ranks[0].pid, signal.SIGTERM)
+    assert run.wait_trainer() == [0]
+    assert run.checkpoints()[-1] == run.step(), "of the very step at which it was stopped"
+    assert re.search(r"^\[rank 0\] .* INFO scalerl_trainer", run.log("trainer-pod"), re.MULTILINE)
+
+
+def environ_of(pid: str) -> dict[str, str]:
+    entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
 @pytest.mark.parametrize(

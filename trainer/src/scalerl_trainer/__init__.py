@@ -10,6 +10,7 @@ What lives here
                   otherwise end the run later
     ``main``      one rank's process; ``leader`` gives its orders, ``worker`` is what they mean, ``ranks`` how ranks
                   talk, ``recipe`` and ``start`` turn the spec into what the parts are told
+    ``launch``    the ranks of one pod, a process each
     ``batch``     a share of a step, from the wire to tensors
     ``publish``   weights to the generators
     ``saving``    checkpoints as all ranks make them together, ``checkpoint`` their files

@@ -10,6 +10,9 @@ A step whose loss or gradient is not finite, or whose ratios explode, is skipped
 that diverged (three skipped steps in a row, or one of the warm start) is exit code 3: no checkpoint is written. One
 restart repeats the same batches from the last good checkpoint; if that ends the same way it was no accident, and the
 runtime gives up.
+
+Where a pod holds several ranks, :mod:`scalerl_trainer.launch` starts them, and only ``LOCAL_RANK`` 0 listens on
+``--listen``; the others listen on a free port of the loopback address.
 """
 
 from __future__ import annotations
@@ -130,7 +133,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     try:
-        run(ProcessEnvironment.read(), Rank.from_environment(os.environ), host, port, stop)
+        rank = Rank.from_environment(os.environ)
+        if rank.local_rank > 0:
+            # The first rank of a pod has the pod's port, and answers the probes and the scrapes.
+            host, port = "127.0.0.1", 0
+        run(ProcessEnvironment.read(), rank, host, port, stop)
     except _BAD_INPUT as problem:
         log.error("%s", problem)
         return BAD_INPUT_EXIT_CODE

@@ -1,0 +1,216 @@
+"""The launcher with real child processes: exit codes, signals, output, and what a kill leaves behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from scalerl_trainer import launch
+
+RANKS = {"NODE_RANK": "1", "LOCAL_WORLD_SIZE": "3", "SCALERL_NAME": "pod"}
+END = 1.0
+"""``END_SECONDS`` of the launchers here."""
+WAIT = 120.0
+"""Each rank marks that it runs, and waits at most so long."""
+PRELUDE = f"""
+import os, signal, sys, time
+from pathlib import Path
+local = int(os.environ["LOCAL_RANK"])
+def started(): Path(f"started-{{local}}").write_text(str(os.getpid()))
+def hang(): started(); time.sleep({WAIT})
+def all_started():
+    while not all(Path(f"started-{{i}}").exists() for i in range(3)): time.sleep(0.01)
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def until_started(directory: Path) -> list[int]:
+    """Process ids of the ranks, once all have marked that they run."""
+    files = [directory / f"started-{local}" for local in range(3)]
+    deadline = time.monotonic() + WAIT
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < deadline, "not all ranks started"
+        time.sleep(0.01)
+    return [int(file.read_text()) for file in files]
+
+
+def until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + WAIT
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"still there: {[pid for pid in pids if alive(pid)]}"
+        time.sleep(0.01)
+
+
+@contextmanager
+def launched(directory: Path, code: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
+    start = (
+        f"import sys; from scalerl_trainer import launch; launch.END_SECONDS = {END}; sys.exit(launch.main())"
+    )
+    command = [sys.executable, "-c", start, sys.executable, "-c", PRELUDE + code]
+    process = subprocess.Popen(
+        command,
+        cwd=directory,
+        env={**os.environ, **RANKS, **environ},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def outcome(directory: Path, code: str, **environ: str) -> tuple[int, list[str]]:
+    """Exit code and lines of a launcher that ends by itself."""
+    with launched(directory, code, **environ) as process:
+        _, text = process.communicate(timeout=WAIT)
+        return process.returncode, text.splitlines()
+
+
+def test_launch_gives_each_rank_its_number_name_and_threads(tmp_path: Path) -> None:
+    names = ("RANK", "LOCAL_RANK", "SCALERL_NAME", "WORLD_SIZE", "OMP_NUM_THREADS")
+    code, lines = outcome(
+        tmp_path, f"print(*(os.environ[n] for n in {names}))", WORLD_SIZE="6", OMP_NUM_THREADS="7"
+    )
+    assert code == 0
+    assert sorted(lines) == [f"[rank {3 + i}] {3 + i} {i} trainer-{3 + i} 6 7" for i in range(3)]
+
+
+def test_launch_divides_the_cores_among_ranks() -> None:
+    cores = len(os.sched_getaffinity(0))
+    environments = launch.rank_environments(RANKS)
+    assert {each["OMP_NUM_THREADS"] for each in environments.values()} == {str(max(1, cores // 3))}
+
+
+def test_launch_waits_for_all_ranks_that_succeed(tmp_path: Path) -> None:
+    """A rank that has finished does not end the others."""
+    code, lines = outcome(tmp_path, "time.sleep(0.3 * local); print('done', flush=True)")
+    assert (code, sorted(lines)) == (0, [f"[rank {rank}] done" for rank in (3, 4, 5)])
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "message"),
+    [
+        ("sys.exit(2)", 2, "rank 4 exited with code 2: model: no such file"),
+        ("sys.exit(3)", 3, "rank 4 exited with code 3: model: no such file"),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            137,
+            "rank 4 was killed by SIGKILL after printing: model: no such file",
+        ),
+        (
+            "print('x' * 100_000, flush=True); sys.exit(1)",
+            1,
+            f"rank 4 exited with code 1: {'x' * launch.QUOTED_CHARACTERS}",
+        ),
+    ],
+)
+def test_launch_exits_as_the_rank_that_failed_first(
+    tmp_path: Path, failure: str, code: int, message: str
+) -> None:
+    """The others fail in turn with another code and print more; the last line is of the first."""
+    body = f"""
+def peer_lost(*_): print("peer lost", flush=True); sys.exit(1)
+signal.signal(signal.SIGTERM, peer_lost)
+started()
+all_started()
+if local == 1:
+    print("2026-01-01 00:00:00,000 ERROR scalerl_trainer.main model: no such file", flush=True)
+    {failure}
+time.sleep({WAIT})
+"""
+    got, lines = outcome(tmp_path, body)
+    assert got == code
+    assert lines[-1].split(" ", 4)[2:] == ["ERROR", "scalerl_trainer.launch", message]
+    assert len(lines[-1]) < 2048, "the kubelet keeps no more"
+    assert {"[rank 3] peer lost", "[rank 5] peer lost"} <= set(lines)
+
+
+def test_launch_kills_ranks_that_ignore_sigterm_after_a_failure(tmp_path: Path) -> None:
+    body = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if local == 1: started(); all_started(); sys.exit(3)
+hang()
+"""
+    began = time.monotonic()
+    code, lines = outcome(tmp_path, body)
+    assert (code, lines[-1].rpartition(" rank ")[2]) == (3, "4 exited with code 3: no output")
+    assert time.monotonic() - began >= END
+    until_gone(until_started(tmp_path))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_launch_passes_signals_on_and_waits_for_the_checkpoint(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """Longer than the launcher waits after a failure: the grace period is the kubelet's."""
+    body = f"""
+def save(*_):
+    time.sleep({END + 1} if local == 2 else 0)
+    Path(f"saved-{{local}}").touch()
+    sys.exit(0)
+signal.signal({int(number)}, save)
+hang()
+"""
+    with launched(tmp_path, body) as process:
+        until_started(tmp_path)
+        process.send_signal(number)
+        assert process.wait(WAIT) == 0
+    assert sorted(file.name for file in tmp_path.glob("saved-*")) == [f"saved-{i}" for i in range(3)]
+
+
+def test_launch_leaves_no_rank_when_it_is_killed(tmp_path: Path) -> None:
+    body = "signal.signal(signal.SIGTERM, signal.SIG_IGN); hang()"
+    with launched(tmp_path, body) as process:
+        pids = until_started(tmp_path)
+        process.kill()
+        process.wait()
+        until_gone(pids)
+
+
+def test_launch_does_not_wait_for_a_process_that_holds_the_pipe(tmp_path: Path) -> None:
+    """A rank that succeeds leaves a process behind."""
+    with launched(tmp_path, "if local == 0 and os.fork() == 0: hang()") as process:
+        code = process.wait(WAIT)
+        left = int((tmp_path / "started-0").read_text())
+        try:
+            assert (code, alive(left)) == (0, True)
+        finally:
+            os.kill(left, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("environ", "argv", "message"),
+    [
+        ({"NODE_RANK": ""}, ["true"], "NODE_RANK and LOCAL_WORLD_SIZE must be set to integers"),
+        ({"NODE_RANK": "-1"}, ["true"], "NODE_RANK -1 must be at least 0"),
+        ({"LOCAL_WORLD_SIZE": "0"}, ["true"], "LOCAL_WORLD_SIZE 0 at least 1"),
+        ({}, [], "no command: python -m scalerl_trainer.launch COMMAND..."),
+    ],
+)
+def test_launch_refuses_a_pod_without_its_variables(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    environ: dict[str, str],
+    argv: list[str],
+    message: str,
+) -> None:
+    for name, value in {**RANKS, **environ}.items():
+        monkeypatch.setenv(name, value)
+    assert launch.main(argv) == 2
+    assert message in caplog.text
