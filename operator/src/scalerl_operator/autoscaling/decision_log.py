@@ -1,15 +1,14 @@
-"""``decisions.jsonl``: every decision with all it rests on, one JSON object a line, each sealed by a digest.
+"""``decisions.jsonl``: every decision with all its inputs, one JSON object a line.
 
-A line is kept (:mod:`.log_storage`) before its action is carried out. Each line's digest covers the line and the digest
-before it, so that a changed, a missing and an added line are found. Points are recorded as what
-changed: ``kept`` of those known before, then ``added``.
+A line is written (:mod:`.log_storage`) before its action is carried out. Each line carries its number and the history
+that it was decided with, so that a missing and an added line are found. Points are recorded as what changed: ``kept`` of
+those known before, then ``added``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any, Final, Literal, Self
 
 import msgspec
-from msgspec.structs import replace
 
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_operator.autoscaling.log_storage import FileStorage, RecordError, RecordLost, Storage
@@ -32,8 +30,11 @@ RECENT: Final = 5
 Policy = Literal["autoscale", "balance"]
 
 
-class Line(Fact, frozen=True, kw_only=True):
-    """One decision. time: of this machine, for people. spec: ``spec.autoscaling`` as it was then."""
+class Line(Fact, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """One decision. time: of this machine, for people. spec: ``spec.autoscaling`` as it was then.
+
+    Unknown fields are ignored: earlier releases wrote a digest with each line.
+    """
 
     format: int
     sequence: int
@@ -45,7 +46,6 @@ class Line(Fact, frozen=True, kw_only=True):
     observation: Observation
     before: History
     decision: Decision
-    digest: str = ""
 
 
 class Brief(Fact, frozen=True, kw_only=True):
@@ -72,13 +72,12 @@ class Read:
 
 @dataclass
 class Known:
-    """What the lines so far come to: the next sequence number, the digest to go on from, points, history.
+    """What the lines so far come to: the next sequence number, points, history.
 
     last: the newest line. looked: the newest on an evaluation, not on the balance. recent: the newest few, oldest first.
     """
 
     sequence: int = 0
-    digest: str = ""
     points: list[Point] = field(default_factory=list)
     history: History = field(default_factory=History)
     last: Line | None = None
@@ -110,20 +109,13 @@ class Known:
             )
         )
         self.sequence = line.sequence + 1
-        self.digest = line.digest
         del self.points[line.kept :]
         self.points.extend(line.added)
         self.history = line.decision.history
 
 
-def seal(line: Line, previous: str) -> Line:
-    """The line with its digest, given that of the line before (empty for the first)."""
-    content = msgspec.json.encode(replace(line, digest=""))
-    return replace(line, digest=hashlib.blake2b(previous.encode() + content, digest_size=16).hexdigest())
-
-
 def read(content: bytes) -> Iterator[Read]:
-    """The lines of a record in order. Not checked here: digests, and whether the decisions can be made again."""
+    """The lines of a record in order. Not checked here: whether the decisions can be made again."""
     *whole, rest = content.split(b"\n")
     for number, raw in enumerate(whole, 1):
         try:
@@ -135,9 +127,6 @@ def read(content: bytes) -> Iterator[Read]:
             line = msgspec.json.decode(raw, type=Line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             yield Read(number, None, str(error))
-            continue
-        if msgspec.json.encode(line) != raw:
-            yield Read(number, None, "not as it was written")
             continue
         yield Read(number, line)
     if rest:
@@ -264,7 +253,7 @@ class DecisionRecord:
     ) -> Line:
         known = self.known
         kept = _common(known.points, points)
-        line = Line(
+        return Line(
             format=FORMAT,
             sequence=known.sequence,
             time=datetime.fromtimestamp(observation.unix_seconds, UTC).isoformat(timespec="seconds"),
@@ -276,7 +265,6 @@ class DecisionRecord:
             before=known.history,
             decision=decision,
         )
-        return seal(line, known.digest)
 
 
 def as_recorded(spec: AutoscalingSpec) -> dict[str, Any]:
@@ -297,8 +285,8 @@ def _known(content: bytes) -> tuple[Known, str]:
             if one.newer:
                 raise RecordError(f"line {one.number}: {one.problem}")
             return known, f"line {one.number}: {one.problem}"
-        if seal(one.line, known.digest).digest != one.line.digest:
-            return known, f"line {one.number}: its digest does not fit"
+        if (one.line.sequence, one.line.before) != (known.sequence, known.history):
+            return known, f"line {one.number}: does not follow from the line before"
         known.add(one.line)
     return known, ""
 

@@ -14,7 +14,7 @@ from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.forecast import ForecastAnswer, ForecastRequest
 from scalerl_operator.autoscaling.balance import balance
 from scalerl_operator.autoscaling.decide import decide
-from scalerl_operator.autoscaling.decision_log import Known, Line, read, seal
+from scalerl_operator.autoscaling.decision_log import Known, Line, read
 from scalerl_operator.autoscaling.models import Decision, Fact, History, Observation
 from scalerl_operator.autoscaling.observation import point_set
 from scalerl_operator.autoscaling.prior_summary import counted
@@ -57,7 +57,6 @@ def _differences(number: int, line: Line, known: Known) -> Iterator[Difference]:
     yield from differ("before", line.before, known.history)
     points = [*known.points[: line.kept], *line.added]
     yield from differ("observation.points", line.observation.points, point_set(points))
-    yield from differ("digest", line.digest, seal(line, known.digest).digest)
     try:
         spec = AutoscalingSpec.model_validate(line.spec)
     except ValidationError as error:
