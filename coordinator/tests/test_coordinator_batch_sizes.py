@@ -28,7 +28,7 @@ def steps(world: World) -> list[list[int]]:
     return [list(world.state.slots_of(step)) for step in range(first, first + 4)]
 
 
-def test_prompts_per_step_change_from_the_first_step_that_is_not_closed():
+def test_batch_size_changes_from_first_open_step():
     world = ready(World(make_settings()))
     train(world)
     world.hello("t", 1)
@@ -50,7 +50,7 @@ def test_prompts_per_step_change_from_the_first_step_that_is_not_closed():
     assert [world.state.rows[step]["groups"] for step in range(4)] == [3, 3, 2, 4]
 
 
-def test_a_group_that_is_too_old_for_its_new_step_is_stale_and_its_slot_is_issued_again():
+def test_batch_size_change_reissues_stale_groups():
     world = ready(World(make_settings(max_staleness_steps=2)))
     world.serve(world.member, 0)  # 9 slots at version 0: steps 0, 1 and 2
     before = world.state.counts.acknowledged
@@ -76,7 +76,7 @@ def test_a_group_that_is_too_old_for_its_new_step_is_stale_and_its_slot_is_issue
     assert [lease.slot for lease in world.lease(world.member, 0)] == []  # k = 1: nobody may run ahead
 
 
-def test_a_filtered_group_whose_step_opens_again_counts_as_queued():
+def test_batch_size_change_queues_filtered_groups_of_reopened_steps():
     world = ready(World(make_settings(max_staleness_steps=2)))
     _, *others = world.lease(world.member, 0)
     for lease in others:
@@ -88,7 +88,7 @@ def test_a_filtered_group_whose_step_opens_again_counts_as_queued():
     assert (world.state.counts.filtered, world.state.counts.queued) == (8, 8)  # step 1 is slots 4-7
 
 
-def test_a_change_of_the_completions_ends_the_leases_and_keeps_the_groups():
+def test_completions_change_ends_leases_and_keeps_groups():
     world = ready(World(make_settings()))
     old, *others = world.lease(world.member, 0)
     world.push(world.member, make_group(others[0], version=0))
@@ -104,7 +104,7 @@ def test_a_change_of_the_completions_ends_the_leases_and_keeps_the_groups():
     check_consistency(world)
 
 
-def test_a_change_of_k_alone_keeps_the_leases():
+def test_staleness_change_keeps_leases():
     world = ready(World(make_settings()))
     leases = world.lease(world.member, 0)
     restart(world, max_staleness_steps=0)
@@ -121,7 +121,7 @@ def test_a_change_of_k_alone_keeps_the_leases():
         ({"max_completion_tokens": 7}, True),
     ],
 )
-def test_what_moves_the_reward_begins_another_set_and_another_evaluation(changes, again):
+def test_evaluation_set_changes_with_what_changes_the_reward(changes, again):
     world = ready(World(make_settings()))
     train(world)
     world.serve(world.member, 1, 3)
@@ -141,7 +141,7 @@ def test_what_moves_the_reward_begins_another_set_and_another_evaluation(changes
     assert (first.set_digest != second.set_digest) is again
 
 
-def test_a_snapshot_of_other_settings_is_gone_on_from_with_those_of_now():
+def test_restore_applies_present_settings():
     world = ready(World(make_settings()))
     train(world)
     snapshot = world.checkpoint("t", [1])
@@ -153,13 +153,13 @@ def test_a_snapshot_of_other_settings_is_gone_on_from_with_those_of_now():
     check_consistency(world)
 
 
-def test_a_state_from_before_sizes_could_change_has_the_size_it_began_with():
+def test_decode_old_state_sets_batch_size():
     world = ready(World(make_settings()))
     old = msgspec.msgpack.decode(world.state.encode())
     del old["batch_sizes"]
     assert CoordinatorState.decode(msgspec.msgpack.encode(old)).encode() == world.state.encode()
 
 
-def test_another_seed_is_refused():
+def test_identity_refuses_another_seed():
     with pytest.raises(Refusal, match="seed was 11, is 12"):
         restart(ready(World(make_settings())), seed=12)

@@ -48,7 +48,7 @@ def under_way() -> World:
 
 
 @pytest.mark.parametrize("edited", TAKEN, ids=str)
-def test_a_journal_of_before_is_gone_on_with(edited: Edited) -> None:
+def test_edit_resumes_from_journal(edited: Edited) -> None:
     world = under_way()
     acknowledged = world.state.counts.acknowledged
     world.settings = settings(edited.run)
@@ -91,5 +91,5 @@ def serve(world: World) -> None:
 
 
 @pytest.mark.parametrize("edited", READ, ids=str)
-def test_the_coordinator_reads_what_it_restarts_for(edited: Edited) -> None:
+def test_edit_is_read_after_restart(edited: Edited) -> None:
     assert settings(edited.run) != settings(base())

@@ -10,7 +10,7 @@ from scalerl_api.wire import NextAction, Phase, PushResult, Split
 from scalerl_coordinator.run_status import build_status
 
 
-def test_the_budget_of_steps_ends_the_run_once_its_last_version_is_measured():
+def test_max_steps_finishes_after_last_evaluation():
     world = ready(World(make_settings(max_steps=1)))
     assert [lease.slot for lease in world.serve(world.member, 0)] == [0, 1, 2]
     world.report("t", 0)
@@ -27,7 +27,7 @@ def test_the_budget_of_steps_ends_the_run_once_its_last_version_is_measured():
     assert build_status(world.core).phase is Phase.FINISHED
 
 
-def test_the_trainer_is_told_which_versions_are_measured(world):
+def test_next_reports_evaluated_versions(world):
     assert [v for v in range(5) if world.training.has_evaluation(v)] == [0, 2, 4]
     ending = World(make_settings(max_steps=3))
     assert [v for v in range(5) if ending.training.has_evaluation(v)] == [0, 2, 3, 4]
@@ -37,7 +37,7 @@ def test_the_trainer_is_told_which_versions_are_measured(world):
     assert not world.training.has_evaluation(3)
 
 
-def test_a_stop_outlives_crashes_and_can_be_taken_back(world):
+def test_stop_survives_crash_and_can_be_cancelled(world):
     train(world)
     world.core.stop("plateau", world.now)
     world.acknowledge()
@@ -51,7 +51,7 @@ def test_a_stop_outlives_crashes_and_can_be_taken_back(world):
     assert [lease.slot for lease in world.lease(member, 1, 2) if lease.split is Split.TRAIN]
 
 
-def test_a_stop_without_generators_does_not_wait_for_ever(world):
+def test_stop_without_generators_finishes(world):
     train(world)
     world.core.stop("plateau", world.now)
     assert world.next("t") is None
@@ -63,7 +63,7 @@ def test_a_stop_without_generators_does_not_wait_for_ever(world):
     assert [p.version for p in world.state.points] == [0]
 
 
-def test_the_patience_with_a_final_evaluation_starts_anew_with_a_new_trainer(world):
+def test_final_evaluation_timeout_restarts_with_new_trainer(world):
     train(world)
     world.core.stop("plateau", world.now)
     assert world.next("t") is None
@@ -75,7 +75,7 @@ def test_the_patience_with_a_final_evaluation_starts_anew_with_a_new_trainer(wor
     assert world.next("t2") is None
 
 
-def test_who_interrupts_does_not_wait_for_an_evaluation(world):
+def test_interrupt_skips_evaluation(world):
     train(world)
     world.core.stop(wire.INTERRUPTED, world.now)
     assert world.rollouts.offer(world.member, 8, world.now) is None
@@ -88,7 +88,7 @@ def test_who_interrupts_does_not_wait_for_an_evaluation(world):
     assert [lease.slot for lease in world.lease(world.member, 1, 2)] != []
 
 
-def test_a_held_out_prompt_that_nobody_can_serve_waits_counts_0_and_ends_no_run():
+def test_final_evaluation_scores_unservable_prompt_0():
     world = ready(World(make_settings(max_steps=1)))
     world.serve(world.member, 0)
     world.report("t", 0)

@@ -45,7 +45,7 @@ async def no_answer_but(status: int, error: str, call) -> str:
     return caught.value.message
 
 
-async def test_prompts_that_cannot_be_made_end_the_coordinator_with_their_reason(local, visitor):
+async def test_server_fails_on_broken_prompt_source(local, visitor):
     member = await join(visitor)
     local.train.bad = set(range(397))
     message = await no_answer_but(500, "failed", visitor.lease(member, 0, 64))
@@ -56,7 +56,7 @@ async def test_prompts_that_cannot_be_made_end_the_coordinator_with_their_reason
         assert response.status == 503
 
 
-async def test_a_prompt_that_cannot_be_made_costs_its_slot_and_no_more(local, visitor):
+async def test_lease_gives_up_slot_of_broken_prompt(local, visitor):
     member = await join(visitor)
     local.train.error = PromptError
     local.train.bad = {local.server._core.curriculum.choose(slot) for slot in (1, 2)}
@@ -69,7 +69,7 @@ async def test_a_prompt_that_cannot_be_made_costs_its_slot_and_no_more(local, vi
     assert not local.server.failure.done()
 
 
-async def test_a_damaged_group_ends_the_coordinator_with_where_it_is(local, visitor):
+async def test_shard_of_damaged_group_fails_server(local, visitor):
     member = await join(visitor)
     await fill(visitor, member)
     segment = local.paths.journal / "segment-00000001"
@@ -82,7 +82,7 @@ async def test_a_damaged_group_ends_the_coordinator_with_where_it_is(local, visi
     assert isinstance(local.server.failure.exception(), CorruptJournal)
 
 
-async def test_a_decision_that_fails_half_way_is_not_written_down(serving_on, tmp_path, monkeypatch):
+async def test_decision_exception_is_not_journaled(serving_on, tmp_path, monkeypatch):
     async with serving_on(tmp_path) as local, aiohttp.ClientSession() as session:
         client = Client(session, local.url)
         member = await join(client)
@@ -105,7 +105,7 @@ async def test_a_decision_that_fails_half_way_is_not_written_down(serving_on, tm
         assert (await client.push(member, [make_group(lease)])).results == ["accepted"]
 
 
-async def test_a_read_only_volume_is_answered_with_507_and_shows_in_no_count(serving_on, tmp_path):
+async def test_read_only_volume_answers_507_and_counts_nothing(serving_on, tmp_path):
     disk = ReadOnlyDisk()
     async with serving_on(tmp_path, disk=disk) as local, aiohttp.ClientSession() as session:
         client = Client(session, local.url)
@@ -128,7 +128,7 @@ async def test_a_read_only_volume_is_answered_with_507_and_shows_in_no_count(ser
 
 
 @pytest.mark.parametrize("problem", [PermissionError("the directory is gone"), ValueError("a bug")])
-async def test_a_state_that_cannot_go_back_ends_the_coordinator(serving_on, tmp_path, monkeypatch, problem):
+async def test_failed_roll_back_fails_server(serving_on, tmp_path, monkeypatch, problem):
     disk = FullDisk()
     async with serving_on(tmp_path, disk=disk) as local, aiohttp.ClientSession() as session:
         client = Client(session, local.url)
@@ -146,7 +146,7 @@ async def test_a_state_that_cannot_go_back_ends_the_coordinator(serving_on, tmp_
         assert local.server.failure.exception() is problem
 
 
-async def test_leases_that_a_full_disk_undid_are_not_answered_with(serving_on, tmp_path):
+async def test_lease_omits_leases_rolled_back_by_full_disk(serving_on, tmp_path):
     """The disk refuses and has room again while the prompts are looked up."""
     disk = FullDisk()
     async with serving_on(tmp_path, disk=disk) as local, aiohttp.ClientSession() as session:
@@ -168,7 +168,7 @@ async def test_leases_that_a_full_disk_undid_are_not_answered_with(serving_on, t
         assert set(reply.results) == {"accepted"}
 
 
-async def test_a_slow_answer_does_not_lose_its_leases_to_the_heartbeats_before_it(local, visitor):
+async def test_heartbeat_keeps_leases_of_unsent_answer(local, visitor):
     member = await join(visitor)
     local.train.seconds = 0.5
     asking = asyncio.create_task(visitor.lease(member, 0, 64))
@@ -190,7 +190,7 @@ async def test_a_slow_answer_does_not_lose_its_leases_to_the_heartbeats_before_i
     assert set(reply.results) == {"accepted"}
 
 
-async def test_a_group_as_long_as_the_run_allows_is_taken(local, visitor, serving_on, tmp_path, monkeypatch):
+async def test_push_accepts_longest_group(local, visitor, serving_on, tmp_path, monkeypatch):
     monkeypatch.setattr(server_module, "PUSH_BODY_BYTES", 1)
     async with serving_on(tmp_path / "small") as small, aiohttp.ClientSession() as session:
         client = Client(session, small.url)
@@ -211,7 +211,7 @@ async def test_a_group_as_long_as_the_run_allows_is_taken(local, visitor, servin
             await client.post(endpoints.GROUPS, bytes(200_000), wire.PushReply)
 
 
-async def test_a_checkpoint_is_not_committed_while_rows_of_metrics_are_missing(local, visitor):
+async def test_checkpoint_commit_waits_for_metrics_rows(local, visitor):
     member = await join(visitor)
     await fill(visitor, member)
     metrics = local.paths.metrics
@@ -228,7 +228,7 @@ async def test_a_checkpoint_is_not_committed_while_rows_of_metrics_are_missing(l
     assert [(line["step"], line["loss"]) for line in lines] == [(0, 0.5), (1, 0.25)]
 
 
-async def test_a_curve_that_cannot_be_written_is_told_of_once_and_written_later(local, visitor, caplog):
+async def test_curve_write_error_is_logged_once_and_retried(local, visitor, caplog):
     """It is tried at every tick; the log of the night that a disk was full stays readable."""
     curve = local.paths.curve
     curve.unlink(missing_ok=True)
@@ -242,7 +242,7 @@ async def test_a_curve_that_cannot_be_written_is_told_of_once_and_written_later(
             await asyncio.sleep(0.05)
 
 
-async def test_an_orderly_stop_and_a_start_change_nothing(serving_on, tmp_path):
+async def test_restart_preserves_state(serving_on, tmp_path):
     """From a real snapshot, over several segments: counts, shard bytes, files, and what is leased next."""
     async with serving_on(tmp_path, "p1", segment_bytes=1500) as local, aiohttp.ClientSession() as session:
         client = Client(session, local.url)

@@ -29,7 +29,7 @@ def held(path: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in map(json.loads, path.read_text().splitlines())]
 
 
-def test_rows_are_appended_once_and_the_file_is_not_rewritten(files, metrics):
+def test_write_rows_appends_each_row_once(files, metrics):
     files.write_rows(rows(0), 1)
     inode = metrics.stat().st_ino
     files.write_rows(rows(0, 1), 2)
@@ -42,13 +42,13 @@ def test_rows_are_appended_once_and_the_file_is_not_rewritten(files, metrics):
 @pytest.mark.parametrize(
     "torn", ['{"step": 2, "lo', '{"step": 2, "loss": 0.5}', "\x00" * 30, "[1]\n", "{}\n"]
 )
-def test_torn_and_foreign_lines_go_and_missing_ones_come(files, metrics, torn):
+def test_write_rows_repairs_partial_and_missing_lines(files, metrics, torn):
     metrics.write_text('{"step": 0, "loss": 0.5}\n{"step": 1, "loss": 0.5}\n' + torn)
     files.write_rows(rows(1, 2), 3)
     assert held(metrics) == [(0, 0.5), (1, 0.5), (2, 0.5)]
 
 
-def test_a_step_back_drops_the_lines_of_the_lost_line(files, metrics):
+def test_write_rows_drops_lines_of_lost_lineage(files, metrics):
     files.write_rows(rows(0, 1, 2), 3)
     files.write_rows(rows(0), 1, whole=True)
     assert held(metrics) == [(0, 0.5)]
@@ -56,14 +56,14 @@ def test_a_step_back_drops_the_lines_of_the_lost_line(files, metrics):
     assert held(metrics) == [(0, 0.5), (1, 0.25)]
 
 
-def test_a_line_that_should_have_been_dropped_is_replaced(files, metrics):
+def test_write_rows_replaces_outdated_line(files, metrics):
     """The step back found the disk full; by now its steps are trained again."""
     metrics.write_text('{"step": 0, "loss": 0.5}\n{"step": 1, "loss": 9.0}\n')
     files.write_rows(rows(0, 1), 2)
     assert held(metrics) == [(0, 0.5), (1, 0.5)]
 
 
-def test_rows_that_could_not_be_written_come_with_the_next(files, metrics):
+def test_write_rows_adds_rows_after_write_error(files, metrics):
     files.write_rows(rows(0), 1)
     aside = metrics.with_name("aside")
     metrics.rename(aside)
@@ -76,7 +76,7 @@ def test_rows_that_could_not_be_written_come_with_the_next(files, metrics):
     assert held(metrics) == [(0, 0.5), (1, 0.5), (2, 0.5)]
 
 
-def test_a_file_that_is_right_is_left_alone(files, metrics):
+def test_repair_does_not_write_correct_file(files, metrics):
     files.write_rows(rows(0, 1), 2)
     inode = metrics.stat().st_ino
     files.repair(rows(0, 1), 2)

@@ -43,7 +43,7 @@ async def written(directory: Path, count: int, **options) -> None:
     await journal.close()
 
 
-async def test_what_is_durable_comes_back_with_its_blobs(tmp_path):
+async def test_journal_recovers_durable_records_with_blobs(tmp_path):
     await written(tmp_path, 6)
     journal, records = await open_journal(tmp_path)
     assert records == [f"r{at}".encode() for at in range(6)]
@@ -58,7 +58,7 @@ async def test_what_is_durable_comes_back_with_its_blobs(tmp_path):
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_cut_anywhere_a_prefix_comes_back(tmp_path_factory, data):
+def test_journal_recovers_prefix_after_any_cut(tmp_path_factory, data):
     directory = tmp_path_factory.mktemp("cut")
 
     async def run() -> None:
@@ -80,7 +80,7 @@ def test_cut_anywhere_a_prefix_comes_back(tmp_path_factory, data):
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_damage_to_acknowledged_bytes_is_named_and_never_passed_over(tmp_path_factory, data):
+def test_journal_reports_damage_to_acknowledged_bytes(tmp_path_factory, data):
     directory = tmp_path_factory.mktemp("damage")
 
     async def run() -> None:
@@ -100,7 +100,7 @@ def test_damage_to_acknowledged_bytes_is_named_and_never_passed_over(tmp_path_fa
     asyncio.run(run())
 
 
-async def test_unacknowledged_frames_after_a_hole_are_a_torn_tail(tmp_path):
+async def test_journal_treats_frames_after_hole_as_partial_tail(tmp_path):
     """A power cut may keep a later page of a batch and lose an earlier one."""
     await written(tmp_path, 2)
     path = tmp_path / "segment-00000001"
@@ -112,7 +112,7 @@ async def test_unacknowledged_frames_after_a_hole_are_a_torn_tail(tmp_path):
     await journal.close()
 
 
-async def test_damage_in_a_finished_segment_or_a_missing_one_is_an_error(tmp_path):
+async def test_journal_reports_damaged_or_missing_segment(tmp_path):
     journal, _ = await open_journal(tmp_path)
     for at in range(3):
         journal.append(f"r{at}".encode(), f"r{at}", bytes(50))
@@ -144,7 +144,7 @@ async def test_damage_in_a_finished_segment_or_a_missing_one_is_an_error(tmp_pat
     assert sorted(p.name for p in tmp_path.glob("segment*")) == ["segment-00000003", "segment-00000005"]
 
 
-async def test_a_damaged_blob_is_found_when_it_is_read(tmp_path):
+async def test_journal_reports_damaged_blob_on_read(tmp_path):
     journal, _ = await open_journal(tmp_path)
     journal.append(b"r", "r", bytes(1000))
     await journal.durable()
@@ -159,7 +159,7 @@ async def test_a_damaged_blob_is_found_when_it_is_read(tmp_path):
     await journal.close()
 
 
-async def test_a_crash_between_segment_and_snapshot_replays_more(tmp_path):
+async def test_journal_replays_after_crash_between_segment_and_snapshot(tmp_path):
     await written(tmp_path, 3)
     (tmp_path / "segment-00000002").write_bytes(b"")  # created, header not yet there
     (tmp_path / "snapshot-00000002.tmp").write_bytes(b"half")
@@ -174,7 +174,7 @@ async def test_a_crash_between_segment_and_snapshot_replays_more(tmp_path):
     await journal.close()
 
 
-async def test_a_directory_has_one_owner(tmp_path):
+async def test_journal_locks_directory(tmp_path):
     journal, _ = await open_journal(tmp_path)
     with pytest.raises(JournalLocked, match="another coordinator"):
         Journal(tmp_path)
@@ -193,7 +193,7 @@ class SlowDisk(Disk):
         super().sync(fd)
 
 
-async def test_what_waits_together_is_synced_together(tmp_path):
+async def test_journal_commits_waiting_records_in_one_sync(tmp_path):
     disk = SlowDisk()
     journal, _ = await open_journal(tmp_path, disk=disk)
     before = disk.syncs
@@ -208,7 +208,7 @@ async def test_what_waits_together_is_synced_together(tmp_path):
 
 
 @pytest.mark.parametrize("room", [0, 1, 30, 90])
-async def test_a_full_disk_refuses_whole_and_recovers(tmp_path, room):
+async def test_journal_full_disk_refuses_batch_and_recovers(tmp_path, room):
     disk = FullDisk()
     journal, _ = await open_journal(tmp_path, disk=disk)
     went_back = []
@@ -241,7 +241,7 @@ async def test_a_full_disk_refuses_whole_and_recovers(tmp_path, room):
     await journal.close()
 
 
-async def test_a_snapshot_that_finds_no_room_changes_nothing(tmp_path):
+async def test_journal_keeps_records_if_snapshot_fails(tmp_path):
     disk = FullDisk()
     journal, _ = await open_journal(tmp_path, disk=disk)
     journal.append(b"r0", None)
@@ -262,7 +262,7 @@ async def test_a_snapshot_that_finds_no_room_changes_nothing(tmp_path):
     await journal.close()
 
 
-async def test_a_read_only_volume_refuses_at_once_though_the_torn_tail_stays(tmp_path):
+async def test_journal_read_only_volume_refuses_with_partial_tail(tmp_path):
     disk = ReadOnlyDisk()
     journal, _ = await open_journal(tmp_path, disk=disk)
     went_back = []
@@ -287,7 +287,7 @@ async def test_a_read_only_volume_refuses_at_once_though_the_torn_tail_stays(tmp
     await journal.close()
 
 
-async def test_going_back_passes_over_what_a_failed_sync_left_whole(tmp_path):
+async def test_journal_roll_back_ignores_frames_of_failed_sync(tmp_path):
     """The frame is in the file, but its sync failed: it was refused, and is not to come back."""
 
     class FailingSync(ReadOnlyDisk):
@@ -314,7 +314,7 @@ async def test_going_back_passes_over_what_a_failed_sync_left_whole(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["write", "go back"])
-async def test_a_writer_that_dies_is_told_of_and_nobody_waits(tmp_path, where):
+async def test_journal_writer_failure_is_reported_to_waiters(tmp_path, where):
     class BrokenDisk(FullDisk):
         broken = False
 

@@ -38,7 +38,7 @@ def batch_sizes(draw):
 
 
 @given(version=st.integers(0, 50), sizes=batch_sizes(), k=st.integers(0, 9))
-def test_no_slot_below_the_limit_is_more_than_k_steps_away(version, sizes, k):
+def test_lease_limit_bounds_staleness(version, sizes, k):
     limit = lease_limit(version, sizes, k, None)
     assert staleness(step_of(limit - 1, sizes), version) == k
     assert staleness(step_of(limit, sizes), version) == k + 1
@@ -46,7 +46,7 @@ def test_no_slot_below_the_limit_is_more_than_k_steps_away(version, sizes, k):
 
 
 @given(sizes=batch_sizes())
-def test_every_slot_belongs_to_one_step(sizes):
+def test_slots_partition_into_steps(sizes):
     slots = [slot for step in range(40) for slot in slots_of(step, sizes)]
     assert slots == list(range(len(slots)))
     assert all(slot in slots_of(step_of(slot, sizes), sizes) for slot in slots)
@@ -56,13 +56,13 @@ def test_every_slot_belongs_to_one_step(sizes):
 
 
 @given(prompts=st.integers(1, 300), seed=st.integers(0, 5), epoch=st.integers(0, 3))
-def test_an_epoch_gives_every_prompt_once(prompts, seed, epoch):
+def test_curriculum_epoch_has_every_prompt_once(prompts, seed, epoch):
     curriculum = SeededEpochs(prompts, seed)
     chosen = [curriculum.choose(epoch * prompts + i) for i in range(prompts)]
     assert sorted(chosen) == list(range(prompts))
 
 
-def test_epochs_and_seeds_differ_and_never_change():
+def test_curriculum_order_depends_on_epoch_and_seed():
     first = [SeededEpochs(1000, 0).choose(i) for i in range(6)]
     assert first == [295, 609, 508, 276, 986, 206]
     assert [SeededEpochs(1000, 0).choose(1000 + i) for i in range(6)] != first
@@ -73,14 +73,14 @@ def test_epochs_and_seeds_differ_and_never_change():
 # --- batcher -------------------------------------------------------------------------------------
 
 
-def test_zero_variance_is_about_equality_not_about_being_right():
+def test_zero_variance_compares_scores_only():
     assert zero_variance([1.0, 1.0])
     assert zero_variance([0.0])
     assert not zero_variance([0.0, 1e-9])
 
 
 @given(tokens=st.lists(st.integers(1, 2000), max_size=60), ranks=st.integers(1, 7), order=st.randoms())
-def test_shards_are_a_partition_balanced_and_independent_of_order(tokens, ranks, order):
+def test_balance_partitions_independent_of_order(tokens, ranks, order):
     items = [Item(at // 4, at % 4, n) for at, n in enumerate(tokens)]
     shares = balance(items, ranks)
     assert sorted((i.group, i.sample) for share in shares for i in share) == [
@@ -100,14 +100,14 @@ def test_shards_are_a_partition_balanced_and_independent_of_order(tokens, ranks,
 
 
 @given(readings=st.lists(st.floats(-1e6, 1e6), max_size=30))
-def test_the_clock_never_goes_back_and_never_jumps(readings):
+def test_clock_is_monotonic_and_bounds_gaps(readings):
     clock = LogicalClock(0.0, max_gap_seconds=2.0)
     times = [clock.read(reading) for reading in readings]
     steps = [b - a for a, b in zip([0.0, *times], times, strict=False)]
     assert all(0 <= step <= 2.0 + 1e-6 for step in steps)
 
 
-def test_the_clock_stands_while_nobody_is_listened_to():
+def test_clock_stops_while_not_awake():
     clock = LogicalClock(0.0)
     assert clock.read(1.0) == 1.0
     assert clock.read(2.0, awake=False) == 1.0
@@ -117,7 +117,7 @@ def test_the_clock_stands_while_nobody_is_listened_to():
 # --- evaluation ----------------------------------------------------------------------------------
 
 
-def test_a_point_is_the_mean_over_prompts_with_its_standard_error():
+def test_summarize_computes_mean_and_standard_error():
     results = {
         0: PromptResult("a", 4.0, 4, 40, 0, False),
         1: PromptResult("b", 1.0, 4, 20, 2, True),
@@ -132,7 +132,7 @@ def test_a_point_is_the_mean_over_prompts_with_its_standard_error():
     assert (point.work_tokens, point.wall_seconds, point.device_seconds) == (1234, 10.0, 30.0)
 
 
-def test_the_last_version_of_a_budget_is_measured_whatever_its_number():
+def test_due_includes_last_version():
     assert due(0, 10, 25)
     assert due(25, 10, 25)
     assert not due(25, 10, None)
@@ -141,7 +141,7 @@ def test_the_last_version_of_a_budget_is_measured_whatever_its_number():
 # --- membership ----------------------------------------------------------------------------------
 
 
-def test_four_missed_heartbeats_lose_a_member_and_a_new_incarnation_replaces_the_old():
+def test_membership_loses_silent_and_replaces_registered_members():
     membership = Membership(2.0)
     first = membership.register("g/1", "g", "u", 0.0)
     assert membership.lost(8.0) == []
@@ -156,7 +156,7 @@ def test_four_missed_heartbeats_lose_a_member_and_a_new_incarnation_replaces_the
     assert first.name == "g"
 
 
-def test_holders_of_before_a_restart_have_the_same_patience():
+def test_membership_expects_lease_holders_after_restart():
     membership = Membership(2.0)
     membership.expect({"g", "h"}, 0.0)
     membership.register("h/1", "h", "u", 1.0)
@@ -164,7 +164,7 @@ def test_holders_of_before_a_restart_have_the_same_patience():
     assert membership.lost(8.9) == []
 
 
-def test_a_message_from_before_a_publish_does_not_take_its_version_back():
+def test_membership_ignores_version_reported_before_publish():
     membership = Membership(2.0)
     member = membership.register("g/1", "g", "u", 0.0)
     membership.set_version(member, 5, 10.0)
@@ -174,7 +174,7 @@ def test_a_message_from_before_a_publish_does_not_take_its_version_back():
     assert member.version == -1
 
 
-def test_a_member_that_fails_publishes_is_asked_ever_more_rarely():
+def test_membership_backs_off_failed_publishes():
     membership = Membership(2.0)
     waits = []
     now = 0.0
@@ -198,7 +198,7 @@ def test_a_member_that_fails_publishes_is_asked_ever_more_rarely():
 # --- leases --------------------------------------------------------------------------------------
 
 
-def test_leases_expire_in_order_of_issue_and_only_open_ones():
+def test_lease_book_expires_open_leases_in_order():
     book = LeaseBook(10.0)
     for at, name in enumerate("abc"):
         book.add(name, "g", float(at))
@@ -216,7 +216,7 @@ def test_leases_expire_in_order_of_issue_and_only_open_ones():
     assert (book.remaining_seconds("d", 9.0), book.remaining_seconds("ended", 9.0)) == (4.0, None)
 
 
-def test_known_deadlines_survive_a_resync_and_new_ones_start_now():
+def test_lease_book_resync_keeps_deadlines():
     book = LeaseBook(10.0)
     book.add("a", "g", 0.0)
     book.resync({"a": "g", "b": "h"}, 5.0)
@@ -227,7 +227,7 @@ def test_known_deadlines_survive_a_resync_and_new_ones_start_now():
     assert book.expired(15.0) == ["b"]
 
 
-def test_a_slot_that_comes_back_waits_longer_each_time_but_not_the_first():
+def test_lease_book_retry_back_off_grows():
     book = LeaseBook(10.0)
     waits = []
     for _ in range(9):
@@ -263,7 +263,7 @@ def changed(**changes: object) -> wire.Group:
     return msgspec.structs.replace(GOOD, completions=[GOOD.completions[0], broken])
 
 
-def test_a_sound_group_is_summed_up():
+def test_summarize_group_sums():
     spans = [wire.VersionSpan(2, 0), wire.VersionSpan(3, 1)]
     measured = summarize_group(
         changed(versions=spans, finish_reason="length", grading_error="timeout"), 2, 8, 3
@@ -275,7 +275,7 @@ def test_a_sound_group_is_summed_up():
     assert measured.version_tokens == 4 * 3  # what is not trained on has no age
 
 
-def test_masked_tokens_have_no_version_and_are_counted():
+def test_summarize_group_counts_masked_tokens():
     spans = [wire.VersionSpan(2, 0), wire.VersionSpan(wire.MASKED, 1), wire.VersionSpan(3, 3)]
     measured = summarize_group(changed(versions=spans), 2, 8, 3)
     assert (measured.oldest_version, measured.newest_version) == (2, 3)
@@ -307,7 +307,7 @@ def test_masked_tokens_have_no_version_and_are_counted():
         (changed(score=1.5), "score 1.5 is outside"),
     ],
 )
-def test_an_unsound_group_is_named(group, message):
+def test_summarize_group_refuses_invalid_group(group, message):
     with pytest.raises(InvalidGroup, match=message):
         summarize_group(group, 2, 8, 3)
 
@@ -315,7 +315,7 @@ def test_an_unsound_group_is_named(group, message):
 # --- accounting ----------------------------------------------------------------------------------
 
 
-def test_step_sums_count_staleness_over_trained_tokens_only():
+def test_sum_step_counts_staleness_of_trained_tokens():
     trained = Accepted("a", 3, [4, 6], [0.0, 1.0], 1, 2, 4 * 2 + 6 * 4)
     filtered = Accepted("b", 3, [5, 5], [1.0, 1.0], 0, 0, 0, filtered=True)
     sums = sum_step(5, [trained, filtered])
@@ -325,7 +325,7 @@ def test_step_sums_count_staleness_over_trained_tokens_only():
     assert sums.staleness_sum == 4 * 3 + 6 * 1
 
 
-def test_step_sums_leave_out_what_has_no_verdict_no_gradient_or_no_completions():
+def test_sum_step_excludes_ungraded_masked_and_given_up():
     ungraded = Accepted("a", 3, [4, 6], [0.0, 1.0], 0, 2, 6 * 4, ungraded=[0], grading_errors=1)
     masked = Accepted("b", 3, [4, 6], [0.0, 1.0], 0, 2, 4 * 5 + 4 * 5, masked_tokens=[0, 2])
     given_up = Accepted("", 0, [], [], 0, 5, 0, True, given_up="failed")
@@ -335,7 +335,7 @@ def test_step_sums_leave_out_what_has_no_verdict_no_gradient_or_no_completions()
     assert (sums.staleness_tokens, sums.staleness_sum, sums.masked_tokens) == (6 + 8, 6 * 1, 2)
 
 
-def test_a_group_is_judged_by_the_verdicts_it_has():
+def test_zero_variance_uses_graded_scores():
     assert Accepted("a", 3, [4, 6, 5], [0.0, 1.0, 1.0], 0, 2, 0, ungraded=[0]).graded_scores == [1.0, 1.0]
     assert all(zero_variance(scores) for scores in ([], [1.0], [1.0, 1.0]))
     assert not zero_variance([0.0, 1.0])
@@ -344,7 +344,7 @@ def test_a_group_is_judged_by_the_verdicts_it_has():
 # --- journals of before --------------------------------------------------------------------------
 
 
-def test_records_of_a_journal_from_before_fields_were_added_are_read():
+def test_decode_reads_old_records():
     old = ["group", "p1-0", 0, 3, [4, 6], [0.0, 1.0], 1, 2, 20, 1]
     group = r.decode(msgspec.msgpack.encode(old))
     assert (group.grading_errors, group.ungraded, group.masked_tokens) == (1, [], [])

@@ -28,7 +28,7 @@ async def serving(coordinator, client):
     return client
 
 
-async def test_a_full_disk_refuses_with_507_and_loses_nothing(coordinator, serving):
+async def test_process_full_disk_answers_507_and_loses_nothing(coordinator, serving):
     """The limit on the process's file size stands in for the end of the disk; the writes really fail."""
     leases = (await serving.lease(serving.member, 0, 64)).leases
     train = [lease for lease in leases if lease.split is wire.Split.TRAIN]
@@ -61,7 +61,7 @@ async def test_a_full_disk_refuses_with_507_and_loses_nothing(coordinator, servi
     assert (await serving.status()).counts.acknowledged == 4
 
 
-async def test_sigterm_answers_the_polls_and_leaves_a_snapshot(coordinator, serving):
+async def test_process_sigterm_answers_polls_and_writes_snapshot(coordinator, serving):
     await serving.lease(serving.member, 0, 64)
     poll = asyncio.create_task(serving.lease(serving.member, 0, 1, wait=30))
     await asyncio.sleep(0.2)
@@ -73,7 +73,7 @@ async def test_sigterm_answers_the_polls_and_leaves_a_snapshot(coordinator, serv
 
 
 @pytest.mark.parametrize("fault", ["yaml", "journal", "identity", "locked", "token"])
-def test_bad_input_ends_with_2_and_one_clear_line(coordinator, fault):
+def test_process_bad_input_exits_2(coordinator, fault):
     message = {
         "yaml": "run.yaml",
         "journal": "segment-00000001, offset 0",
@@ -105,7 +105,7 @@ def test_bad_input_ends_with_2_and_one_clear_line(coordinator, fault):
         first.wait(120)
 
 
-async def test_a_damaged_group_ends_the_process_with_2_and_one_clear_line(coordinator, serving):
+async def test_process_damaged_group_exits_2(coordinator, serving):
     for lease in (await serving.lease(serving.member, 0, 64)).leases:
         await serving.push(serving.member, [make_group(lease)])
     segment = coordinator.paths.journal / "segment-00000001"
@@ -197,7 +197,7 @@ class Trainer:
 
 
 @pytest.mark.slow
-async def test_killed_at_random_moments_under_load_it_loses_nothing_acknowledged(coordinator, client):
+async def test_process_random_kills_lose_nothing_acknowledged(coordinator, client):
     seed = int.from_bytes(os.urandom(4))
     print("seed", seed)
     chance = random.Random(seed)
@@ -236,9 +236,7 @@ async def test_killed_at_random_moments_under_load_it_loses_nothing_acknowledged
     assert counts.queued >= 2 * len(queued)
 
 
-def test_an_empty_volume_is_not_taken_for_the_beginning_of_a_run_that_has_steps(
-    coordinator, tmp_path, monkeypatch
-):
+def test_process_refuses_empty_volume_of_trained_run(coordinator, tmp_path, monkeypatch):
     """Restarting cannot wear the refusal down: it writes nothing. A checkpoint without a journal is no empty volume."""
     mounted = tmp_path / "spec"
     mounted.mkdir()
@@ -255,7 +253,7 @@ def test_an_empty_volume_is_not_taken_for_the_beginning_of_a_run_that_has_steps(
     assert coordinator.terminate() == 0
 
 
-def test_a_spec_that_an_earlier_release_accepted_is_gone_on_with(coordinator, tmp_path, monkeypatch):
+def test_process_accepts_spec_of_earlier_release(coordinator, tmp_path, monkeypatch):
     """By a run that an operator resumes after an upgrade; of a file that a person wrote it is refused."""
     manifest = yaml.safe_load(coordinator.paths.run_file.read_text())
     manifest["spec"].setdefault("generator", {})["leaseSeconds"] = 1

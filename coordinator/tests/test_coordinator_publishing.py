@@ -17,7 +17,7 @@ def measured_at_2(world: World) -> None:
     world.publish("t")
 
 
-def test_a_publish_waits_for_the_point_before_it(world):
+def test_publish_waits_for_evaluation(world):
     measured_at_2(world)
     world.beat(world.member, 2)
     held_out = world.lease(world.member, 2, 2)
@@ -32,7 +32,7 @@ def test_a_publish_waits_for_the_point_before_it(world):
     assert (point.version, point.mixed_versions, point.work_tokens) == (2, False, 48)
 
 
-def test_after_the_hold_newer_weights_finish_the_point_and_it_says_so(world):
+def test_publish_hold_end_marks_point_mixed(world):
     measured_at_2(world)
     world.serve(world.member, 2, 1)
     stuck = world.lease(world.member, 2, 1)
@@ -50,7 +50,7 @@ def test_after_the_hold_newer_weights_finish_the_point_and_it_says_so(world):
     assert (world.state.points[-1].version, world.state.points[-1].mixed_versions) == (2, True)
 
 
-def test_a_hold_ends_when_nobody_can_make_the_point(world):
+def test_publish_hold_ends_without_capable_member(world):
     measured_at_2(world)
     world.core.membership.members.clear()
     world.report("t", 2)
@@ -64,14 +64,14 @@ def test_a_hold_ends_when_nobody_can_make_the_point(world):
     assert world.state.evaluations[2].released
 
 
-def test_evaluation_is_made_by_the_very_version_only(world):
+def test_evaluation_requires_its_version(world):
     measured_at_2(world)
     late = world.register("late")
     world.beat(late, 1)
     assert all(lease.split is Split.TRAIN for lease in world.lease(late, 1))
 
 
-def test_a_member_that_fails_a_publish_does_not_hold_up_the_trainer(world):
+def test_publish_failure_removes_member(world):
     train(world, publish=False)
     bad = world.register("bad")
     world.begin_publish("t")
@@ -85,7 +85,7 @@ def test_a_member_that_fails_a_publish_does_not_hold_up_the_trainer(world):
     assert sorted(m.name for m in world.begin_publish("t").members) == ["bad", "g"]
 
 
-def test_three_measurements_of_the_mismatch_stay_apart(world):
+def test_mismatch_sources_are_separate(world):
     """The probe of a publish once took the place of what the step's own tokens said."""
     train(world, publish=False)
     world.publish("t", probe_kl=0.25, probe_tokens=8.0, publish_seconds=1.5)
@@ -109,7 +109,7 @@ def test_three_measurements_of_the_mismatch_stay_apart(world):
     assert world.state.rows[1]["publish_seconds"] == 1.5
 
 
-def test_the_same_commit_again_counts_once(world):
+def test_publish_commit_retry_counts_once(world):
     """The answer was lost; the trainer says it again, and a coordinator that restarted hears it."""
     train(world, publish=False)
     members = [m.member_id for m in world.begin_publish("t").members]
@@ -123,7 +123,7 @@ def test_the_same_commit_again_counts_once(world):
     assert build_status(world.core).mismatch_kl("probe") == 0.5
 
 
-def test_a_step_without_a_token_of_its_own_version_says_nothing_of_the_mismatch(world):
+def test_mismatch_skips_step_without_on_policy_tokens(world):
     world.serve(world.member, 0, 3)
     assert world.report("t", 0) is not None
     assert build_status(world.core).mismatch == []

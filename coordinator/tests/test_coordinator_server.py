@@ -41,7 +41,7 @@ async def test_probes_and_metrics_need_no_token(local, visitor):
     assert "scalerl_coordinator_journal_refusing 0.0" in text
 
 
-async def test_metrics_show_the_bound_and_the_answers(local, visitor):
+async def test_metrics_show_staleness_bound_and_requests(local, visitor):
     await visitor.register("g", local.digest)
     async with visitor.session.get(local.url + endpoints.METRICS) as response:
         text = await response.text()
@@ -55,7 +55,7 @@ async def test_metrics_show_the_bound_and_the_answers(local, visitor):
 @pytest.mark.parametrize(
     "authorization", [None, "", "Bearer wrong", "Bearer ", "secret", "Bearer s\u00e9cret"]
 )
-async def test_without_the_token_nothing_is_answered(local, visitor, authorization):
+async def test_request_without_token_is_refused(local, visitor, authorization):
     headers = {wire.WIRE_HEADER: str(wire.WIRE_VERSION)}
     if authorization is not None:
         headers["Authorization"] = authorization
@@ -67,7 +67,7 @@ async def test_without_the_token_nothing_is_answered(local, visitor, authorizati
 
 
 @pytest.mark.parametrize("version", [None, "0", "1", "one"])
-async def test_another_wire_version_is_refused_with_both_numbers(local, visitor, version):
+async def test_request_with_other_wire_version_is_refused(local, visitor, version):
     visitor.headers.pop(wire.WIRE_HEADER)
     if version is not None:
         visitor.headers[wire.WIRE_HEADER] = version
@@ -95,13 +95,13 @@ async def test_another_wire_version_is_refused_with_both_numbers(local, visitor,
         ),
     ],
 )
-async def test_garbage_is_answered_with_what_is_wrong_where(local, visitor, body, message):
+async def test_request_with_invalid_body_is_refused(local, visitor, body, message):
     with pytest.raises(ErrorAnswer, match=message) as caught:
         await visitor.post(endpoints.GROUPS, body, wire.PushReply)
     assert (caught.value.status, caught.value.error) == (400, "bad-request")
 
 
-async def test_numbers_that_are_none_are_refused(serving):
+async def test_request_with_non_finite_numbers_is_refused(serving):
     for wait in (float("nan"), float("inf"), -1.0):
         with pytest.raises(ErrorAnswer, match="wait_seconds") as caught:
             await serving.lease(serving.member, 0, 1, wait=wait)
@@ -112,7 +112,7 @@ async def test_numbers_that_are_none_are_refused(serving):
         await serving.heartbeat(serving.member, 0, busy=float("nan"))
 
 
-async def test_bodies_have_a_limit_and_a_length(local, visitor):
+async def test_request_body_size_is_limited(local, visitor):
     with pytest.raises(ErrorAnswer, match="the limit is 1048576") as caught:
         await visitor.post(endpoints.LEASE, bytes(2**20 + 1), wire.Leases)
     assert (caught.value.status, caught.value.error) == (413, "too-large")
@@ -127,7 +127,7 @@ async def test_bodies_have_a_limit_and_a_length(local, visitor):
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br"])
-async def test_a_compressed_body_is_refused(local, visitor, encoding):
+async def test_request_with_compressed_body_is_refused(local, visitor, encoding):
     """A body of a kilobyte, which is one of a megabyte to whoever unpacks it."""
     visitor.headers["Content-Encoding"] = encoding
     with pytest.raises(ErrorAnswer, match=f"without the encoding '{encoding}'") as caught:
@@ -135,7 +135,7 @@ async def test_a_compressed_body_is_refused(local, visitor, encoding):
     assert (caught.value.status, caught.value.error) == (415, "encoded")
 
 
-async def test_no_body_is_unpacked_before_a_handler_could_refuse_it(visitor):
+async def test_runner_does_not_decompress_bodies(visitor):
     async def sent(request: web.Request) -> web.Response:
         return web.Response(body=await request.read())
 
@@ -153,7 +153,7 @@ async def test_no_body_is_unpacked_before_a_handler_could_refuse_it(visitor):
         await served.cleanup()
 
 
-async def test_a_member_nobody_knows_has_to_register(serving):
+async def test_unknown_member_is_refused(serving):
     group = make_group((await serving.lease(serving.member, 0, 1)).leases[0])
     for call in (
         lambda: serving.heartbeat("g/none", 0),
@@ -166,7 +166,7 @@ async def test_a_member_nobody_knows_has_to_register(serving):
         assert (caught.value.status, caught.value.error) == (404, "unknown-member")
 
 
-async def test_a_superseded_trainer_is_told_so_even_while_it_waits(serving):
+async def test_superseded_trainer_is_refused_during_poll(serving):
     waiting = asyncio.create_task(serving.next("t", 0, wait=20))
     await asyncio.sleep(0.2)
     await serving.hello("t2")
@@ -177,7 +177,7 @@ async def test_a_superseded_trainer_is_told_so_even_while_it_waits(serving):
     assert time.monotonic() - started < 2
 
 
-async def test_long_polls_are_woken_by_what_they_wait_for(local, serving):
+async def test_long_poll_wakes_on_event(local, serving):
     """Publishing wakes an actor that polls; the last group of a step wakes the trainer."""
     second = await serving.register("h", local.digest)
     poll = asyncio.create_task(serving.lease(second, -1, 64, wait=20))
@@ -192,7 +192,7 @@ async def test_long_polls_are_woken_by_what_they_wait_for(local, serving):
     assert (await asyncio.wait_for(trainer, 15)).action is wire.NextAction.TRAIN
 
 
-async def test_a_client_that_is_gone_takes_its_poll_with_it(local, serving):
+async def test_long_poll_ends_with_its_client(local, serving):
     """Else the next lease would go to nobody."""
     drain = (await serving.lease(serving.member, 0, 64)).leases
     poll = asyncio.create_task(serving.lease(serving.member, 0, 1, wait=20))
@@ -205,7 +205,7 @@ async def test_a_client_that_is_gone_takes_its_poll_with_it(local, serving):
     assert [lease.slot for lease in again] == [drain[-1].slot]
 
 
-async def test_a_slow_client_holds_up_nobody(local, serving):
+async def test_slow_client_does_not_block_others(local, serving):
     """Half a push, and an answer that is not read: the others are served meanwhile."""
     port = local.port
     _, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -224,7 +224,7 @@ async def test_a_slow_client_holds_up_nobody(local, serving):
     assert (await serving.status()).counts.acknowledged == 2 * 5
 
 
-async def test_a_group_pushed_twice_counts_once_and_a_lost_one_is_late(serving):
+async def test_push_counts_duplicate_and_late_groups(serving):
     leases = [
         lease
         for lease in (await serving.lease(serving.member, 0, 8)).leases
@@ -242,7 +242,7 @@ async def test_a_group_pushed_twice_counts_once_and_a_lost_one_is_late(serving):
     assert (counts.acknowledged, counts.queued, counts.duplicate, counts.invalid) == (2, 2, 10, 2)
 
 
-async def test_a_wrong_prompt_id_is_invalid(serving):
+async def test_push_refuses_wrong_prompt_id(serving):
     lease = (await serving.lease(serving.member, 0, 1)).leases[0]
     group = msgspec.structs.replace(make_group(lease), prompt_id="another")
     reply = await serving.push(serving.member, [group])
@@ -250,7 +250,7 @@ async def test_a_wrong_prompt_id_is_invalid(serving):
     assert "prompt_id is 'another'" in reply.reasons[0]
 
 
-async def test_shards_bring_back_the_very_bytes(local, serving):
+async def test_shard_returns_pushed_bytes(local, serving):
     leases = [
         le for le in (await serving.lease(serving.member, 0, 64)).leases if le.split is wire.Split.TRAIN
     ]
@@ -274,7 +274,7 @@ async def test_shards_bring_back_the_very_bytes(local, serving):
         await serving.shard("t", 3)
 
 
-async def test_an_unauthorized_flood_of_bodies_is_not_read(local):
+async def test_unauthorized_bodies_are_not_read(local):
     async with aiohttp.ClientSession() as session:
         stranger = Client(session, local.url, token="guess")
         with pytest.raises(ErrorAnswer) as caught:
@@ -282,9 +282,7 @@ async def test_an_unauthorized_flood_of_bodies_is_not_read(local):
         assert caught.value.status == 401
 
 
-async def test_exports_are_read_every_few_seconds_and_by_a_task_that_ends_with_the_server(
-    serving_on, tmp_path, monkeypatch
-):
+async def test_status_reads_exports_in_background(serving_on, tmp_path, monkeypatch):
     reads, again, loop = 0, asyncio.Event(), asyncio.get_running_loop()
     read = RunFiles.exports
 
@@ -306,7 +304,7 @@ async def test_exports_are_read_every_few_seconds_and_by_a_task_that_ends_with_t
     assert reading.done()
 
 
-async def test_a_slow_disk_does_not_hold_up_the_status(local, serving, monkeypatch):
+async def test_status_does_not_wait_for_disk(local, serving, monkeypatch):
     monkeypatch.setattr("scalerl_coordinator.server._EXPORTS_SECONDS", 0.1)
     index = local.paths.exports / "exports.json"
     index.parent.mkdir(parents=True)

@@ -14,7 +14,7 @@ from scalerl_coordinator.core import Refusal
 from scalerl_coordinator.run_status import build_status
 
 
-def test_zero_variance_groups_are_filtered_at_close_and_not_refilled(world):
+def test_step_close_filters_zero_variance_groups(world):
     leases = world.lease(world.member, 0, 3)
     world.push(world.member, make_group(leases[0], scores=[1.0, 1.0]))
     world.push(world.member, make_group(leases[1]))
@@ -29,7 +29,7 @@ def test_zero_variance_groups_are_filtered_at_close_and_not_refilled(world):
     assert world.state.counts.trained == 2
 
 
-def test_every_rank_gets_its_part_of_the_same_step(world):
+def test_shards_of_ranks_cover_step(world):
     world.serve(world.member, 0, 3)
     shares = [world.plan("t", 0, rank, 4).items for rank in range(4)]
     assert sorted((i.group, i.sample) for share in shares for i in share) == [
@@ -42,7 +42,7 @@ def test_every_rank_gets_its_part_of_the_same_step(world):
         world.plan("t", 1)
 
 
-def test_the_trainer_goes_back_and_gets_the_very_same_batches(world):
+def test_hello_at_older_version_repeats_batches(world):
     for _ in range(2):
         train(world)
     batches = [world.plan("t", step).lease_ids for step in range(2)]
@@ -63,7 +63,7 @@ def test_the_trainer_goes_back_and_gets_the_very_same_batches(world):
     check_consistency(world)
 
 
-def test_a_member_without_weights_gets_the_older_ones_while_others_keep_the_lost_line(world):
+def test_publish_after_return_skips_members_of_lost_lineage(world):
     for _ in range(2):
         train(world)
     world.hello("t2", 0)
@@ -77,7 +77,7 @@ def test_a_member_without_weights_gets_the_older_ones_while_others_keep_the_lost
     assert world.next("t2").action is NextAction.TRAIN
 
 
-def test_a_member_that_has_not_said_what_it_holds_is_neither_behind_nor_gone(world):
+def test_publish_ignores_member_without_reported_version(world):
     """It may just have registered again after the coordinator came back."""
     for _ in range(2):
         train(world)
@@ -94,7 +94,7 @@ def test_a_member_that_has_not_said_what_it_holds_is_neither_behind_nor_gone(wor
     assert world.push(member, make_group(held[0])) is PushResult.ACCEPTED
 
 
-def test_a_line_that_nobody_holds_any_more_is_given_up(world):
+def test_publish_abandons_lineage_without_members(world):
     for _ in range(2):
         train(world)
     world.hello("t2", 0)
@@ -105,7 +105,7 @@ def test_a_line_that_nobody_holds_any_more_is_given_up(world):
     assert all(lease.slot < 6 for lease in world.lease(new, 0))
 
 
-def test_a_checkpoint_from_ahead_is_believed_when_its_steps_are_still_there(world):
+def test_hello_at_newer_version_keeps_closed_steps(world):
     for _ in range(2):
         train(world)
     world.hello("t2", 0)
@@ -118,7 +118,7 @@ def test_a_checkpoint_from_ahead_is_believed_when_its_steps_are_still_there(worl
     world.hello("t5", 2)
 
 
-def test_a_trainer_that_lost_its_checkpoints_does_not_wipe_the_run(world):
+def test_hello_refuses_lost_checkpoints(world):
     for _ in range(3):
         train(world)
     world.checkpoint("t", [2, 3])
@@ -136,7 +136,7 @@ def test_a_trainer_that_lost_its_checkpoints_does_not_wipe_the_run(world):
     check_consistency(world)
 
 
-def test_a_run_without_a_checkpoint_begins_again_on_the_same_rollouts(world):
+def test_hello_at_version_0_repeats_rollouts(world):
     for _ in range(2):
         train(world)
     acknowledged, batch = world.state.counts.acknowledged, world.plan("t", 0).lease_ids
@@ -145,7 +145,7 @@ def test_a_run_without_a_checkpoint_begins_again_on_the_same_rollouts(world):
     assert world.plan("t2", 0).lease_ids == batch
 
 
-def test_the_run_is_not_finished_before_the_line_that_ends_it_is_saved():
+def test_finish_requires_checkpoint_of_last_version():
     world = ready(World(make_settings(max_steps=2, evaluation_every=100)))
     train(world)
     world.checkpoint("t", [0, 1])
@@ -166,7 +166,7 @@ def test_the_run_is_not_finished_before_the_line_that_ends_it_is_saved():
     assert build_status(world.core).phase is Phase.FINISHED
 
 
-def test_checkpoint_failures_add_up_over_incarnations(world):
+def test_checkpoint_failures_accumulate_over_incarnations(world):
     train(world)
     world.serve(world.member, 1)
     world.report("t", 1, checkpoint_failures=2.0)
@@ -182,7 +182,7 @@ def test_checkpoint_failures_add_up_over_incarnations(world):
     assert build_status(world.core).checkpoint_failures == 3
 
 
-def test_grading_errors_are_counted_and_told_once(world, caplog):
+def test_grading_errors_are_counted_and_logged_once(world, caplog):
     for lease in world.lease(world.member, 0, 3):
         group = make_group(lease)
         failed = msgspec.structs.replace(group.completions[0], grading_error="timeout after 10 s")
@@ -196,7 +196,7 @@ def test_grading_errors_are_counted_and_told_once(world, caplog):
     assert len([m for m in caplog.messages if "timeout after 10 s" in m]) == 1
 
 
-def test_metrics_rows_are_kept_until_a_checkpoint_has_them(world):
+def test_rows_are_kept_until_checkpoint(world):
     train(world)
     train(world)
     world.checkpoint("t", [2])
@@ -204,7 +204,7 @@ def test_metrics_rows_are_kept_until_a_checkpoint_has_them(world):
     assert build_status(world.core).last_step_stats["step"] == 1
 
 
-def test_reports_that_are_not_finite_or_out_of_step_are_refused(world):
+def test_step_report_refuses_non_finite_and_wrong_step(world):
     world.serve(world.member, 0, 3)
     with pytest.raises(Refusal, match=r"stats\.loss is nan"):
         world.report("t", 0, loss=float("nan"))
@@ -214,7 +214,7 @@ def test_reports_that_are_not_finite_or_out_of_step_are_refused(world):
     assert world.report("t", 0) is None
 
 
-def test_a_skipped_step_uses_its_rollouts_up_and_trains_on_none(world):
+def test_skipped_step_consumes_rollouts(world):
     """It is a step like others for versions, budget and evaluation; its rollouts are in a pile of their own."""
     world.serve(world.member, 0)
     trained = world.state.counts.queued
@@ -233,7 +233,7 @@ def test_a_skipped_step_uses_its_rollouts_up_and_trains_on_none(world):
     check_consistency(world)
 
 
-def test_skipped_steps_in_a_row_are_known_to_the_trainer_that_comes_after(world):
+def test_hello_reports_consecutive_skipped_steps(world):
     train(world)
     world.checkpoint("t", [1])
     for step in (1, 2):

@@ -14,7 +14,7 @@ from scalerl_coordinator.run_status import build_status
 from scalerl_coordinator.state import CoordinatorState
 
 
-def test_an_empty_coordinator_starts_from_the_checkpoints_snapshot(world):
+def test_hello_restores_snapshot_of_checkpoint(world):
     train(world)
     ahead = world.state.prompts
     snapshot = world.checkpoint("t", [1])
@@ -50,7 +50,7 @@ def test_an_empty_coordinator_starts_from_the_checkpoints_snapshot(world):
         ([(0, 0.2, False), (1, 0.2, False)], 1),
     ],
 )
-def test_a_checkpoint_is_told_where_the_run_was_best(world, points, best):
+def test_checkpoint_begin_reports_best_version(world, points, best):
     """Of several weight versions, or no number: such a point says nothing of one."""
     train(world)
     world.state.points = [
@@ -74,7 +74,7 @@ def test_a_checkpoint_is_told_where_the_run_was_best(world, points, best):
     assert world.training.checkpoint_begin(begin, world.now).best_version == best
 
 
-def test_a_snapshot_is_the_whole_state(world):
+def test_snapshot_round_trips_state(world):
     train(world)
     world.lease(world.member, 1, 2)
     assert CoordinatorState.decode(world.state.encode()) == world.state
@@ -82,14 +82,14 @@ def test_a_snapshot_is_the_whole_state(world):
     assert world.replay() == world.state
 
 
-def test_a_journal_of_another_run_is_refused(world):
+def test_identity_refuses_journal_of_another_run(world):
     world.acknowledge()
     world.settings = make_settings(train_digest="other")
     with pytest.raises(Refusal, match="train_digest was 'train', is 'other'"):
         world.crash(0)
 
 
-def test_time_and_devices_count_from_the_first_lease_and_add_up_over_crashes():
+def test_usage_accumulates_over_crashes():
     world = World(make_settings())
     member = world.register("g")
     world.pass_time(5, {member: -1})
@@ -110,7 +110,7 @@ def test_time_and_devices_count_from_the_first_lease_and_add_up_over_crashes():
     assert (status.wall_seconds, status.device_seconds) == (13.0, 39.0)
 
 
-def test_wire_groups_are_what_the_journal_holds():
+def test_journal_blob_is_wire_group():
     """The journal keeps a group's bytes as they came: they must decode as a group for ever."""
     lease = wire.Lease(
         lease_id="a-0",

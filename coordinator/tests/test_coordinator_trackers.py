@@ -215,7 +215,7 @@ def metrics_in(database: Path) -> int:
 # --- the file ------------------------------------------------------------------------------------------------
 
 
-def test_the_tail_reads_each_step_once_and_says_what_was_taken_back(paths: RunPaths) -> None:
+def test_metrics_tail_reads_each_step_once(paths: RunPaths) -> None:
     files, tail = RunFiles(paths), MetricsTail(paths.metrics)
     assert tail.read() == []
     files.write_rows(rows(5), 5, whole=True)
@@ -233,7 +233,7 @@ def test_the_tail_reads_each_step_once_and_says_what_was_taken_back(paths: RunPa
     assert [step for step, _ in tail.read() or ()] == list(range(7))
 
 
-def test_the_tail_notices_a_step_back_after_the_file_grew_past_it(paths: RunPaths) -> None:
+def test_metrics_tail_detects_return_after_growth(paths: RunPaths) -> None:
     files, tail = RunFiles(paths), MetricsTail(paths.metrics)
     files.write_rows(rows(5), 5, whole=True)
     tail.read()
@@ -243,7 +243,7 @@ def test_the_tail_notices_a_step_back_after_the_file_grew_past_it(paths: RunPath
 
 
 @pytest.mark.parametrize("again", [5, 9], ids=["as long", "longer"])
-def test_the_tail_notices_another_file_of_the_same_inode(paths: RunPaths, again: int) -> None:
+def test_metrics_tail_detects_reused_inode(paths: RunPaths, again: int) -> None:
     tail = MetricsTail(paths.metrics)
 
     def write(lines: Rows) -> None:
@@ -262,7 +262,7 @@ def test_the_tail_notices_another_file_of_the_same_inode(paths: RunPaths, again:
     assert tail.read() == [(again, row(again, 0.0))], "what was read is still there"
 
 
-def test_the_tail_reads_each_evaluation_once_and_says_what_was_taken_back(paths: RunPaths) -> None:
+def test_curve_tail_reads_each_evaluation_once(paths: RunPaths) -> None:
     tail = CurveTail(paths.curve)
     assert tail.read() == []
     write_curve(paths, [0, 20])
@@ -282,9 +282,7 @@ def test_the_tail_reads_each_evaluation_once_and_says_what_was_taken_back(paths:
 
 
 @pytest.mark.parametrize("clears_on_open", [False, True])
-def test_what_is_new_is_written_once_after_a_step_back_and_a_late_evaluation(
-    paths: RunPaths, clears_on_open: bool
-) -> None:
+def test_follow_writes_new_rows_once(paths: RunPaths, clears_on_open: bool) -> None:
     """As long as the process lives, whichever kind of sink it has."""
     files, sink = RunFiles(paths), Lists(clears_on_open)
     files.write_rows(rows(300), 300, whole=True)
@@ -347,12 +345,12 @@ class Lists:
         "version,reward\n1,high\n",
     ],
 )
-def test_what_is_no_curve_is_a_value_error(text: str) -> None:
+def test_curve_tail_refuses_other_files(text: str) -> None:
     with pytest.raises(ValueError, match=r"curve|high"):
         curve_figures(text)
 
 
-def test_a_curve_of_an_earlier_release_lacks_columns(paths: RunPaths) -> None:
+def test_curve_tail_reads_curve_of_earlier_release(paths: RunPaths) -> None:
     paths.curve.write_text("compute,reward,version,eval_version\n1000,0.5,10,e1\n")
     expected = {"held_out/compute": 1000, "held_out/reward": 0.5, "held_out/version": 10}
     assert CurveTail(paths.curve).read() == [(10, expected)]
@@ -367,7 +365,7 @@ def as_float32(found: Rows) -> Rows:
     return {s: {name: float(np.float32(value)) for name, value in r.items()} for s, r in found.items()}
 
 
-def test_tensorboard_reads_what_metrics_jsonl_holds_also_after_a_step_back(paths: RunPaths) -> None:
+def test_tensorboard_equals_metrics_after_return(paths: RunPaths) -> None:
     shared = paths.root / "shared"
     specify(paths, tensorBoard={"directory": str(shared)})
     mine = shared / "test"
@@ -402,7 +400,7 @@ def test_tensorboard_reads_what_metrics_jsonl_holds_also_after_a_step_back(paths
     assert len(list(mine.iterdir())) == 2, "its own file of before is gone, others' are left alone"
 
 
-def test_tensorboard_killed_at_random_moments_has_each_step_once(paths: RunPaths) -> None:
+def test_tensorboard_random_kills_write_each_step_once(paths: RunPaths) -> None:
     specify(paths, tensorBoard={})
     files, drawn = RunFiles(paths), random.Random(7)
     files.write_rows(rows(2000), 2000, whole=True)
@@ -423,7 +421,7 @@ def test_tensorboard_killed_at_random_moments_has_each_step_once(paths: RunPaths
     assert tensorboard_curve(paths.tensorboard)[0] == as_float32({v: figures(v) for v in measured})
 
 
-def test_a_run_that_only_an_earlier_release_accepted_has_its_tracker(paths: RunPaths) -> None:
+def test_tracker_accepts_spec_of_earlier_release(paths: RunPaths) -> None:
     """On a cluster, where its operator keeps the spec."""
     RunFiles(paths).write_rows(rows(3), 3, whole=True)
     given = paths.root / "given.yaml"
@@ -454,7 +452,7 @@ def wait_for(found: Callable[[], Any], process: subprocess.Popen[bytes]) -> Any:
 # --- Weights & Biases ----------------------------------------------------------------------------------------
 
 
-def test_wandb_offline_killed_has_each_step_once_in_one_run(paths: RunPaths) -> None:
+def test_wandb_offline_kill_writes_each_step_once(paths: RunPaths) -> None:
     specify(paths, wandb={"offline": True, "project": "p", "entity": "team"})
     files = RunFiles(paths)
     files.write_rows(rows(3000), 3000, whole=True)
@@ -490,9 +488,7 @@ def test_wandb_offline_killed_has_each_step_once_in_one_run(paths: RunPaths) -> 
     assert config["recipe"]["loss"]["name"] == "CISPO"
 
 
-def test_wandb_online_killed_sends_each_step_and_evaluation_once(
-    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_online_kill_sends_each_row_once(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     """W&B's own client, killed; what answers it only keeps what it is sent."""
     specify(paths, wandb={"project": "p"})
     files = RunFiles(paths)
@@ -524,7 +520,7 @@ def test_wandb_online_killed_sends_each_step_and_evaluation_once(
 
 
 @pytest.mark.parametrize("rows_a_step", [1, 10])
-def test_wandb_goes_on_with_a_run_that_an_earlier_release_began(
+def test_wandb_resumes_run_of_earlier_release(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch, rows_a_step: int
 ) -> None:
     """Earlier releases numbered rows after their step, defined no step metric, and sent no evaluations."""
@@ -550,9 +546,7 @@ def test_wandb_goes_on_with_a_run_that_an_earlier_release_began(
     assert [r for r in sent if "step" not in r] == [figures(v) for v in range(0, 60, 10)]
 
 
-def test_wandb_without_a_server_fails_with_its_reason(
-    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_without_server_reports_reason(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setattr("scalerl_coordinator.tracking.wandb_sink._INIT_SECONDS", 2.0)
@@ -570,7 +564,7 @@ def test_wandb_without_a_server_fails_with_its_reason(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_mlflow_killed_has_each_step_once_and_edits_as_tags(paths: RunPaths) -> None:
+def test_mlflow_kill_writes_each_step_once(paths: RunPaths) -> None:
     uri = f"sqlite:///{paths.root}/mlflow.db"
     specify(paths, mlflow={"uri": uri})
     files = RunFiles(paths)
@@ -610,7 +604,7 @@ def test_mlflow_killed_has_each_step_once_and_edits_as_tags(paths: RunPaths) -> 
 # --- in the coordinator --------------------------------------------------------------------------------------
 
 
-def test_hyperparameters_leave_out_what_may_hold_secrets() -> None:
+def test_hyperparameters_exclude_secrets() -> None:
     template = {"env": [{"name": "WANDB_API_KEY", "value": "secret"}]}
     run = parse_run(run_text(podTemplate=template, coordinator={"podTemplate": template}), "test")
     found = dict(flat(hyperparameters(run)))
@@ -618,7 +612,7 @@ def test_hyperparameters_leave_out_what_may_hold_secrets() -> None:
     assert "secret" not in json.dumps(found)
 
 
-def test_a_missing_package_refuses_a_run_that_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tracker_package_refuses_new_run(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = TrackersSpec.model_validate({"wandb": {}})
     main._check_trackers(spec)
     monkeypatch.setitem(supervisor._PACKAGES, "wandb", "scalerl_no_such_package")
@@ -628,14 +622,14 @@ def test_a_missing_package_refuses_a_run_that_has_not_begun(monkeypatch: pytest.
         main._check_trackers(spec)
 
 
-def test_a_folder_of_the_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_ignores_folder_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "scalerl_folder").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(supervisor._PACKAGES, "wandb", "scalerl_folder")
     assert "is missing" in str(missing_package("wandb"))
 
 
-async def test_a_tracker_that_fails_is_told_once_counted_and_tried_again(
+async def test_tracker_failure_is_logged_once_and_retried(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(supervisor._PACKAGES, "wandb", "scalerl_no_such_package")
@@ -651,7 +645,7 @@ async def test_a_tracker_that_fails_is_told_once_counted_and_tried_again(
     assert len(caplog.records) == 1
 
 
-async def test_a_coordinator_trains_on_beside_a_tracker_that_cannot_be_reached(coordinator, client) -> None:
+async def test_unreachable_tracker_does_not_stop_training(coordinator, client) -> None:
     """MLflow's server is away, and the coordinator is killed; TensorBoard gets every step and evaluation, also the last ones
     before the end."""
     with socket.socket() as free:
@@ -706,7 +700,7 @@ async def test_a_coordinator_trains_on_beside_a_tracker_that_cannot_be_reached(c
     assert coordinator.log().count("tracker mlflow failed") == 1, coordinator.log()
 
 
-def test_the_examples_of_the_guide_are_valid() -> None:
+def test_trackers_guide_examples_are_valid() -> None:
     guide = Path(__file__).parents[2] / "docs" / "trackers.md"
     examples = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", guide.read_text(), re.S)]
     assert len(examples) == 2

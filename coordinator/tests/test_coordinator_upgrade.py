@@ -40,7 +40,7 @@ def go_on(world: World) -> None:
 
 
 @pytest.mark.parametrize("name", ["journal", "journal-with-snapshot"])
-def test_a_journal(name: str, tmp_path: Path) -> None:
+def test_journal_of_earlier_release_is_read(name: str, tmp_path: Path) -> None:
     shutil.copytree(WRITTEN / name, tmp_path / "journal")
     world = JournalWorld(SETTINGS, tmp_path / "journal")
     try:
@@ -54,7 +54,7 @@ def test_a_journal(name: str, tmp_path: Path) -> None:
         world.loop.close()
 
 
-def test_a_checkpoint() -> None:
+def test_checkpoint_of_earlier_release_is_read() -> None:
     snapshot = (WRITTEN / "checkpoint").read_bytes()
     assert isinstance(CoordinatorState.decode(snapshot).lineage, Lineage)
     world = World(SETTINGS)

@@ -159,7 +159,7 @@ async def test_update_in_flight(scene: Scene) -> None:
     assert {r.weight_version for r in scene.coordinator.requests} == {0, 1}
 
 
-async def test_completions_cut_by_their_limit_say_so(scene: Scene) -> None:
+async def test_truncated_completions_are_marked(scene: Scene) -> None:
     await scene.member()
     await scene.trainer.publish(0)
     scene.coordinator.offer(1, scene.train, max_tokens=4)
@@ -169,7 +169,7 @@ async def test_completions_cut_by_their_limit_say_so(scene: Scene) -> None:
     assert [c.finish_reason for c in group.completions] == ["length", "stop"] * 2
 
 
-async def test_a_version_published_again_shares_no_cache_with_its_first(scene: Scene) -> None:
+async def test_republished_version_has_new_cache_salt(scene: Scene) -> None:
     await scene.member()
     for epoch, version in enumerate((0, 1, 0)):
         await scene.trainer.join(epoch)
@@ -180,9 +180,7 @@ async def test_a_version_published_again_shares_no_cache_with_its_first(scene: S
     assert first != again
 
 
-async def test_making_prompts_does_not_hold_up_the_rest(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_slow_prompts_do_not_block_event_loop(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     await scene.member()
     await scene.trainer.publish(0)
     encode, texts = PromptCodec.encode, PromptCodec.texts
@@ -205,7 +203,7 @@ async def test_making_prompts_does_not_hold_up_the_rest(
     assert longest < 0.4, "actor and test share a loop: it stood still"
 
 
-async def test_grading_errors_are_told_once_a_kind(
+async def test_grading_errors_are_logged_once_per_kind(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     await scene.member()
@@ -265,7 +263,7 @@ async def test_server_killed_in_mid_generation(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("scene", [{"seconds_per_token": 0.1}], indirect=True)
-async def test_server_restarted_unseen(scene: Scene) -> None:
+async def test_undetected_server_restart_drops_group(scene: Scene) -> None:
     """It answers every health check, but its tokens come from weights nobody published to it."""
     await scene.member()
     await scene.trainer.publish(0)
@@ -296,7 +294,7 @@ async def test_server_killed_in_an_update(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("scene", [{"seconds_per_token": 0.5}], indirect=True)
-async def test_lease_that_runs_out(scene: Scene) -> None:
+async def test_lease_expiry_drops_group(scene: Scene) -> None:
     await scene.member()
     await scene.trainer.publish(0)
     scene.coordinator.offer(1, scene.train, lease_id="short", remaining_seconds=0.8)
@@ -311,7 +309,7 @@ async def test_lease_that_runs_out(scene: Scene) -> None:
     [{"seconds_per_token": 0.01, "prompts": [*PROMPTS, "go|"], "model__contextTokens": 512}],
     indirect=True,
 )
-async def test_a_generation_longer_than_its_lease_goes_on_while_its_tokens_grow(scene: Scene) -> None:
+async def test_lease_continues_while_tokens_grow(scene: Scene) -> None:
     await scene.member()
     await scene.trainer.publish(0)
     for ids, split in ((scene.train, Split.TRAIN), (scene.held_out, Split.HELD_OUT)):
@@ -367,7 +365,7 @@ def _duplicates(scene: Scene) -> int:
 
 
 @pytest.mark.parametrize("scene", [{"seconds_per_token": 0.05}], indirect=True)
-async def test_finished_groups_outlive_the_coordinator(scene: Scene) -> None:
+async def test_finished_groups_survive_coordinator_restart(scene: Scene) -> None:
     await scene.member()
     await scene.trainer.publish(0)
     scene.coordinator.offer(4, scene.train)
@@ -406,7 +404,7 @@ async def test_failed_update(scene: Scene, how: str) -> None:
 
 
 @pytest.mark.parametrize("scene", [{"seconds_per_token": 0.1}], indirect=True)
-async def test_failed_update_of_a_member_written_off(scene: Scene) -> None:
+async def test_failed_update_abandons_leases_of_removed_member(scene: Scene) -> None:
     await scene.member()
     await scene.trainer.publish(0)
     scene.coordinator.offer(2, scene.train)
@@ -426,7 +424,7 @@ async def test_failed_update_of_a_member_written_off(scene: Scene) -> None:
     assert not scene.coordinator.pushes
 
 
-async def test_an_update_that_ends_in_a_bug_is_over(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_update_exception_ends_update(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     await scene.member()
     await scene.trainer.publish(0)
     await scene.trainer.join(7)
@@ -463,7 +461,7 @@ async def test_one_update_at_a_time(scene: Scene) -> None:
     assert waited.version == 1
 
 
-async def test_control_refuses_strangers(scene: Scene) -> None:
+async def test_weight_control_refuses_wrong_token(scene: Scene) -> None:
     await scene.member()
     stranger = TrainerSide(scene.session, scene.generator.control_url, token="wrong")
     assert (await stranger.join(1)).error == "unauthorized"
@@ -485,7 +483,7 @@ async def test_control_refuses_strangers(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("scene", [{"seconds_per_token": 0.5, "processes": True}], indirect=True)
-async def test_sigterm_gives_leases_back(scene: Scene) -> None:
+async def test_sigterm_releases_leases(scene: Scene) -> None:
     await scene.member()
     await scene.trainer.publish(0)
     scene.coordinator.offer(3, scene.train)
@@ -497,7 +495,7 @@ async def test_sigterm_gives_leases_back(scene: Scene) -> None:
     assert "Traceback" not in scene.generator.log
 
 
-async def test_stop_drains_and_leaves(scene: Scene) -> None:
+async def test_stop_drains_and_exits(scene: Scene) -> None:
     await scene.member()
     await scene.trainer.publish(0)
     scene.coordinator.offer(3, scene.train)
@@ -525,7 +523,7 @@ async def test_prompt_too_long(scene: Scene, caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.parametrize("scene", [{"prompts": [*PROMPTS, "why?", "so!"]}], indirect=True)
-async def test_a_group_that_fails_is_its_own_affair(scene: Scene) -> None:
+async def test_failed_group_does_not_stop_others(scene: Scene) -> None:
     """One prompt that the server cannot serve, one with a clamped log-probability: the others arrive as always."""
     await scene.member()
     await scene.trainer.publish(0)
@@ -551,9 +549,7 @@ async def test_a_group_that_fails_is_its_own_affair(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("scene", [{"prompts": [f"{i}?" for i in range(8)]}], indirect=True)
-async def test_a_server_that_serves_nothing_ends_the_actor(
-    scene: Scene, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_actor_exits_if_every_group_fails(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     await scene.member()
     await scene.trainer.publish(0)
     scene.coordinator.offer(20, scene.train)
@@ -567,7 +563,7 @@ async def test_a_server_that_serves_nothing_ends_the_actor(
     [{"prompts": ["aaa", "bbb", *PROMPTS], "task__prompt": {"template": "{prompt}<think>"}}],
     indirect=True,
 )
-async def test_a_thought_that_the_template_opens_and_nobody_closes_is_worth_nothing(scene: Scene) -> None:
+async def test_unclosed_thought_of_template_scores_0(scene: Scene) -> None:
     await scene.member()
     await scene.trainer.publish(0)
     for ids, split in ((scene.train, Split.TRAIN), (scene.held_out, Split.HELD_OUT)):

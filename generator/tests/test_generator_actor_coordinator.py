@@ -157,7 +157,7 @@ class Trainer:
 
 
 @pytest.mark.parametrize("kill", [False, True], ids=["undisturbed", "coordinator-killed"])
-async def test_a_run_of_three_steps(tmp_path: Path, kill: bool) -> None:
+async def test_actor_and_coordinator_run_three_steps(tmp_path: Path, kill: bool) -> None:
     write_run(
         tmp_path,
         [f"say {i}" for i in range(30)],

@@ -99,7 +99,7 @@ async def refuse(_: Grow) -> None:
     raise GenerationFailed("refused")
 
 
-async def test_a_group_that_fails_in_the_turn_in_which_another_grows(hands: Hands) -> None:
+async def test_failed_group_beside_progress_is_released(hands: Hands) -> None:
     turn = asyncio.Event()
 
     async def fail(_: Grow) -> None:
@@ -119,7 +119,7 @@ async def test_a_group_that_fails_in_the_turn_in_which_another_grows(hands: Hand
     assert len(hands.delivery) == 1
 
 
-async def test_a_few_slots_that_fail_again_and_again_do_not_end_the_others(hands: Hands) -> None:
+async def test_few_failing_slots_do_not_end_actor(hands: Hands) -> None:
     hands.take("slow", lambda _: asyncio.Event().wait(), 100)
     for attempt in range(5):
         for slot in range(4):
@@ -128,7 +128,7 @@ async def test_a_few_slots_that_fail_again_and_again_do_not_end_the_others(hands
     assert hands.failure is None
 
 
-async def test_many_slots_are_refused_while_another_grows(hands: Hands) -> None:
+async def test_many_refused_slots_beside_progress_do_not_end_actor(hands: Hands) -> None:
     async def grow(on_tokens: Grow) -> None:
         while True:
             on_tokens(1)
@@ -143,7 +143,7 @@ async def test_many_slots_are_refused_while_another_grows(hands: Hands) -> None:
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["at-once", "after-tokens"])
-async def test_a_server_on_which_every_slot_fails_ends_the_actor(hands: Hands, begun: bool) -> None:
+async def test_leasing_raises_if_every_slot_fails(hands: Hands, begun: bool) -> None:
     async def fail(on_tokens: Grow) -> None:
         if begun:
             on_tokens(1)
@@ -156,7 +156,7 @@ async def test_a_server_on_which_every_slot_fails_ends_the_actor(hands: Hands, b
     assert isinstance(hands.failure, GenerationFailed)
 
 
-async def test_groups_wait_for_a_grader_longer_than_their_lease(hands: Hands) -> None:
+async def test_lease_continues_while_grading_progresses(hands: Hands) -> None:
     async def generate(_: Grow) -> None:
         await asyncio.sleep(0)
 

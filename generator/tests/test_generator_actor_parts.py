@@ -48,7 +48,9 @@ def test_docstrings() -> None:
     share=st.floats(0.2, 1.0),
     groups=st.integers(0, 300),
 )
-def test_full_but_no_hoard(capacity: int, per_group: int, share: float, groups: int) -> None:
+def test_groups_wanted_fills_server_with_bounded_surplus(
+    capacity: int, per_group: int, share: float, groups: int
+) -> None:
     wanted = groups_wanted(capacity, per_group, share, at_server=groups * per_group, in_hand=groups)
     total = groups + wanted
     running = total * per_group * share  # sequences expected to be growing
@@ -61,16 +63,14 @@ def test_full_but_no_hoard(capacity: int, per_group: int, share: float, groups: 
 
 
 @given(capacity=st.integers(1, 2048), per_group=st.integers(1, 64), share=st.floats(0.2, 1.0))
-def test_nothing_is_asked_for_while_finished_work_piles_up(
-    capacity: int, per_group: int, share: float
-) -> None:
+def test_groups_wanted_stops_while_groups_are_held(capacity: int, per_group: int, share: float) -> None:
     first = groups_wanted(capacity, per_group, share, at_server=0, in_hand=0)
     assert first >= 1
     assert groups_wanted(capacity, per_group, share, at_server=0, in_hand=2 * first + 1) == 0
 
 
 @given(st.lists(st.lists(st.integers(0, 1000), min_size=1, max_size=32), max_size=50))
-def test_occupancy_stays_a_share(groups: list[list[int]]) -> None:
+def test_occupancy_is_bounded(groups: list[list[int]]) -> None:
     occupancy = Occupancy()
     for lengths in groups:
         occupancy.observe(lengths)
@@ -99,7 +99,7 @@ def test_codec_round_trip(model: Path) -> None:
     assert codec.texts([np.array(c, dtype=np.int32) for c in completions]) == ["3", "34", "", ""]
 
 
-def test_masked_tokens_are_in_spans_of_their_own() -> None:
+def test_version_spans_separate_masked_tokens() -> None:
     def spans(masked: list[int]) -> list[tuple[int, int]]:
         mask = np.isin(np.arange(6), masked)
         sampled = Sampled(
@@ -113,7 +113,7 @@ def test_masked_tokens_are_in_spans_of_their_own() -> None:
     assert spans([0, 1, 2, 3, 4, 5]) == [(MASKED, 0)]
 
 
-def test_a_template_that_opens_a_thought_is_known(model: Path) -> None:
+def test_codec_detects_template_that_opens_thought(model: Path) -> None:
     def in_thought(template: str, generation_prompt: str | None = None, text: str = "1+2") -> bool:
         if generation_prompt is not None:
             set_config(model, chat_template=CHAT_TEMPLATE.replace("<assistant>", generation_prompt))
@@ -129,7 +129,7 @@ def test_a_template_that_opens_a_thought_is_known(model: Path) -> None:
     assert not in_thought("write <think> first: {prompt}", "<a>")
 
 
-def test_only_the_last_end_token_is_hidden_from_the_verifier(model: Path) -> None:
+def test_texts_strip_only_last_end_token(model: Path) -> None:
     codec = PromptCodec(model, PromptSpec(), context_tokens=16)
     hidden = [*ids("1"), END, 0, *ids("2"), END]
     assert codec.texts([np.array(hidden, dtype=np.int32)]) == ["1<eos><pad>2"]
@@ -160,7 +160,7 @@ def test_chat_template(model: Path) -> None:
 
 
 @pytest.mark.slow
-def test_same_tokens_as_transformers(model: Path) -> None:
+def test_codec_equals_transformers(model: Path) -> None:
     from transformers import AutoTokenizer
 
     set_config(model, bos_token="!")
@@ -175,31 +175,31 @@ def test_same_tokens_as_transformers(model: Path) -> None:
     assert own.token_ids == chat
 
 
-def test_chat_without_a_template(model: Path) -> None:
+def test_codec_refuses_missing_chat_template(model: Path) -> None:
     with pytest.raises(TokenizerProblem, match="no chat template"):
         PromptCodec(model, PromptSpec(format="Chat"), context_tokens=64)
 
 
-def test_end_tokens_of_all_files(model: Path) -> None:
+def test_codec_collects_end_tokens_of_all_files(model: Path) -> None:
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5]}))
     (model / "config.json").write_text(json.dumps({"eos_token_id": 9}))
     assert PromptCodec(model, PromptSpec(), 16).stop_token_ids == [END, 5, 7, 9]
 
 
-def test_no_end_token(model: Path) -> None:
+def test_codec_refuses_missing_end_token(model: Path) -> None:
     (model / "generation_config.json").unlink()
     (model / "tokenizer_config.json").write_text("{}")
     with pytest.raises(TokenizerProblem, match="eos_token"):
         PromptCodec(model, PromptSpec(), 16)
 
 
-def test_damaged_tokenizer(model: Path) -> None:
+def test_codec_refuses_damaged_tokenizer(model: Path) -> None:
     (model / "tokenizer.json").write_text("{}")
     with pytest.raises(TokenizerProblem, match=r"tokenizer\.json"):
         PromptCodec(model, PromptSpec(), 16)
 
 
-def test_no_room_for_a_completion(model: Path) -> None:
+def test_encode_refuses_too_long_prompt(model: Path) -> None:
     codec = PromptCodec(model, PromptSpec(), context_tokens=16)
     codec.encode(Prompt(id="p", text="12345678", answer=""), 8)
     with pytest.raises(PromptTooLong, match=r"'long' has 9 tokens.*at least 17"):
@@ -209,7 +209,7 @@ def test_no_room_for_a_completion(model: Path) -> None:
 # --- state ------------------------------------------------------------------------------------
 
 
-async def test_serving_waits_for_whole_weights() -> None:
+async def test_serving_waits_for_complete_weights() -> None:
     server = ServerState()
     waiting = asyncio.create_task(server.serving())
     server.mark_up()
@@ -243,7 +243,7 @@ async def test_serving_waits_for_whole_weights() -> None:
 # --- delivery ---------------------------------------------------------------------------------
 
 
-async def test_groups_go_together_and_outlive_a_membership() -> None:
+async def test_delivery_batches_groups_and_survives_registration() -> None:
     coordinator = CoordinatorStandIn(heartbeat_seconds=60.0)
     await coordinator.start()
     server, busy = ServerState(), BusyClock()
@@ -285,7 +285,7 @@ def empty_group(lease_id: str) -> Group:
     )
 
 
-async def test_no_body_is_unpacked_before_a_handler_could_refuse_it() -> None:
+async def test_runner_does_not_decompress_bodies() -> None:
     async def sent(request: web.Request) -> web.Response:
         return web.Response(body=await request.read())
 

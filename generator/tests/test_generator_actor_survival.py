@@ -32,7 +32,7 @@ REFUSED = [f"why {i}?" for i in range(2)]
 TOO_LONG = [f"{i}" + "x" * 40 for i in range(3)]
 
 
-def test_the_tokens_of_bad_prompts_are_those_of_the_stand_in() -> None:
+def test_bad_prompts_match_stand_in_tokens() -> None:
     assert CHARACTERS.index("?") + 2 == stand_in_vllm.REFUSED
     assert CHARACTERS.index("!") + 2 == stand_in_vllm.CLAMPED
     assert CHARACTERS.index("|") + 2 == stand_in_vllm.ENDLESS
@@ -118,7 +118,7 @@ def _children(pid: int) -> list[int]:
 @pytest.mark.parametrize(
     ("rounds", "steps"), [(1, 12), pytest.param(5, 40, marks=pytest.mark.full)], ids=["ten", "fifty"]
 )
-async def test_kills_with_bad_items_among_the_good(tmp_path: Path, rounds: int, steps: int) -> None:
+async def test_random_kills_with_bad_items(tmp_path: Path, rounds: int, steps: int) -> None:
     dice = random.Random(50)
     victims = VICTIMS * rounds
     dice.shuffle(victims)

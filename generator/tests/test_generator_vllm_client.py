@@ -74,7 +74,7 @@ def answer(*choices: dict[str, Any], **extra: Any) -> Handler:
     return handler
 
 
-async def test_completions_come_in_order_with_their_versions(serve: Serve) -> None:
+async def test_generate_returns_ordered_completions_with_versions(serve: Serve) -> None:
     client = await serve({"/inference/v1/generate": answer(choice(1), choice(0))})
     first, second = await client.generate([1, 2], n=2, max_tokens=2)
     assert first.token_ids.tolist() == [10, 11]
@@ -93,27 +93,29 @@ async def test_completions_come_in_order_with_their_versions(serve: Serve) -> No
         (choice(logprobs=(-0.5,)), "2 tokens, 1 log-probabilities"),
     ],
 )
-async def test_what_cannot_be_trained_on_raises(serve: Serve, bad: dict[str, Any], message: str) -> None:
+async def test_generate_refuses_untrainable_completions(
+    serve: Serve, bad: dict[str, Any], message: str
+) -> None:
     client = await serve({"/inference/v1/generate": answer(bad)})
     with pytest.raises(GenerationFailed, match=message):
         await client.generate([1, 2], n=1, max_tokens=2)
 
 
-async def test_fewer_completions_than_asked_for_raises(serve: Serve) -> None:
+async def test_generate_refuses_missing_completions(serve: Serve) -> None:
     client = await serve({"/inference/v1/generate": answer(choice())})
     with pytest.raises(GenerationFailed, match="asked for 2"):
         await client.generate([1], n=2, max_tokens=2)
 
 
 @pytest.mark.parametrize("bad", [-9999.0, None])
-async def test_a_token_without_a_finite_log_probability_is_masked(serve: Any, bad: float | None) -> None:
+async def test_generate_masks_non_finite_log_probabilities(serve: Any, bad: float | None) -> None:
     client = await serve({"/inference/v1/generate": answer(choices=[choice(logprobs=(-0.5, bad))])})
     (sampled,) = await client.generate([5], n=1, max_tokens=2)
     assert sampled.logprobs.tolist() == [-0.5, 0.0]
     assert sampled.masked.tolist() == [False, True]
 
 
-async def test_scores_are_those_of_the_tokens_asked_for(serve: Serve) -> None:
+async def test_prompt_logprobs_are_of_given_tokens(serve: Serve) -> None:
     rows = [None, {"7": {"logprob": -2.0}}, {"4": {"logprob": -9.0}, "8": {"logprob": -0.25}}]
     client = await serve({"/inference/v1/generate": answer(prompt_logprobs=rows)})
     assert (await client.prompt_logprobs([5, 7, 8])).tolist() == [-2.0, -0.25]
@@ -121,7 +123,7 @@ async def test_scores_are_those_of_the_tokens_asked_for(serve: Serve) -> None:
         await client.prompt_logprobs([5, 7])
 
 
-async def test_errors_are_typed(serve: Serve) -> None:
+async def test_client_errors_are_typed(serve: Serve) -> None:
     async def refuse(request: web.Request) -> web.Response:
         return web.json_response({"error": {"message": "too long", "code": 400}}, status=400)
 
@@ -142,7 +144,7 @@ async def test_errors_are_typed(serve: Serve) -> None:
     await nobody.close()
 
 
-async def test_answers_that_mean_nothing_are_errors_of_the_server(serve: Serve) -> None:
+async def test_client_refuses_malformed_answers(serve: Serve) -> None:
     """Whoever handles a VllmError handles these too: nothing of msgspec's comes through."""
 
     async def page(request: web.Request) -> web.Response:
@@ -164,7 +166,7 @@ async def test_answers_that_mean_nothing_are_errors_of_the_server(serve: Serve) 
         await client.generate([1, 2], n=1, max_tokens=2)
 
 
-async def test_the_first_failure_ends_the_calls_beside_it() -> None:
+async def test_gather_all_cancels_after_first_failure() -> None:
     ended: list[str] = []
 
     async def waits() -> int:
@@ -189,7 +191,7 @@ async def test_the_first_failure_ends_the_calls_beside_it() -> None:
     assert await gather_all(number(n) for n in (3, 1, 2)) == [3, 1, 2]
 
 
-def test_every_error_is_the_servers() -> None:
+def test_client_raises_vllm_errors_only() -> None:
     kinds = (ServerDown, ServerRefused, BadReply, GenerationFailed, UpdateFailed)
     assert all(issubclass(kind, VllmError) for kind in kinds)
 
@@ -200,7 +202,7 @@ RECEIVE = WeightReceive(
 
 
 @pytest.mark.parametrize("state", ["whole", "partial"])
-async def test_a_failed_update_resumes_only_whole_weights(serve: Serve, state: str) -> None:
+async def test_receive_resumes_only_complete_weights(serve: Serve, state: str) -> None:
     called: list[str] = []
 
     async def ok(request: web.Request) -> web.Response:
@@ -253,7 +255,7 @@ def in_parts(*, end: bytes = b"data: [DONE]\n\n") -> bytes:
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
-def test_an_answer_in_parts_is_put_together_wherever_it_is_cut(size: int) -> None:
+def test_stream_is_joined_at_any_cut(size: int) -> None:
     whole, reply = in_parts(), StreamedCompletions("/path", 2)
     told = [reply.feed(whole[at : at + size]) for at in range(0, len(whole), size)]
     assert sum(told) == 6
@@ -264,7 +266,7 @@ def test_an_answer_in_parts_is_put_together_wherever_it_is_cut(size: int) -> Non
     assert (first.weight_versions, first.finish_reason) == ((Span(3, 0, 3),), "stop")
 
 
-async def test_an_answer_in_parts_that_ends_in_the_middle_or_in_an_error(serve: Any) -> None:
+async def test_stream_refuses_partial_or_failed_answer(serve: Any) -> None:
     async def stream(request: web.Request) -> web.Response:
         assert (await request.json())["sampling_params"]["stream_interval"] == 64
         return web.Response(body=bodies.pop(0), content_type="text/event-stream")

@@ -30,7 +30,7 @@ from scalerl_generator.vllm_server import (
 OPTIONS = ServerOptions(model="/m", port=8000)
 
 
-def test_the_command_line_is_the_options() -> None:
+def test_parse_reads_all_options() -> None:
     argv = ["--model", "/m", "--port", "8000", "--no-fp32-head", "--threads", "2", "--max-num-seqs", "64"]
     assert parse(argv) == ServerOptions(model="/m", port=8000, fp32_head=False, threads=2, max_num_seqs=64)
     assert parse(["--model", "/m", "--port", "8000"]) == OPTIONS
@@ -40,7 +40,7 @@ def value(argv: list[str], flag: str) -> str:
     return argv[argv.index(flag) + 1]
 
 
-def test_what_training_relies_on_is_always_set() -> None:
+def test_vllm_arguments_set_training_requirements() -> None:
     for on_cpu in (True, False):
         argv = vllm_arguments(OPTIONS, on_cpu)
         assert value(argv, "--logprobs-mode") == "processed_logprobs"
@@ -52,7 +52,7 @@ def test_what_training_relies_on_is_always_set() -> None:
         assert "--enable-scale-out" in argv
 
 
-def test_one_process_fewer_on_cpus_only() -> None:
+def test_vllm_arguments_use_one_process_on_cpus() -> None:
     assert value(vllm_arguments(OPTIONS, True), "--distributed-executor-backend") == "uni"
     assert "--enforce-eager" in vllm_arguments(OPTIONS, True)
     on_gpu = vllm_arguments(OPTIONS, False)
@@ -62,7 +62,7 @@ def test_one_process_fewer_on_cpus_only() -> None:
     assert "--distributed-executor-backend" not in vllm_arguments(two, True)
 
 
-def test_environment_on_cpus(tmp_path: Path) -> None:
+def test_prepared_environment_on_cpus(tmp_path: Path) -> None:
     torch_dir = tmp_path / "torch"
     (torch_dir / "lib").mkdir(parents=True)
     (torch_dir / "lib" / "libgomp.so.1").touch()
@@ -82,25 +82,25 @@ def test_environment_on_cpus(tmp_path: Path) -> None:
     assert own["LD_LIBRARY_PATH"] == f"/x:{sys.prefix}/lib/scalerl"
 
 
-def test_environment_on_gpus_leaves_threads_alone(tmp_path: Path) -> None:
+def test_prepared_environment_on_gpus_keeps_threads(tmp_path: Path) -> None:
     env = prepared_environment(OPTIONS, {"PYTHONDONTWRITEBYTECODE": "1"}, False, tmp_path, None)
     assert env["PYTHONDONTWRITEBYTECODE"] == "1"
     assert not {"OMP_NUM_THREADS", "LD_PRELOAD", "TORCHDYNAMO_DISABLE"} & env.keys()
 
 
-def test_compiled_packages_are_told_from_others(tmp_path: Path) -> None:
+def test_uncompiled_package_detects_missing_bytecode(tmp_path: Path) -> None:
     assert uncompiled_package(tmp_path)
     (tmp_path / "__pycache__").mkdir()
     assert not uncompiled_package(tmp_path)
 
 
-def test_no_token_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_main_refuses_missing_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     with pytest.raises(ServerProblem, match=TOKEN_VARIABLE):
         main(["--model", "/m", "--port", "1"])
 
 
-def test_bad_input_is_told_from_a_crash() -> None:
+def test_main_exits_with_bad_input_code() -> None:
     argv = [sys.executable, "-m", "scalerl_generator.vllm_server", "--model", "/m", "--port", "1"]
     env = {k: v for k, v in os.environ.items() if k not in (TOKEN_VARIABLE, TOKEN_FILE)}
     ended = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=200)
@@ -123,7 +123,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_spawned_engine_dies_with_its_server(tmp_path: Path) -> None:
+def test_spawned_engine_dies_with_server(tmp_path: Path) -> None:
     """On GPUs vLLM may spawn its engine; that a forked one does is shown with the real server."""
     script = tmp_path / "server.py"
     script.write_text(SPAWNS)
@@ -148,7 +148,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return became
 
 
-def test_without_vllm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, started: list[str]) -> None:
+def test_main_without_vllm_names_package(monkeypatch: pytest.MonkeyPatch, started: list[str]) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else found(name))
 
@@ -161,7 +161,7 @@ def test_without_vllm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, s
     assert not started
 
 
-def test_the_gpu_build_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch, started: list[str]) -> None:
+def test_main_refuses_gpu_build_without_gpu(monkeypatch: pytest.MonkeyPatch, started: list[str]) -> None:
     def gpu_build(name: str) -> str:
         if name == "vllm":
             return "0.32.0"
@@ -185,7 +185,7 @@ def test_the_gpu_build_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch, st
         ("/health/..", None, 401),
     ],
 )
-async def test_every_path_asks_for_the_token(path: str, authorization: str | None, status: int) -> None:
+async def test_require_token_guards_all_paths(path: str, authorization: str | None, status: int) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
@@ -205,7 +205,7 @@ async def test_every_path_asks_for_the_token(path: str, authorization: str | Non
 @pytest.mark.parametrize(
     ("authorization", "accepted"), [(b"Bearer right", True), (b"\xff", False), (None, False)]
 )
-async def test_websockets_ask_for_the_token_too(authorization: bytes | None, accepted: bool) -> None:
+async def test_require_token_guards_websockets(authorization: bytes | None, accepted: bool) -> None:
     reached: list[str] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -232,7 +232,7 @@ def start_doomed_sender(epoch: int, version: int) -> subprocess.Popen[str]:
 PROBE = [int(t) for t in np.random.default_rng(3).integers(2, 64, 60)]
 
 
-async def test_publishing_into_generations_in_flight(server: Server) -> None:
+async def test_vllm_update_with_generations_in_flight(server: Server) -> None:
     async with VllmClient(server.url, TOKEN) as client:
         assert await weight_version(client) == "default"
         sender = await connect(client, 1)
@@ -264,7 +264,7 @@ async def test_publishing_into_generations_in_flight(server: Server) -> None:
         await client._call("POST", "/shutdown_weight_transfer_engine", {}, 30)
 
 
-async def test_an_answer_in_parts_is_the_answer_as_a_whole(server: Server) -> None:
+async def test_vllm_stream_equals_whole_answer(server: Server) -> None:
     ask: dict[str, Any] = {"n": 1, "max_tokens": SPAN_LIMIT, "temperature": 0.0}
     async with VllmClient(server.url, TOKEN) as client:
         told: list[int] = []
@@ -277,7 +277,7 @@ async def test_an_answer_in_parts_is_the_answer_as_a_whole(server: Server) -> No
         assert len(told) <= 2 + len(whole.token_ids) // 64
 
 
-async def test_sampled_logprobs_are_of_the_distribution_sampled_from(server: Server) -> None:
+async def test_vllm_logprobs_are_of_sampled_distribution(server: Server) -> None:
     policy = new_weights(server.model, 2)
     prompt = [9, 8, 7]
     async with VllmClient(server.url, TOKEN) as client:
@@ -296,7 +296,7 @@ async def test_sampled_logprobs_are_of_the_distribution_sampled_from(server: Ser
             np.testing.assert_allclose(sampled.logprobs, expected[:, 0].numpy(), atol=1e-4)
 
 
-async def test_no_new_request_meets_a_cache_of_other_weights(server: Server) -> None:
+async def test_vllm_cache_is_not_shared_between_weights(server: Server) -> None:
     """Not even when a trainer went back to a checkpoint and a version comes again with other weights."""
     prompt = PROBE * 5  # longer than a cache block, so that there is something to reuse
     state = ServerState()
@@ -322,7 +322,7 @@ async def test_no_new_request_meets_a_cache_of_other_weights(server: Server) -> 
         )
 
 
-async def test_what_waits_through_an_update_is_read_with_the_weights_it_finds(server: Server) -> None:
+async def test_vllm_waiting_request_uses_new_weights(server: Server) -> None:
     """So its KV is the new weights', under the salt of the old: newer than the salt says, never older."""
     prompt = PROBE * 5
     old, new = new_weights(server.model, 14), new_weights(server.model, 15)
@@ -342,7 +342,7 @@ async def test_what_waits_through_an_update_is_read_with_the_weights_it_finds(se
         )
 
 
-async def test_a_sender_killed_in_a_publish_is_an_error_soon_and_mended_by_the_next(server: Server) -> None:
+async def test_vllm_update_fails_fast_on_killed_sender(server: Server) -> None:
     policy = new_weights(server.model, 3)
     rows = [[t.name, t.dtype, t.shape] for t in manifest(policy)]
     doomed = start_doomed_sender(epoch=3, version=3)
@@ -382,7 +382,7 @@ async def test_a_sender_killed_in_a_publish_is_an_error_soon_and_mended_by_the_n
         doomed.stdout.close()
 
 
-async def test_a_silent_sender_is_an_error_within_the_timeout_and_leaves_the_weights(server: Server) -> None:
+async def test_vllm_update_times_out_on_silent_sender(server: Server) -> None:
     policy = new_weights(server.model, 5)
     async with VllmClient(server.url, TOKEN) as client:
         sender = await connect(client, 5)
@@ -397,7 +397,7 @@ async def test_a_silent_sender_is_an_error_within_the_timeout_and_leaves_the_wei
 
 
 @pytest.mark.parametrize(("bucket", "partial"), [(0, False), (2, True)])
-async def test_damaged_bytes_never_reach_the_model(server: Server, bucket: int, partial: bool) -> None:
+async def test_vllm_update_refuses_damaged_bytes(server: Server, bucket: int, partial: bool) -> None:
     good, bad = new_weights(server.model, 6), new_weights(server.model, 7)
     epoch = 60 + 2 * bucket
     async with VllmClient(server.url, TOKEN) as client:
@@ -414,7 +414,7 @@ async def test_damaged_bytes_never_reach_the_model(server: Server, bucket: int, 
         assert np.abs(await client.prompt_logprobs(PROBE) - score(good, PROBE)).max() < 1e-4
 
 
-async def test_an_update_left_open_by_a_client_that_died_is_taken_over(server: Server) -> None:
+async def test_vllm_update_takes_over_open_update(server: Server) -> None:
     policy = new_weights(server.model, 8)
     async with VllmClient(server.url, TOKEN) as client:
         await client.pause()
@@ -427,7 +427,7 @@ async def test_an_update_left_open_by_a_client_that_died_is_taken_over(server: S
         assert np.abs(await client.prompt_logprobs(PROBE) - score(policy, PROBE)).max() < 1e-4
 
 
-async def test_requests_the_worker_refuses(server: Server) -> None:
+async def test_vllm_worker_refuses_bad_requests(server: Server) -> None:
     policy = new_weights(server.model, 9)
     async with VllmClient(server.url, TOKEN) as client:
         sender = Sender(90)
@@ -457,15 +457,13 @@ async def takes_bf16_weights(server: Server) -> None:
             assert error.max() < 2 * rounding.max()
 
 
-async def test_a_bf16_model_takes_weights(bf16_server: Server) -> None:
+async def test_vllm_update_of_bf16_model(bf16_server: Server) -> None:
     await takes_bf16_weights(bf16_server)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("tied", "fp32_head"), [(False, True), (True, False)])
-async def test_every_other_kind_of_bf16_model_takes_weights(
-    tmp_path: Path, tied: bool, fp32_head: bool
-) -> None:
+async def test_vllm_update_of_other_bf16_models(tmp_path: Path, tied: bool, fp32_head: bool) -> None:
     servers = start_server(tmp_path, tied=tied, dtype="bfloat16", fp32_head=fp32_head)
     server = await asyncio.to_thread(next, servers)
     try:
@@ -506,7 +504,7 @@ async def generate_many(client: VllmClient) -> list[Any]:
 # The last two tests end the servers of this file.
 
 
-async def test_the_engine_dies_with_its_server(server: Server) -> None:
+async def test_vllm_engine_dies_with_server(server: Server) -> None:
     engine = engine_of(server)
     assert environment_of(engine) == environment_of(server.process.pid), "orphans are known by it"
     async with VllmClient(server.url, TOKEN) as client:
@@ -520,7 +518,7 @@ async def test_the_engine_dies_with_its_server(server: Server) -> None:
             assert s.connect_ex(("127.0.0.1", int(server.url.rpartition(":")[2]))) != 0
 
 
-async def test_a_dead_engine_ends_its_server_in_few_words(bf16_server: Server) -> None:
+async def test_vllm_server_exits_with_dead_engine(bf16_server: Server) -> None:
     async with VllmClient(bf16_server.url, TOKEN) as client:
         working = asyncio.create_task(generate_many(client))
         await asyncio.sleep(0.5)

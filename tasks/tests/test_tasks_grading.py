@@ -84,7 +84,7 @@ def descriptors() -> int:
 
 
 @pytest.mark.parametrize("name", ["exact", "number", "math-verify"])
-async def test_a_group_comes_back_in_order(name):
+async def test_score_group_keeps_order(name):
     completions = ["4", "5", "<answer>4</answer>", r"\boxed{4}", "<think>4</think>5"]
     async with GradingPool(VerifierConfig(name)) as pool:
         assert await pool.score_group(FOUR, completions) == [RIGHT, WRONG, RIGHT, RIGHT, WRONG]
@@ -96,7 +96,7 @@ async def test_a_group_comes_back_in_order(name):
     assert results == [[RIGHT if text == "4" else WRONG for text in group] for group in many]
 
 
-async def test_scorers_of_tasks_work_in_confinement():
+async def test_score_group_runs_task_scorers():
     """Among them one that evaluates its own problem text."""
     for name in ("gsm_symbolic", "bitwise_arithmetic", "calendar_arithmetic"):
         task = GymTask(name, {}, seed=1, size=5)
@@ -135,7 +135,7 @@ HOSTILE_MATH = [
 
 
 @pytest.mark.slow
-async def test_hostile_mathematics(tmp_path, monkeypatch):
+async def test_score_group_survives_hostile_mathematics(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # Good ones between the bad ones: each must get its own verdict.
     completions = [text for bad in HOSTILE_MATH for text in (bad, r"\boxed{0.5}")]
@@ -149,7 +149,7 @@ async def test_hostile_mathematics(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-async def test_a_completion_that_explodes_in_memory():
+async def test_score_group_limits_memory():
     """A character outside the basic plane takes four bytes in every copy."""
     large = "\N{MATHEMATICAL DOUBLE-STRUCK DIGIT ONE}" * 15_000_000
     pool = GradingPool(VerifierConfig("exact"), memory_bytes=128 << 20)
@@ -160,7 +160,7 @@ async def test_a_completion_that_explodes_in_memory():
     assert graded[2].error is None
 
 
-async def test_a_completion_that_does_not_fit_the_grader_at_all():
+async def test_score_group_refuses_completion_above_memory():
     large = "\N{GRINNING FACE}" * 15_000_000
     async with GradingPool(VerifierConfig("exact"), memory_bytes=64 << 20) as pool:
         graded = await pool.score_group(FOUR, ["4", large, "4"])
@@ -168,7 +168,7 @@ async def test_a_completion_that_does_not_fit_the_grader_at_all():
     assert graded[1].error == "grading needed more than 67,108,864 bytes of memory"
 
 
-async def test_a_completion_over_the_length_limit():
+async def test_score_group_refuses_too_long_completion():
     async with GradingPool(VerifierConfig("exact")) as pool:
         graded = await pool.score_group(FOUR, ["x" * (16 << 20) + "x", "4"])
     assert graded[0].score == 0.0
@@ -176,13 +176,13 @@ async def test_a_completion_over_the_length_limit():
     assert graded[1] == RIGHT
 
 
-async def test_a_large_group_in_several_messages():
+async def test_score_group_splits_large_group():
     async with GradingPool(VerifierConfig("number"), memory_bytes=64 << 20) as pool:
         graded = await pool.score_group(FOUR, [" " * 3_000_000 + str(i) for i in range(8)])
     assert [g.score for g in graded] == [float(i == 4) for i in range(8)]
 
 
-async def test_a_scorer_that_evaluates_answers_as_code_is_refused():
+async def test_pool_refuses_scorer_that_evaluates_code():
     config = VerifierConfig("reasoning-gym", task=GymTask("simple_integration", {}, seed=1, size=5))
     before = children()
     with pytest.raises(VerifierError, match="of task 'simple_integration' evaluates answers as Python code"):
@@ -190,7 +190,7 @@ async def test_a_scorer_that_evaluates_answers_as_code_is_refused():
     wait_gone(children() - before)
 
 
-async def test_text_is_not_evaluated_even_where_a_scorer_would_fall_back_to_it(tmp_path):
+async def test_audit_guard_refuses_evaluation_fallback(tmp_path):
     """string_insertion's scorer compares, and evaluates what does not compare equal."""
     task = GymTask("string_insertion", {}, seed=1, size=5)
     prompt = open_reasoning_gym("string_insertion", seed=1, size=5)[0]
@@ -203,14 +203,14 @@ async def test_text_is_not_evaluated_even_where_a_scorer_would_fall_back_to_it(t
     assert not target.exists()
 
 
-async def test_a_verifier_error_is_the_completions_error():
+async def test_score_group_returns_verifier_errors():
     async with GradingPool(VerifierConfig("number")) as pool:
         graded = await pool.score_group(Prompt("1", "q", "no number"), ["4"])
     assert graded[0].score == 0
     assert "VerifierError: prompt 1: its answer 'no number' has no number" in str(graded[0].error)
 
 
-async def test_a_prompt_that_cannot_be_sent_is_its_callers_error():
+async def test_score_group_raises_on_unpicklable_prompt():
     async with GradingPool(VerifierConfig("exact")) as pool:
         with pytest.raises((TypeError, AttributeError), match="pickle"):
             await pool.score_group(Prompt("1", "q", "4", metadata={"f": threading.Lock()}), ["4"])
@@ -221,7 +221,7 @@ async def test_a_prompt_that_cannot_be_sent_is_its_callers_error():
                 await asyncio.sleep(0.05)
 
 
-async def test_a_hanging_group_does_not_hold_up_the_others():
+async def test_hanging_group_does_not_block_others():
     async with GradingPool(FACTORS, workers=2, timeout_seconds=60) as pool:
         stuck = asyncio.create_task(pool.score_group(PRIME, [FOREVER, PRIME.answer]))
         await asyncio.sleep(0.2)
@@ -232,7 +232,7 @@ async def test_a_hanging_group_does_not_hold_up_the_others():
         await stuck
 
 
-async def test_each_verdict_is_told_as_it_falls_a_timeout_too():
+async def test_score_group_reports_each_grade():
     told = []
     async with GradingPool(FACTORS, timeout_seconds=0.5) as pool:
         begun = time.monotonic()
@@ -243,7 +243,7 @@ async def test_each_verdict_is_told_as_it_falls_a_timeout_too():
     assert told[1] - told[0] > 0.3
 
 
-async def test_a_late_event_loop_is_not_the_graders_fault():
+async def test_late_event_loop_is_not_a_timeout():
     async with GradingPool(VerifierConfig("exact"), timeout_seconds=1) as pool:
         await pool.score_group(FOUR, ["4"])
         (pid,) = graders()
@@ -256,7 +256,7 @@ async def test_a_late_event_loop_is_not_the_graders_fault():
         assert pool.counts.timeouts == 0
 
 
-async def test_cancelled_groups_leave_the_pool_working():
+async def test_pool_survives_cancelled_groups():
     async with GradingPool(FACTORS, timeout_seconds=0.5) as pool:
         for _ in range(3):
             with pytest.raises(TimeoutError):
@@ -267,7 +267,7 @@ async def test_cancelled_groups_leave_the_pool_working():
 
 
 @pytest.mark.slow
-async def test_killing_processes_at_random():
+async def test_pool_survives_random_kills():
     """Graders and fork servers are killed while 200 groups are graded; verdicts stay right, and nothing leaks."""
     rng = random.Random(7)
     before = descriptors()
@@ -318,7 +318,7 @@ async def test_killing_processes_at_random():
 
 
 @pytest.mark.slow
-async def test_nothing_leaks_over_groups_that_crash():
+async def test_pool_leaks_nothing_on_crashes():
     """200 groups, one in four with a completion that blows the memory, so that its grader is replaced."""
     before = descriptors()
     async with GradingPool(VerifierConfig("exact"), memory_bytes=64 << 20) as pool:
@@ -335,7 +335,7 @@ async def test_nothing_leaks_over_groups_that_crash():
     assert descriptors() == before
 
 
-async def test_a_stopped_grader_is_killed():
+async def test_pool_kills_stopped_grader():
     async with GradingPool(VerifierConfig("exact"), timeout_seconds=1) as pool:
         await pool.score_group(FOUR, ["4"])
         (pid,) = graders()
@@ -346,7 +346,7 @@ async def test_a_stopped_grader_is_killed():
         wait_gone({pid})
 
 
-async def test_a_completion_that_kills_its_grader_twice_is_blamed():
+async def test_completion_fails_after_two_grader_deaths():
     async with GradingPool(FACTORS, timeout_seconds=60) as pool:
         group = asyncio.create_task(pool.score_group(PRIME, [PRIME.answer, FOREVER, PRIME.answer]))
         killed: set[int] = set()
@@ -360,7 +360,7 @@ async def test_a_completion_that_kills_its_grader_twice_is_blamed():
     assert graded == [RIGHT, Graded(0.0, "the grader died 2 times on this completion"), RIGHT]
 
 
-async def test_closing_ends_what_hangs_and_refuses_what_waits():
+async def test_pool_close_ends_and_refuses_groups():
     pool = GradingPool(FACTORS, timeout_seconds=60)
     await pool.start()
     groups = [asyncio.create_task(pool.score_group(PRIME, [FOREVER])) for _ in range(3)]
@@ -378,12 +378,12 @@ async def test_closing_ends_what_hangs_and_refuses_what_waits():
     await pool.aclose()
 
 
-async def test_a_pool_that_is_not_started_says_so():
+async def test_pool_refuses_use_before_start():
     with pytest.raises(GradingError, match="async with"):
         await GradingPool(VerifierConfig("exact")).score_group(FOUR, ["4"])
 
 
-async def test_a_fork_server_that_cannot_be_replaced_breaks_the_pool_loudly(monkeypatch):
+async def test_pool_fails_without_fork_server(monkeypatch):
     """No scores are invented, and no group waits for ever."""
     monkeypatch.setattr("scalerl_tasks.grading.grading_pool._FIRST_BACK_OFF_SECONDS", 0.001)
     async with GradingPool(VerifierConfig("exact")) as pool:
@@ -404,7 +404,7 @@ async def test_a_fork_server_that_cannot_be_replaced_breaks_the_pool_loudly(monk
     "bad",
     [{"workers": 0}, {"timeout_seconds": 0}, {"timeout_seconds": float("nan")}, {"memory_bytes": 1 << 20}],
 )
-def test_bad_limits(bad):
+def test_pool_refuses_bad_limits(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         GradingPool(VerifierConfig("exact"), **bad)
 
@@ -432,7 +432,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("victim", ["parent", "parent with an heir", "fork server"])
-def test_graders_die_with_whoever_is_killed(victim):
+def test_graders_die_with_parents(victim):
     """Even while they are deep in C code that holds the interpreter's lock."""
     command = [sys.executable, "-c", HANGING_PARENT, victim]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
@@ -455,7 +455,7 @@ def test_graders_die_with_whoever_is_killed(victim):
                 os.kill(heir, signal.SIGKILL)
 
 
-def test_the_pool_works_beside_threads_and_from_a_loop_in_a_thread():
+def test_pool_works_with_threads():
     stop = threading.Event()
     busy = [threading.Thread(target=stop.wait, daemon=True) for _ in range(8)]
     for thread in busy:

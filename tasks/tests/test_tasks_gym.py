@@ -43,7 +43,7 @@ def test_golden_prompts():
     assert len(source) == 100
 
 
-def test_the_digest_tells_sets_apart():
+def test_gym_digest_differs_between_sets():
     def digest(parameters=ADDITION, **rest):
         return open_reasoning_gym("basic_arithmetic", parameters, **rest).digest
 
@@ -59,7 +59,7 @@ def test_the_digest_tells_sets_apart():
     assert len(others | {same}) == 4
 
 
-def test_an_index_gives_the_same_prompt_in_any_order_and_from_any_thread():
+def test_gym_source_is_deterministic_by_index():
     source = open_reasoning_gym("gsm_symbolic", seed=3, size=40)
     wanted = [source[i] for i in range(40)]
     seen = {}
@@ -84,7 +84,7 @@ def test_an_index_out_of_range(index):
         _ = open_reasoning_gym("chain_sum", size=5)[index]
 
 
-def test_memory_does_not_grow_with_the_size():
+def test_gym_source_memory_is_constant():
     tracemalloc.start()
     try:
         source = open_reasoning_gym("chain_sum", seed=1, size=100_000_000)
@@ -111,7 +111,7 @@ def test_memory_does_not_grow_with_the_size():
         ({"size": 3}, "size", ["'size'", "beside the parameters"]),
     ],
 )
-def test_a_bad_parameter_is_named(parameters, named, says):
+def test_gym_task_names_bad_parameter(parameters, named, says):
     with pytest.raises(ParameterError) as caught:
         open_reasoning_gym("chain_sum", parameters)
     assert caught.value.parameter == named
@@ -119,17 +119,17 @@ def test_a_bad_parameter_is_named(parameters, named, says):
         assert text in str(caught.value)
 
 
-def test_a_value_that_only_the_task_can_judge():
+def test_gym_task_reports_own_validation():
     with pytest.raises(ParameterError, match=r"unsupported operator: \? \(parameters given: operators="):
         open_reasoning_gym("basic_arithmetic", {"operators": ["?"]})
 
 
-def test_size_must_be_positive():
+def test_gym_task_refuses_size_0():
     with pytest.raises(ParameterError, match="size is 0"):
         open_reasoning_gym("chain_sum", size=0)
 
 
-def test_numbers_may_be_written_as_text():
+def test_gym_task_converts_text_parameters():
     """Floats are not allowed in a run's YAML."""
     config = GymTask("basic_arithmetic", ADDITION | {"min_terms": "2"}).create().config
     assert config.min_terms == 2
@@ -138,7 +138,7 @@ def test_numbers_may_be_written_as_text():
     assert weights.task_type_weights == [0.5, 0.25, 0.25]
 
 
-def test_a_fraction_in_a_run_file_reaches_the_task_as_a_number():
+def test_gym_task_gets_fraction_of_run_file():
     text = """
         metadata: {name: a}
         spec:
@@ -163,18 +163,18 @@ def test_a_fraction_in_a_run_file_reaches_the_task_as_a_number():
         ("composite", "no task 'composite'"),
     ],
 )
-def test_an_unknown_task(name, says):
+def test_gym_task_refuses_unknown_name(name, says):
     with pytest.raises(UnknownTaskError, match=says):
         open_reasoning_gym(name)
 
 
 @pytest.mark.slow
-def test_a_task_that_ignores_its_seed_is_refused():
+def test_gym_source_refuses_task_that_ignores_seed():
     with pytest.raises(SourceError, match="different prompt at each read"):
         open_reasoning_gym("list_functions")
 
 
-def test_one_task_needs_what_only_a_compiler_installs_and_says_so():
+def test_gym_task_reports_missing_pycosat():
     """The locks leave pycosat out; all the other tasks of its category work without it."""
     assert open_reasoning_gym("propositional_logic", {}, seed=0, size=10)[0].text
     with pytest.raises(SourceError, match=r"zebra_puzzles.*pycosat.*pip install"):

@@ -21,17 +21,17 @@ def modules_after(code: str) -> set[str]:
     return set(json.loads(result.stdout.splitlines()[-1]))
 
 
-def test_importing_the_package_imports_nothing_heavy():
+def test_import_is_light():
     assert modules_after("import scalerl_tasks").isdisjoint(HEAVY)
 
 
-def test_an_arithmetic_task_does_not_import_the_other_categories():
+def test_gym_loader_imports_one_category():
     loaded = modules_after("import scalerl_tasks as t; t.open_reasoning_gym('chain_sum')[0]")
     assert "reasoning_gym.arithmetic.chain_sum" in loaded
     assert loaded.isdisjoint({"torch", "sympy", "matplotlib", "reasoning_gym.algebra", "reasoning_gym.games"})
 
 
-def test_without_matplotlib_only_pictures_are_missing():
+def test_gym_loader_works_without_matplotlib():
     """As in the operator's image: cellpylib imports it for plots, and a category of tasks imports cellpylib."""
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
@@ -46,7 +46,7 @@ def test_without_matplotlib_only_pictures_are_missing():
     assert not {name for name in loaded if name.startswith(("matplotlib", "mpl_toolkits"))}
 
 
-def test_whoever_asks_for_matplotlib_meanwhile_breaks_nothing():
+def test_gym_loader_stub_is_removed_after_import():
     """A category that runs the package's own __init__ while it is imported, or looks whether there is matplotlib."""
     code = (
         "import importlib.util, sys; sys.modules['matplotlib'] = None\n"
@@ -60,7 +60,7 @@ def test_whoever_asks_for_matplotlib_meanwhile_breaks_nothing():
 
 
 @pytest.mark.slow
-def test_the_full_library_is_still_there_for_whoever_asks():
+def test_gym_loader_loads_full_library_on_demand():
     code = (
         "import warnings; warnings.simplefilter('ignore')\n"
         "import scalerl_tasks as t; t.open_reasoning_gym('chain_sum')[0]\n"

@@ -19,7 +19,7 @@ def write(path, content):
     return path
 
 
-def test_a_full_line_and_a_bare_one(tmp_path):
+def test_jsonl_reads_full_and_minimal_lines(tmp_path):
     full = {
         "id": "a-1",
         "prompt": "p",
@@ -44,7 +44,7 @@ def test_a_full_line_and_a_bare_one(tmp_path):
     assert len(second.id) == 16
 
 
-def test_the_digest_is_that_of_the_file(tmp_path):
+def test_jsonl_digest_is_of_file(tmp_path):
     one = open_jsonl(write(tmp_path / "a.jsonl", GOOD))
     same = open_jsonl(write(tmp_path / "b.jsonl", GOOD))
     other = open_jsonl(write(tmp_path / "c.jsonl", GOOD + b"\n"))
@@ -110,7 +110,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("content", "line", "column", "field", "says"), BAD)
-def test_a_bad_file_is_reported_with_its_place(tmp_path, content, line, column, field, says):
+def test_jsonl_reports_position_of_error(tmp_path, content, line, column, field, says):
     path = write(tmp_path / "bad.jsonl", content)
     with pytest.raises(JsonlError) as caught:
         open_jsonl(path)
@@ -123,7 +123,7 @@ def test_a_bad_file_is_reported_with_its_place(tmp_path, content, line, column, 
         assert part in str(error)
 
 
-def test_of_many_repeated_ids_the_first_is_reported(tmp_path):
+def test_jsonl_reports_first_repeated_id(tmp_path):
     rows = [{"prompt": f"p{i}", "answer": "a", "id": f"i{i % 700}"} for i in range(1000)]
     path = write(tmp_path / "d.jsonl", "\n".join(map(json.dumps, rows)).encode())
     with pytest.raises(JsonlError, match=r"line 701, field 'id': 'i0' is already the id of line 1"):
@@ -131,18 +131,18 @@ def test_of_many_repeated_ids_the_first_is_reported(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "."])
-def test_a_path_that_is_no_file(tmp_path, name):
+def test_jsonl_refuses_missing_file(tmp_path, name):
     with pytest.raises(SourceError, match=r"cannot be read: No such file|is not a regular file"):
         open_jsonl(tmp_path / name)
 
 
-def test_a_pipe_is_refused_and_not_waited_on(tmp_path):
+def test_jsonl_refuses_pipe(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(SourceError, match="not a regular file"):
         open_jsonl(tmp_path / "pipe")
 
 
-def test_a_file_that_changes_underneath_is_noticed(tmp_path):
+def test_jsonl_detects_changed_file(tmp_path):
     path = write(tmp_path / "d.jsonl", GOOD)
     source = open_jsonl(path)
     assert source[0].answer == "4"
@@ -151,7 +151,7 @@ def test_a_file_that_changes_underneath_is_noticed(tmp_path):
         _ = source[0]
 
 
-def test_a_closed_source_says_so(tmp_path):
+def test_jsonl_refuses_read_after_close(tmp_path):
     source = open_jsonl(write(tmp_path / "d.jsonl", GOOD))
     source.close()
     source.close()
@@ -159,7 +159,7 @@ def test_a_closed_source_says_so(tmp_path):
         _ = source[0]
 
 
-def test_no_descriptor_is_left_behind(tmp_path):
+def test_jsonl_closes_descriptor(tmp_path):
     good, bad = write(tmp_path / "g.jsonl", GOOD), write(tmp_path / "b.jsonl", b"{")
     before = os.listdir("/proc/self/fd")
     for _ in range(20):
@@ -170,7 +170,7 @@ def test_no_descriptor_is_left_behind(tmp_path):
 
 
 @given(st.lists(st.tuples(st.text(min_size=1), st.text(min_size=1)), min_size=1, max_size=20, unique=True))
-def test_what_is_written_is_read_back(tmp_path_factory, rows):
+def test_jsonl_round_trip(tmp_path_factory, rows):
     rows = [(p, a) for p, a in rows if p.strip() and a.strip()] or [("p", "a")]
     content = "\n".join(json.dumps({"prompt": p, "answer": a}) for p, a in rows).encode()
     source = open_jsonl(write(tmp_path_factory.mktemp("h") / "d.jsonl", content))
@@ -178,7 +178,7 @@ def test_what_is_written_is_read_back(tmp_path_factory, rows):
     assert len({source[i].id for i in range(len(source))}) == len(rows)
 
 
-def test_a_large_file_does_not_fill_the_memory(tmp_path):
+def test_jsonl_memory_is_bounded(tmp_path):
     """64 MiB of lines, within 48 MiB of address space more than an idle interpreter has."""
     path = tmp_path / "large.jsonl"
     with path.open("wb") as file:

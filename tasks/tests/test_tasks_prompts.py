@@ -19,7 +19,7 @@ ASK = Prompt(id="1", text="What is {x} + {prompt}?", answer="4", solution="2 + 2
         ("{prompt} { 1 } {2} }{", f"{ASK.text} {{ 1 }} {{2}} }}{{"),
     ],
 )
-def test_a_template_replaces_the_placeholder_and_nothing_else(template, expected):
+def test_render_prompt_replaces_only_placeholder(template, expected):
     assert render_prompt(ASK, template).user == expected
 
 
@@ -33,14 +33,14 @@ def test_a_template_replaces_the_placeholder_and_nothing_else(template, expected
         ("", "{prompt}"),
     ],
 )
-def test_a_bad_template_is_refused_by_name(template, names):
+def test_check_template_names_bad_placeholder(template, names):
     with pytest.raises(TemplateError, match=names):
         check_template(template)
     with pytest.raises(TemplateError, match=names):
         render_prompt(ASK, template)
 
 
-def test_messages_put_the_system_text_first():
+def test_messages_begin_with_system_text():
     assert render_prompt(ASK, "{prompt}", "Be brief.").messages == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": ASK.text},
@@ -48,7 +48,7 @@ def test_messages_put_the_system_text_first():
     assert [m["role"] for m in render_prompt(ASK).messages] == ["user"]
 
 
-def test_the_worked_solution_falls_back_to_the_answer():
+def test_worked_solution_falls_back_to_answer():
     assert ASK.worked_solution == "2 + 2 = 4"
     assert Prompt("1", "q", "4").worked_solution == "4"
     with pytest.raises(ValueError, match="no solution and no answer"):

@@ -34,7 +34,7 @@ def section(**changes):
     return TaskSpec.model_validate({k: v for k, v in (base | changes).items() if v is not None})
 
 
-async def test_a_generated_task_from_its_section():
+async def test_open_task_of_reasoning_gym_section():
     spec = section()
     task = open_task(spec)
     assert (len(task.train), len(task.held_out)) == (180, 20)
@@ -46,7 +46,7 @@ async def test_a_generated_task_from_its_section():
     assert [g.score for g in graded] == [1.0, 0.0]
 
 
-def test_a_file_is_found_beside_the_run(tmp_path):
+def test_open_source_resolves_relative_path(tmp_path):
     lines = [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(5)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
     changes = {"reasoningGym": None, "verifier": {"name": "number"}, "heldOut": {"size": 2}}
@@ -60,12 +60,12 @@ def test_a_file_is_found_beside_the_run(tmp_path):
         open_task(spec, tmp_path / "elsewhere")
 
 
-def test_a_bad_template_is_found_before_anything_is_opened():
+def test_open_task_checks_template_first():
     with pytest.raises(TemplateError, match=r"unknown placeholder \{answer\}"):
         open_task(section(prompt={"template": "{prompt} {answer}"}))
 
 
-def test_a_memory_limit_that_is_no_use_is_refused():
+def test_open_grading_pool_refuses_small_memory():
     with pytest.raises(ValueError, match=r"verifier\.memory\n.*must be at least 64Mi, got 63Mi"):
         section(verifier={"name": "exact", "memory": "63Mi"})
     unchecked = section(verifier={"name": "exact"}).model_copy(
@@ -76,7 +76,7 @@ def test_a_memory_limit_that_is_no_use_is_refused():
     open_grading_pool(section(verifier={"name": "exact", "memory": "64Mi"}))
 
 
-def test_the_sections_in_the_guide_are_valid(tmp_path):
+def test_tasks_guide_sections_are_valid(tmp_path):
     guide = Path(__file__).parents[2] / "docs" / "tasks.md"
     blocks = re.findall(r"^```yaml\n(.*?)^```", guide.read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) >= 3
@@ -90,7 +90,7 @@ def test_the_sections_in_the_guide_are_valid(tmp_path):
     assert open_jsonl(tmp_path / "sample.jsonl")[1].solution
 
 
-def test_answers_are_checked_against_the_verifier(tmp_path):
+def test_check_answers_uses_verifier(tmp_path):
     lines = [{"id": f"q{i}", "prompt": f"q {i}", "answer": "four" if i == 90 else str(i)} for i in range(100)]
     (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, lines)))
     source = open_jsonl(tmp_path / "d.jsonl")

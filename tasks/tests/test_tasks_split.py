@@ -31,7 +31,7 @@ def all_of(source):
 
 @given(st.data())
 @settings(max_examples=200, deadline=None)
-def test_no_text_is_in_both(data):
+def test_split_shares_no_text(data):
     texts = data.draw(st.lists(st.integers(0, 12).map(str), min_size=2, max_size=40))
     different = len(set(texts))
     size = data.draw(st.integers(1, len(texts) - 1))
@@ -56,7 +56,7 @@ def test_no_text_is_in_both(data):
     assert (again[0].digest, again[1].digest) == (train.digest, held_out.digest)
 
 
-def test_generated_prompts_that_repeat():
+def test_split_of_repeating_prompts():
     """One-digit additions: 100 texts at most, thousands of times each."""
     parameters = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     train, held_out = split_held_out(
@@ -69,7 +69,7 @@ def test_generated_prompts_that_repeat():
     assert evaluated.isdisjoint(p.text for p in trained)
 
 
-def test_the_split_reads_little_of_a_large_source():
+def test_split_reads_little_of_large_source():
     source = open_reasoning_gym("chain_sum", {"min_digits": 6, "max_digits": 6}, seed=1, size=100_000_000)
     train, held_out = split_held_out(source, 1000, seed=0)
     assert (len(train), len(held_out)) == (99_999_000, 1000)
@@ -90,7 +90,7 @@ def test_golden_split():
     assert held_out.digest == GOLDEN_DIGEST
 
 
-def test_seed_size_and_source_make_the_set():
+def test_split_depends_on_seed_size_and_source():
     texts = [str(i) for i in range(1000)]
     first = split_held_out(Texts(texts), 50, 1)
     for other in (split_held_out(Texts(texts), 50, 2), split_held_out(Texts(texts, "e"), 50, 1)):
@@ -113,7 +113,7 @@ def test_seed_size_and_source_make_the_set():
         (["a", "b"] * 9, 2, "too few different"),
     ],
 )
-def test_a_source_too_small(texts, size, says):
+def test_split_refuses_small_source(texts, size, says):
     with pytest.raises(SplitError, match=says):
         split_held_out(Texts(texts), size, 0)
 

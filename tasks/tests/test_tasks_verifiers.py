@@ -41,7 +41,7 @@ from scalerl_tasks.number import equal, last_number
         ("", ""),
     ],
 )
-def test_extraction(completion, answer):
+def test_extract_answer(completion, answer):
     assert extract_answer(completion) == answer
 
 
@@ -67,7 +67,7 @@ HUGE = [
 
 @pytest.mark.parametrize("completion", HUGE, ids=lambda text: repr(text[:12]))
 @pytest.mark.parametrize("name", ["exact", "number"])
-def test_megabytes_of_the_worst_text_are_no_trouble(name, completion):
+def test_extract_answer_is_linear(name, completion):
     """All of it takes seconds; anything quadratic would run into the test's time limit."""
     assert open_verifier(VerifierConfig(name)).score(Prompt("1", "q", "42"), completion) == 0.0
 
@@ -83,7 +83,7 @@ def test_megabytes_of_the_worst_text_are_no_trouble(name, completion):
         ("P\0aris", 0),
     ],
 )
-def test_exact(completion, score):
+def test_exact_verifier(completion, score):
     prompt = Prompt("1", "q", "Paris\n")
     assert open_verifier(VerifierConfig("exact")).score(prompt, completion) == score
 
@@ -138,12 +138,12 @@ def test_exact(completion, score):
         ("42", "<think>42</think>41", 0),
     ],
 )
-def test_number(answer, completion, score):
+def test_number_verifier(answer, completion, score):
     assert open_verifier(VerifierConfig("number")).score(Prompt("1", "q", answer), completion) == score
 
 
 @given(st.fractions(), st.fractions())
-def test_number_compares_as_rationals_do(a, b):
+def test_equal_compares_as_rationals(a, b):
     def number(value):
         parsed = last_number(f"so {value.numerator}/{value.denominator}")
         assert parsed is not None
@@ -154,7 +154,7 @@ def test_number_compares_as_rationals_do(a, b):
 
 
 @given(st.decimals(allow_nan=False, allow_infinity=False), st.decimals(allow_nan=False, allow_infinity=False))
-def test_number_reads_decimals_exactly(a, b):
+def test_last_number_reads_decimals_exactly(a, b):
     left, right = last_number(f"= {a}"), last_number(f"= {b}")
     assert left is not None
     assert right is not None
@@ -163,7 +163,7 @@ def test_number_reads_decimals_exactly(a, b):
 
 
 @given(st.text())
-def test_no_text_breaks_the_text_verifiers(text):
+def test_text_verifiers_accept_any_text(text):
     for name in ("exact", "number"):
         assert open_verifier(VerifierConfig(name)).score(Prompt("1", "q", "42"), text) in (0.0, 1.0)
 
@@ -203,7 +203,7 @@ def test_math_verify(math_verify, answer, completion, score):
     assert math_verify.score(Prompt("1", "q", answer), completion) == score
 
 
-def test_reasoning_gym_scores_as_the_task_does():
+def test_reasoning_gym_verifier_uses_task_scorer():
     task = GymTask("chain_sum", {"min_terms": 2, "max_terms": 2}, seed=1, size=10)
     verifier = open_verifier(VerifierConfig("reasoning-gym", task=task))
     prompt = open_reasoning_gym(task.name, task.parameters, seed=1, size=10)[3]
@@ -213,7 +213,7 @@ def test_reasoning_gym_scores_as_the_task_does():
     assert 0.0 < verifier.score(prompt, f"it is {prompt.answer}") < 1.0
 
 
-def test_reasoning_gym_judges_by_metadata_where_a_task_has_no_answer():
+def test_reasoning_gym_verifier_scores_by_metadata():
     task = GymTask("graph_color", {}, seed=1, size=5)
     source = open_reasoning_gym("graph_color", seed=1, size=5)
     verifier = open_verifier(VerifierConfig("reasoning-gym", task=task))
@@ -230,18 +230,18 @@ def test_reasoning_gym_judges_by_metadata_where_a_task_has_no_answer():
         (VerifierConfig("reasoning-gym"), "needs a reasoning-gym task"),
     ],
 )
-def test_a_bad_verifier_is_refused(config, says):
+def test_open_verifier_refuses_bad_config(config, says):
     with pytest.raises(VerifierError, match=says):
         open_verifier(config)
 
 
-def test_a_bad_task_of_a_verifier_is_refused():
+def test_open_verifier_refuses_bad_task():
     with pytest.raises(SourceError, match="did you mean"):
         open_verifier(VerifierConfig("reasoning-gym", task=GymTask("chain_sun")))
 
 
 @pytest.mark.parametrize(("name", "answer"), [("exact", " "), ("number", "four"), ("math-verify", " ")])
-def test_an_answer_that_cannot_be_graded_is_refused(name, answer):
+def test_check_refuses_ungradable_answer(name, answer):
     verifier = open_verifier(VerifierConfig(name))
     verifier.check(Prompt("p-1", "q", "4"))
     with pytest.raises(VerifierError, match="p-1"):
