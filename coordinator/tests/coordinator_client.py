@@ -131,7 +131,7 @@ def make_group(
     version: int | None = None,
     logprob: float = -0.5,
 ) -> wire.Group:
-    """The group that ``lease`` asks for; scores vary unless given."""
+    """A group for ``lease``; scores vary unless given."""
     if scores is None:
         scores = [float(i % 2) for i in range(lease.completions)]
     version = lease.policy_version if version is None else version

@@ -57,7 +57,7 @@ def make_settings(**changes: Any) -> Settings:
 
 
 class QuickDisk(Disk):
-    """For walks of thousands of records: nobody pulls the plug, so nothing has to be forced to disk."""
+    """For walks of thousands of records: there is no power cut, so nothing has to be synced."""
 
     def sync(self, fd: int) -> None:
         return None
@@ -69,7 +69,7 @@ class World:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.changed = False
-        """It went on with other settings."""
+        """It was restarted with other settings."""
         self.now = 0.0
         self.process = 0
         self.member_ids = 0
@@ -111,7 +111,7 @@ class World:
         return state
 
     def crash(self, keep: int) -> None:
-        """The process dies; of what was not acknowledged, ``keep`` bytes reached the disk."""
+        """The process dies; ``keep`` bytes of the unacknowledged records reached the disk."""
         self.write()
         del self.log[min(self.acknowledged + keep, len(self.log)) :]
         end = len(frames.segment_header(1))

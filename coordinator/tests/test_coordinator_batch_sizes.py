@@ -1,4 +1,4 @@
-"""A coordinator that starts again with other settings: what changes, from which step on, and what stays."""
+"""A coordinator restarted with other settings: what changes, from which step on, and what stays."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_batch_size_change_reissues_stale_groups():
     before = world.state.counts.acknowledged
     restart(world, prompts_per_step=2, max_staleness_steps=1)
     state = world.state
-    # Steps 0 to 2 were closed and stay; nothing of them was cut anew.
+    # Steps 0 to 2 were closed and stay as they are.
     assert steps(world) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
     assert state.counts.acknowledged == before
 

@@ -1,4 +1,4 @@
-"""For an edit of every field: a coordinator that begins with it on a journal of before goes on, by the new value."""
+"""For an edit of every field: a coordinator restarted on an existing journal uses the new value."""
 
 from __future__ import annotations
 

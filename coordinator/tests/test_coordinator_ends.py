@@ -1,4 +1,4 @@
-"""What the coordinator decides of the end of a run, case by case."""
+"""Decisions about the end of a run."""
 
 from __future__ import annotations
 

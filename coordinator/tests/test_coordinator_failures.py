@@ -1,4 +1,4 @@
-"""What the server does when something behind it fails: the disk, the prompts, the journal, a decision."""
+"""The server's behaviour on failures of the disk, the prompts, the journal, a decision."""
 
 from __future__ import annotations
 

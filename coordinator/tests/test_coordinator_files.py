@@ -1,4 +1,4 @@
-"""metrics.jsonl and curve.csv: what is appended, and what is put right after a crash, a step back or a full disk."""
+"""metrics.jsonl and curve.csv: appends, and repairs after a crash, a return to a checkpoint or a full disk."""
 
 from __future__ import annotations
 

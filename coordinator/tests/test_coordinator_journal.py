@@ -1,4 +1,4 @@
-"""The journal on a real disk: torn tails, damage, group commit, rotation, a disk that is full and has room again."""
+"""The journal on a real disk: partial tails, damage, group commit, rotation, a disk that is full for a while."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_journal_reports_damage_to_acknowledged_bytes(tmp_path_factory, data):
         path = directory / "segment-00000001"
         whole = bytearray(path.read_bytes())
         offsets = [f.offset for f in frames.read_segment(memoryview(bytes(whole)), "x", 1, last=True)]
-        # The last frame's own damage cannot be told from a torn tail; all others are below its ``synced``.
+        # Damage to the last frame cannot be distinguished from a partial tail; all others are below its ``synced``.
         at = data.draw(st.integers(0, offsets[-1] - 1))
         whole[at] ^= data.draw(st.integers(1, 255))
         path.write_bytes(whole)

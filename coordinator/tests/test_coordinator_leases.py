@@ -1,4 +1,4 @@
-"""What the coordinator decides of leases, case by case: who gets which slot, and which groups count."""
+"""Decisions about leases: who gets which slot, and which groups count."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_lease_progress_extends_deadline(world):
         world.pass_time(60, {world.member: 0})
         tokens += 7
         world.beat(world.member, 0, progress={growing.lease_id: tokens, stuck.lease_id: 3})
-    # What is told once is no growth, and neither is what another member tells.
+    # Repeated progress is no progress, nor is another member's report.
     assert list(world.state.leases) == [growing.lease_id]
     other = world.register("h")
     world.beat(other, 0, progress={growing.lease_id: 1000})
@@ -176,7 +176,7 @@ def test_on_policy_slot_waits_for_its_weights(monkeypatch):
 
 
 def test_on_policy_slot_excludes_versions_of_lost_lineage(monkeypatch):
-    """A member keeps version 3 of the lost line while another version 3 is trained."""
+    """A member keeps version 3 of the lost lineage while another version 3 is trained."""
     monkeypatch.setattr(slots, "ON_POLICY_EVERY", 1)
     monkeypatch.setattr(slots, "_MIN_ON_POLICY", 1)
     world = ready(World(make_settings(evaluation_every=100)))
@@ -189,7 +189,7 @@ def test_on_policy_slot_excludes_versions_of_lost_lineage(monkeypatch):
     world.beat(world.member, 3)
     assert world.state.reissue == [9]
     world.hello("t2", 1)
-    # Nothing waits for weights that are not to be told apart; what comes after them does.
+    # Slots do not wait for ambiguous versions; the ones after them do.
     assert world.serve(world.register("h", version=2), 2, 1)[0].slot == 9
     for version in range(1, 6):
         world.publish("t2")

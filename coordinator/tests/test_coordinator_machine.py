@@ -1,4 +1,4 @@
-"""Anything may happen in any order: the counts add up, nothing acknowledged is lost, the batches are the same.
+"""Random operations in any order: the counts add up, nothing acknowledged is lost, the batches are the same.
 
 A random walk over generators that come, go, repeat themselves and answer late, a trainer that falls back to any
 kept checkpoint, and a coordinator that dies at any byte of its journal or loses it whole, and may start again with

@@ -87,7 +87,7 @@ def test_balance_partitions_independent_of_order(tokens, ranks, order):
         (i.group, i.sample) for i in items
     ]
     loads = [sum(i.tokens for i in share) for share in shares]
-    # Greedy: nobody is ahead of the lightest by more than the last sequence it got.
+    # Greedy: no rank is above the lightest by more than its last sequence.
     assert max(loads) - min(loads) <= max(tokens, default=0)
     if len(items) >= ranks:
         assert all(shares)

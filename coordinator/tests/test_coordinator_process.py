@@ -120,7 +120,7 @@ async def test_process_damaged_group_exits_2(coordinator, serving):
 
 
 class Generator:
-    """A client that does as an actor does: it retries with a pause, and registers again when it is told to."""
+    """A client that behaves as an actor: it retries with a pause, and registers again on request."""
 
     def __init__(self, client: Client, name: str, digest: str, seed: int) -> None:
         self.client, self.name, self.digest = client, name, digest
@@ -231,7 +231,7 @@ async def test_process_random_kills_lose_nothing_acknowledged(coordinator, clien
         for slot, tokens in sequences:
             if slot in acknowledged:
                 assert tokens in [c.token_ids for c in acknowledged[slot].completions]
-    # What was acknowledged and not trained is served when its step comes.
+    # Acknowledged groups that are not trained are served at their step.
     queued = sorted(slot for slot in acknowledged if slot >= 48)
     assert counts.queued >= 2 * len(queued)
 

@@ -1,4 +1,4 @@
-"""What the coordinator decides of weights that are published and measured, case by case."""
+"""Decisions about publishing and evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server over real HTTP: who is let in, what is refused and how, and clients that misbehave."""
+"""The server over real HTTP: authorization, refusals, misbehaving clients."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ async def test_request_body_size_is_limited(local, visitor):
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br"])
 async def test_request_with_compressed_body_is_refused(local, visitor, encoding):
-    """A body of a kilobyte, which is one of a megabyte to whoever unpacks it."""
+    """A body of a kilobyte that decompresses to a megabyte."""
     visitor.headers["Content-Encoding"] = encoding
     with pytest.raises(ErrorAnswer, match=f"without the encoding '{encoding}'") as caught:
         await visitor.post(endpoints.LEASE, gzip.compress(bytes(2**20)), wire.Leases)
@@ -193,7 +193,7 @@ async def test_long_poll_wakes_on_event(local, serving):
 
 
 async def test_long_poll_ends_with_its_client(local, serving):
-    """Else the next lease would go to nobody."""
+    """Otherwise the next lease would be lost."""
     drain = (await serving.lease(serving.member, 0, 64)).leases
     poll = asyncio.create_task(serving.lease(serving.member, 0, 1, wait=20))
     await asyncio.sleep(0.2)

@@ -1,4 +1,4 @@
-"""What the coordinator decides of steps, case by case: what a batch is, and how a trainer goes back."""
+"""Decisions about steps: batches, and returns of the trainer to a checkpoint."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_publish_after_return_skips_members_of_lost_lineage(world):
 
 
 def test_publish_ignores_member_without_reported_version(world):
-    """It may just have registered again after the coordinator came back."""
+    """It may have registered again after a restart of the coordinator."""
     for _ in range(2):
         train(world)
     world.hello("t2", 0)

@@ -1,4 +1,4 @@
-"""What of a coordinator's state survives a crash, or the loss of its volume, case by case."""
+"""The part of the state that survives a crash, or the loss of the volume."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_usage_accumulates_over_crashes():
 
 
 def test_journal_blob_is_wire_group():
-    """The journal keeps a group's bytes as they came: they must decode as a group for ever."""
+    """The journal keeps a group's bytes as received: they must stay decodable."""
     lease = wire.Lease(
         lease_id="a-0",
         split=Split.TRAIN,

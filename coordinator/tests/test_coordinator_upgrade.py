@@ -1,4 +1,4 @@
-"""What an earlier release wrote, this code reads and goes on from.
+"""This code reads and continues what an earlier release wrote.
 
 ``written_by_an_earlier_release`` holds bytes of commit 01aee93's own code: a run of
 :func:`coordinator_world.make_settings` that has trained four steps, the last of them twice; some groups are filtered,
@@ -22,7 +22,7 @@ WRITTEN = Path(__file__).parent / "written_by_an_earlier_release"
 SETTINGS = make_settings(evaluation_temperature=1.0)
 
 
-def go_on(world: World) -> None:
+def resume(world: World) -> None:
     check_consistency(world)
     line = world.state.lineage
     assert (line.work_tokens, line.trained_tokens, line.consecutive_skipped_steps) == (96, 40, 0)
@@ -48,7 +48,7 @@ def test_journal_of_earlier_release_is_read(name: str, tmp_path: Path) -> None:
         assert (counts.acknowledged, counts.trained, counts.filtered) == (34, 18, 8)
         assert set(world.state.progress_at) == {1, 2, 3}
         assert {lease.split for lease in world.state.leases.values()} == {Split.HELD_OUT}
-        go_on(world)
+        resume(world)
     finally:
         world.close()
         world.loop.close()
@@ -60,6 +60,6 @@ def test_checkpoint_of_earlier_release_is_read() -> None:
     world = World(SETTINGS)
     world.hello("t", 4, snapshot)
     world.acknowledge()
-    go_on(world)
+    resume(world)
     world.crash(0)
     check_consistency(world)

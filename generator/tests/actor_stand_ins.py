@@ -1,4 +1,4 @@
-"""What the actor's tests put around it: a coordinator that speaks the wire, a tiny tokenizer, processes."""
+"""Fakes around the actor: a coordinator with the wire protocol, a tiny tokenizer, processes."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class CoordinatorStandIn:
     pushes: list[Push] = field(default_factory=list)
     releases: list[Release] = field(default_factory=list)
     given_up: list[Lease] = field(default_factory=list)
-    """Came back for another cause than that the member could not go on."""
+    """Released for another cause than the member's own failure."""
     stop: bool = False
     lose_push_answers: int = 0
     _runner: web.AppRunner | None = None
@@ -148,7 +148,7 @@ class CoordinatorStandIn:
         await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
 
     async def kill(self) -> None:
-        """Gone, with all it knew of members; leases and groups are what its journal would keep."""
+        """The coordinator is stopped and forgets its members; leases and groups stay, as in its journal."""
         assert self._runner is not None
         await self._runner.cleanup()
         self.members.clear()
@@ -251,7 +251,7 @@ def reply(status: int, body: Any) -> web.Response:
 
 @dataclass
 class Generator:
-    """A stand-in server and the actor, in the test's own process; everything is gone after :meth:`end`."""
+    """A fake server and the actor, in the test's process; :meth:`end` stops everything."""
 
     directory: Path
     coordinator_url: str
@@ -285,7 +285,7 @@ class Generator:
         self._task = asyncio.create_task(run_actor(arguments, environment, spec, self.stop))
 
     async def kill_actor(self) -> None:
-        """It ends at once, and says goodbye to nobody."""
+        """It ends at once, without unregistering."""
         assert self._task is not None
         self._task.cancel()
         await asyncio.wait([self._task])

@@ -1,4 +1,4 @@
-"""A trainer that dies in the middle of a publish: sends one bucket, says so, and never sends the next.
+"""A trainer that dies during a publish: it sends one bucket, reports it, and never sends the next.
 
 Run as a script: ``doomed_sender.py EPOCH VERSION BUCKET_BYTES`` with a manifest as JSON on stdin. Prints
 the store's port, then ``sent``.

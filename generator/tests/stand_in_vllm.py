@@ -1,4 +1,4 @@
-"""A process that speaks the part of vLLM's HTTP API that the actor's client uses, and starts in no time.
+"""A fake vLLM server: the part of vLLM's HTTP API that the actor's client uses, with a fast start.
 
 Run as ``python stand_in_vllm.py PORT TOKEN [SECONDS_PER_TOKEN]``. It is not a model: even completions echo
 the prompt, odd ones say its first token three times, each ends with token 1. It does pause, resume, count

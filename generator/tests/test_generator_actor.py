@@ -1,4 +1,4 @@
-"""The actor as a process, between a coordinator, a trainer and a server that can all be taken away."""
+"""The actor as a process, with a coordinator, a trainer and a server that can all fail."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Scene:
             return response.status, await response.text()
 
     async def server(self, **failure: Any) -> dict[str, Any]:
-        """Set how the stand-in server fails next, or look at it."""
+        """Set how the fake server fails next, or read its state."""
         url = self.generator.server_url + "/stand-in"
         async with self.session.request("POST" if failure else "GET", url, json=failure or None) as response:
             return dict(await response.json())
@@ -264,7 +264,7 @@ async def test_server_killed_in_mid_generation(scene: Scene) -> None:
 
 @pytest.mark.parametrize("scene", [{"seconds_per_token": 0.1}], indirect=True)
 async def test_undetected_server_restart_drops_group(scene: Scene) -> None:
-    """It answers every health check, but its tokens come from weights nobody published to it."""
+    """It answers every health check, but its tokens are of weights that were not published to it."""
     await scene.member()
     await scene.trainer.publish(0)
     scene.coordinator.offer(2, scene.train)

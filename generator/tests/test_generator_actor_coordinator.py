@@ -1,4 +1,4 @@
-"""The actor and the real coordinator: a whole small run, with the coordinator killed in the middle of it."""
+"""The actor and the real coordinator: a small run, with the coordinator killed during it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups beside one another: what one's failure, or the wait for a grader, does to the others."""
+"""Concurrent groups: the effect of one's failure, or of slow grading, on the others."""
 
 from __future__ import annotations
 

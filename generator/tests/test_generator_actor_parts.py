@@ -1,4 +1,4 @@
-"""The actor's parts on their own: how much work is asked for, tokens and text, time, state."""
+"""Units of the actor: number of leases, tokens and text, clocks, state."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_bad_prompts_match_stand_in_tokens() -> None:
 
 
 class MortalTrainer(Trainer):
-    """Comes back from its last checkpoint; its last step waits until everybody has been killed enough."""
+    """Restarts from its last checkpoint; its last step waits for the planned number of kills."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, steps: int, over: asyncio.Event) -> None:
         super().__init__(session, url)
@@ -95,7 +95,7 @@ async def came_further(trainer: Trainer, done: int) -> int:
 
 
 def hang_the_graders() -> None:
-    """With the next completion that each is given."""
+    """Kills it at its next completion."""
     graders: list[int] = []
     for server in _children(os.getpid()):
         with contextlib.suppress(OSError):

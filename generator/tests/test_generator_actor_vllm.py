@@ -1,4 +1,4 @@
-"""The actor and a real vLLM server: weights taken in flight, and the server killed in the middle of it all."""
+"""The actor and a real vLLM server: updates with requests in flight, and a killed server."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class VllmGenerator(Generator):
             )
 
     async def kill_server(self) -> None:
-        """As when its container dies: the server and its engine, all at once."""
+        """As when its container dies: the server and its engine at once."""
         if self.server is not None and self.server.poll() is None:
             os.killpg(self.server.pid, signal.SIGKILL)
             await asyncio.to_thread(self.server.wait, 10)

@@ -145,7 +145,7 @@ async def test_client_errors_are_typed(serve: Serve) -> None:
 
 
 async def test_client_refuses_malformed_answers(serve: Serve) -> None:
-    """Whoever handles a VllmError handles these too: nothing of msgspec's comes through."""
+    """A caller that handles VllmError handles these too: no exception of msgspec escapes."""
 
     async def page(request: web.Request) -> web.Response:
         return web.Response(text="<html>")

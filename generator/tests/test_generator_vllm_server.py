@@ -1,4 +1,4 @@
-"""What the launcher hands to vLLM, and who may talk to the server."""
+"""The launcher's arguments for vLLM, and authorization of requests."""
 
 import contextlib
 import importlib.util

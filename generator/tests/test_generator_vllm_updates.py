@@ -1,4 +1,4 @@
-"""Weights into a real vLLM server while it generates: the one thing no stand-in can show."""
+"""Weight updates of a real vLLM server during generation."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ TOKEN = "the-run's-token"
 BUCKET_BYTES = 200_000
 SPAN_LIMIT = 900
 JOIN_SECONDS = 120.0
-"""Within which both sides come, on a machine that does other things: nothing waits for its end."""
+"""Limit for both sides on a busy machine: a wait ends with its event."""
 
 
 def build_model(where: Path, *, tied: bool, dtype: torch.dtype) -> None:
@@ -120,7 +120,7 @@ def bf16_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def new_weights(model: Path, seed: int) -> LlamaForCausalLM:
-    """The served model with every matrix drawn anew, wide enough that versions differ visibly."""
+    """The served model with every matrix drawn again, wide enough that versions differ visibly."""
     policy = LlamaForCausalLM.from_pretrained(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -297,7 +297,7 @@ async def test_vllm_logprobs_are_of_sampled_distribution(server: Server) -> None
 
 
 async def test_vllm_cache_is_not_shared_between_weights(server: Server) -> None:
-    """Not even when a trainer went back to a checkpoint and a version comes again with other weights."""
+    """Also when a trainer returned to a checkpoint and publishes a version again with other weights."""
     prompt = PROBE * 5  # longer than a cache block, so that there is something to reuse
     state = ServerState()
     state.mark_up()
@@ -480,7 +480,7 @@ def engine_of(server: Server) -> int:
 
 
 def environment_of(pid: int) -> bytes:
-    """As anybody sees it; empty when the process is gone or a zombie."""
+    """As other processes see it; empty for an ended process or a zombie."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -523,7 +523,7 @@ async def test_vllm_server_exits_with_dead_engine(bf16_server: Server) -> None:
         working = asyncio.create_task(generate_many(client))
         await asyncio.sleep(0.5)
         os.kill(engine_of(bf16_server), signal.SIGKILL)
-        # Some may have been answered before it died; the others must hear of it.
+        # Some may have been answered before it died; the others must fail.
         assert [answer for answer in await working if isinstance(answer, VllmError)]
     await asyncio.to_thread(bf16_server.process.wait, 20)
     log = bf16_server.log.read_text()

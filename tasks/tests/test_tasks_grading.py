@@ -1,4 +1,4 @@
-"""The pool: right scores, whatever the completions do and whoever dies."""
+"""The pool: correct scores, whatever completions do and whichever process dies."""
 
 import asyncio
 import contextlib
@@ -215,7 +215,7 @@ async def test_score_group_raises_on_unpicklable_prompt():
         with pytest.raises((TypeError, AttributeError), match="pickle"):
             await pool.score_group(Prompt("1", "q", "4", metadata={"f": threading.Lock()}), ["4"])
         assert await pool.score_group(FOUR, ["4"]) == [RIGHT]
-        # One of a pool before this one may take a moment to be gone.
+        # A process of an earlier pool may take a moment to exit.
         async with asyncio.timeout(120):
             while len(graders()) > 1:  # noqa: ASYNC110 -- nothing announces it
                 await asyncio.sleep(0.05)

@@ -47,7 +47,7 @@ def test_gym_loader_works_without_matplotlib():
 
 
 def test_gym_loader_stub_is_removed_after_import():
-    """A category that runs the package's own __init__ while it is imported, or looks whether there is matplotlib."""
+    """A category that runs the package's own __init__ during its import, or checks for matplotlib."""
     code = (
         "import importlib.util, sys; sys.modules['matplotlib'] = None\n"
         "from scalerl_tasks.gym_loader import _matplotlib_or_stub as stand_in\n"

@@ -1,4 +1,4 @@
-"""From a run's task section to prompts and grades."""
+"""Objects opened from a run's task section."""
 
 import json
 import re

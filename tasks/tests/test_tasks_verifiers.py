@@ -1,4 +1,4 @@
-"""What a completion is worth."""
+"""Scores of the verifiers."""
 
 from fractions import Fraction
 

@@ -1,12 +1,13 @@
 """Everything that must survive a restart, as one struct that only :func:`.transitions.apply` changes.
 
-Life of a training slot, and the count (:class:`~.accounting.RolloutCounts`) that holds its rollouts::
+Life of a training slot; in parentheses, the field of :class:`~.accounting.RolloutCounts` with its rollouts::
 
-    new ──issued──▶ leased ──accepted──▶ queued ──step closes──▶ filtered
-                    │   ▲                       └─────────────▶ queued ──step trained──▶ trained or skipped
-        lease closed▼   │issued again, same prompt                ▲                         │
-                   reissue ──failed, or prompt too long──▶ given  └─trainer went back───────┘
-                                                           up (no rollouts; filtered)
+    new ─issued─▶ leased ─group accepted─▶ waiting for its step (queued) ─step closes─┬▶ zero variance (filtered)
+                  │    ▲                                                              ▼
+      lease closed│    │issued again, same prompt                                waiting (queued)
+                  ▼    │                                             step trained │    ▲ trainer returned
+                 reissue                                                          ▼    │ to a checkpoint
+                  └─failed too often, or prompt too long─▶ given up            (trained, skipped)
 """
 
 from __future__ import annotations

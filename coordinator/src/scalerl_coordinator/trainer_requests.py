@@ -219,8 +219,8 @@ class TrainerRequests:
             return False
         if self._stalled_since is None:
             self._stalled_since = now
-        patience = core.membership.timeout_seconds if core.state.stop_reason else core.settings.hold_seconds
-        if now - self._stalled_since < patience:
+        timeout = core.membership.timeout_seconds if core.state.stop_reason else core.settings.hold_seconds
+        if now - self._stalled_since < timeout:
             return False
         log.error("skipped the final evaluation (version %d): no generator holds that version", version)
         return True

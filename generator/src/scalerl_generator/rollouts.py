@@ -272,7 +272,9 @@ class RolloutGenerator:
         if any(len(c.token_ids) != tokens for c, tokens in zip(completions, covered, strict=True)):
             raise GenerationFailed("the answer lacks the weight versions of its tokens")
         if foreign := sorted(v for v in sampled if not self._state.has_held(v)):
-            reason = f"it sampled with weight versions {foreign}, which it was not given since it came up"
+            reason = (
+                f"it sampled with weight versions {foreign}, which were not published to it since its start"
+            )
             self._monitor.server_lost(reason)
             raise ServerLost(reason)
 

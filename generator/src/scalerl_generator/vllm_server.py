@@ -294,7 +294,7 @@ async def _serve(arguments: argparse.Namespace, fork_engine: bool) -> None:
         config, usage_context=UsageContext.OPENAI_API_SERVER, disable_log_stats=arguments.disable_log_stats
     )
     gc.collect()
-    gc.freeze()  # what was imported stays; collections need not look at it again
+    gc.freeze()  # imported objects stay; collections skip them
     try:
         stopped: asyncio.Task[None] = await build_and_serve(engine, listen_address, sock, arguments)
     finally:
