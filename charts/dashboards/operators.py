@@ -29,8 +29,8 @@ NOW = Section(
         number("Replicas", "That Prometheus reaches.", total("up")),
         number("Runs", "That the leader knows.", total(names.RUNS)),
         number("Due", "Runs that wait to be looked at.", total(names.QUEUE_DEPTH)),
-        number("In work", "Runs that are being looked at.", total(names.QUEUE_IN_WORK)),
-        number("Failing", "Runs whose last look ended with an error.", total(names.QUEUE_FAILING)),
+        number("In work", "Runs that are being reconciled.", total(names.QUEUE_IN_WORK)),
+        number("Failing", "Runs whose last reconcile ended with an error.", total(names.QUEUE_FAILING)),
         Panel(
             "Runs that are not as they should be",
             "Conditions, with their reasons; docs/operations.md says what to do about each.",
@@ -46,7 +46,7 @@ NOW = Section(
         ),
         lines(
             "Runs by phase",
-            "As the leader last looked at them.",
+            "As the leader last reconciled them.",
             (f"max by (phase) ({names.RUNS}{{{OPERATOR}}})", "{{phase}}"),
             height=9,
         ),

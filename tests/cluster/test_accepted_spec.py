@@ -31,7 +31,7 @@ async def test_a_run_goes_on_with_the_spec_accepted_before_and_with_its_own_once
     said = accepted(run)
     assert said["status"] == "False"
     assert said["message"].startswith("spec.podTemplate.labels.my team.[key]: "), said["message"]
-    assert said["message"].endswith("; the run goes on with the spec accepted before")
+    assert said["message"].endswith("; the run continues with the spec accepted before")
     assert any(reason == "SpecInvalid" and "my team" in text for reason, text in await there.events())
     assert (run["status"]["phase"], condition(run, "TrainerReady")) == ("Running", "Ready")
 

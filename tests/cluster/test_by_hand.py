@@ -50,7 +50,7 @@ async def test_labels_that_somebody_takes_off_come_back(there: Stage, only: tupl
         assert live["metadata"]["uid"] == was["metadata"]["uid"]
         assert was["metadata"]["labels"].items() <= live["metadata"]["labels"].items()
     run = await there.looks(lambda r: True, times=1)
-    assert (run["status"]["phase"], condition(run, "Degraded")) == ("Running", "AsExpected")
+    assert (run["status"]["phase"], condition(run, "Degraded")) == ("Running", "Healthy")
     assert run["status"]["trainer"]["attempt"] == 1
 
 

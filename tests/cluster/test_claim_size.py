@@ -88,7 +88,7 @@ async def test_a_claim_that_is_enlarged_by_hand_or_by_the_spec_grows_and_never_s
         await there.edit(*THE_RUN, sized("2Gi"))
     await there.edit(*THE_RUN, sized("3072Mi"))
     run = await there.looks(lambda r: True, times=1)
-    assert (run["status"]["phase"], condition(run, "Degraded")) == ("Running", "AsExpected")
+    assert (run["status"]["phase"], condition(run, "Degraded")) == ("Running", "Healthy")
     assert "RepairedDrift" not in {reason for reason, _ in await there.events()}
 
 
@@ -113,7 +113,7 @@ async def test_a_class_that_forbids_it_is_named_and_holds_up_nothing_else(there:
     there.now += RETRY_SECONDS + 1.0
     await there.look()
     assert await size(there) == "2Gi"
-    await there.looks(lambda r: condition(r, "Degraded") == "AsExpected", times=2)
+    await there.looks(lambda r: condition(r, "Degraded") == "Healthy", times=2)
 
 
 async def test_a_size_that_the_claim_did_not_get_can_be_set_back(there: Stage) -> None:
@@ -121,7 +121,7 @@ async def test_a_size_that_the_claim_did_not_get_can_be_set_back(there: Stage) -
     await there.edit(*THE_RUN, sized("2Gi"))
     await there.looks(lambda r: condition(r, "Degraded") == "ClaimNotEnlarged", times=1)
     await there.edit(*THE_RUN, sized("1Gi"))
-    await there.looks(lambda r: condition(r, "Degraded") == "AsExpected", times=2)
+    await there.looks(lambda r: condition(r, "Degraded") == "Healthy", times=2)
 
 
 async def test_what_the_storage_says_of_a_claim_that_it_could_not_enlarge_is_told(there: Stage) -> None:

@@ -83,4 +83,4 @@ async def test_a_rank_that_fails_by_itself_still_counts(there: Stage) -> None:
     await there.start(tiny(trainer={"replicas": 2, "maxRestarts": 0}))
     await there.end("trainer", 1, "an illegal instruction")
     run = await there.looks(lambda r: r["status"]["phase"] == "Failed")
-    assert condition(run, "Failed") == "RestartsExhausted"
+    assert condition(run, "Failed") == "BackoffLimitExceeded"

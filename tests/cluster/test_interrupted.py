@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 Object = dict[str, Any]
 Names = frozenset[tuple[str, str]]
 Reached = Callable[[Object, Names], bool]
-Course = Callable[[Stage], AsyncIterator[Reached]]
+LifecycleDecision = Callable[[Stage], AsyncIterator[Reached]]
 
 NAME = "tiny-addition"
 
@@ -194,11 +194,11 @@ def remembered(run: Object) -> Object:
 
 
 async def played(
-    there: Stage, course: Course, cut: int | None = None, first: int = 0, last: int | None = None
+    there: Stage, decision: LifecycleDecision, cut: int | None = None, first: int = 0, last: int | None = None
 ) -> tuple[list[Scene], list[int]]:
     """The course's scenes up to the last, and how much was written in each. first: of those that are cut."""
     made, scenes, written = counted(there), list[Scene](), list[int]()
-    async for reached in course(there):
+    async for reached in decision(there):
         writes = there.calls.writes
         try:
             run, names = await settle(there, reached, cut if len(scenes) >= first else None)
@@ -221,7 +221,7 @@ async def stages(stack: AsyncExitStack, served: Cluster, count: int) -> list[Sta
     return [await stack.enter_async_context(stage_in(served, name)) for name in names]
 
 
-COURSES: tuple[tuple[Course, int], ...] = (
+COURSES: tuple[tuple[LifecycleDecision, int], ...] = (
     (a_whole_life, 0),
     (stopped_by_its_forecast, 3),
     (deleted_while_it_works, 3),
@@ -233,24 +233,26 @@ async def test_after_whichever_write_an_operator_ends_the_next_one_goes_on(serve
     async with AsyncExitStack() as stack:
         theres = await stages(stack, served, len(COURSES))
         undisturbed = await asyncio.gather(
-            *(played(there, course) for there, (course, _) in zip(theres, COURSES, strict=True))
+            *(played(there, decision) for there, (decision, _) in zip(theres, COURSES, strict=True))
         )
         cuts = [
             # No further than to the last scene in which there is something to cut.
-            (course, expected, cut, first, max(n for n, writes in enumerate(written) if writes > cut))
-            for (course, first), (expected, written) in zip(COURSES, undisturbed, strict=True)
+            (decision, expected, cut, first, max(n for n, writes in enumerate(written) if writes > cut))
+            for (decision, first), (expected, written) in zip(COURSES, undisturbed, strict=True)
             for cut in range(1, max(written[first:]))
         ]
         theres = await stages(stack, served, len(cuts))
         all_scenes = await asyncio.gather(
             *(
-                played(there, course, cut, first, last)
-                for there, (course, _, cut, first, last) in zip(theres, cuts, strict=True)
+                played(there, decision, cut, first, last)
+                for there, (decision, _, cut, first, last) in zip(theres, cuts, strict=True)
             )
         )
     assert len(cuts) > 15
     for scenes, _ in undisturbed:
         assert set(scenes[2].made.values()) == {1}, "of what works nothing is made twice"
-    for (course, expected, cut, *_), (scenes, _) in zip(cuts, all_scenes, strict=True):
+    for (decision, expected, cut, *_), (scenes, _) in zip(cuts, all_scenes, strict=True):
         for number, scene in enumerate(scenes):
-            assert scene == expected[number], f"{course.__name__}, cut off after {cut} writes, scene {number}"
+            assert scene == expected[number], (
+                f"{decision.__name__}, cut off after {cut} writes, scene {number}"
+            )

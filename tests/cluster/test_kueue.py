@@ -261,7 +261,7 @@ async def test_a_run_holds_nothing_while_it_waits_and_begins_with_its_trainer(te
     said = "GeneratorsReady"
     run = await team.reaches("the generator waits", lambda r: condition(r, said) == "WaitingForQuota")
     assert (phase(run), condition(run, "Admitted")) == ("Running", "WaitingForQuota")
-    assert condition(run, "Degraded") == "AsExpected"
+    assert condition(run, "Degraded") == "Healthy"
     assert f"Job {trainer}" in await team.workloads()
     await team.quota(3)
     await team.begins("generator")

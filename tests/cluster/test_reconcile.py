@@ -153,7 +153,7 @@ async def test_a_name_that_is_taken_leaves_nothing_half_made(there: Stage, kind:
     assert "scalerl.dev/run" not in live["metadata"].get("labels", {})
     await there.delete(kind, name)
     await there.looks(
-        lambda r: condition(r, "Accepted") == "Accepted" and condition(r, "Degraded") == "AsExpected"
+        lambda r: condition(r, "Accepted") == "Accepted" and condition(r, "Degraded") == "Healthy"
     )
 
 
@@ -201,7 +201,7 @@ async def test_a_quota_that_is_used_up_shows_and_is_waited_for(there: Stage) -> 
     assert condition(run, "Prepared") == "QuotaExceeded"
     await asyncio.to_thread(there.kubectl, "delete", "-n", there.namespace, "resourcequota", "q")
     await there.pods("prepare")
-    await there.looks(lambda r: condition(r, "Degraded") == "AsExpected")
+    await there.looks(lambda r: condition(r, "Degraded") == "Healthy")
 
 
 async def test_bad_input_ends_the_run_with_the_last_line_of_the_log(there: Stage) -> None:

@@ -18,7 +18,7 @@ from scalerl_operator.controller.autoscaler import Word
 from scalerl_operator.controller.diagnosis import ASK_SECONDS, SILENT_SECONDS
 from scalerl_operator.controller.observe import PLACING_SECONDS
 from scalerl_operator.controller.preflight import TRIED_SECONDS
-from scalerl_operator.controller.reconcile import START_LOOKS, Reconciler
+from scalerl_operator.controller.reconcile import START_CHECK_SECONDS, Reconciler
 from scalerl_operator.controller.run_state import LONGEST_REPAIR_SECONDS
 from scalerl_operator.controller.scaling import RunScaling
 from scalerl_operator.kube import errors
@@ -60,11 +60,11 @@ async def test_pods_that_were_taken_are_tried_again_once_anything_was_refused(
     tried: list[str] = []
     create = there.api.create
 
-    async def noted(obj: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
+    async def update_trouble(obj: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
         tried.extend([obj["kind"]] if dry_run else [])
         return await create(obj, dry_run=dry_run)
 
-    monkeypatch.setattr(there.api, "create", noted)
+    monkeypatch.setattr(there.api, "create", update_trouble)
     await there.create(tiny("first"), tiny("second"), tiny("third"))
     await there.look("first")
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "q"}}
@@ -178,7 +178,7 @@ async def is_made_and_does_not_begin(there: Stage) -> None:
 
 async def test_by_the_clock_only_what_events_alone_tell_is_looked_at(there: Stage) -> None:
     await is_made_and_does_not_begin(there)
-    assert await there.look() == START_LOOKS[0], "why a volume is not mounted, only events tell"
+    assert await there.look() == START_CHECK_SECONDS[0], "why a volume is not mounted, only events tell"
     await there.begin("prepare")
     assert await there.look() is None, "its end is news by itself"
     writes = there.calls.writes
@@ -232,7 +232,7 @@ async def test_what_is_decided_is_written_before_it_is_carried_out_and_once(
     await there.looks(lambda r: r["status"]["trainer"]["restarts"] == 1)
     done: list[str] = []
     for verb in ("create", "patch", "delete"):
-        monkeypatch.setattr(there.api, verb, noted(getattr(there.api, verb), verb, done))
+        monkeypatch.setattr(there.api, verb, update_trouble(getattr(there.api, verb), verb, done))
 
     async def of_the_look_that(until: Any) -> list[str]:
         while True:
@@ -260,7 +260,7 @@ async def test_what_is_decided_is_written_before_it_is_carried_out_and_once(
     assert "patch ScaleRLRun" not in others, "what was to be said is said"
 
 
-def noted(ask: Any, verb: str, done: list[str]) -> Any:
+def update_trouble(ask: Any, verb: str, done: list[str]) -> Any:
     """A call of the API, written down; events are not."""
 
     async def asked(what: Any, *of: Any, **more: Any) -> Any:

@@ -101,7 +101,7 @@ async def test_a_claim_that_is_deleted_under_a_run_is_told_at_once_and_the_run_i
     await is_held(there, said)
     await there.edit(*CLAIM, {"metadata": {"labels": labels}})
     run = await there.looks(lambda r: r["status"]["phase"] == "Preparing")
-    assert (condition(run, "Accepted"), condition(run, "Degraded")) == ("Accepted", "AsExpected")
+    assert (condition(run, "Accepted"), condition(run, "Degraded")) == ("Accepted", "Healthy")
     spec_map = await there.get("ConfigMap", "tiny-addition-spec")
     assert spec_map is not None
     assert spec_map["data"]["trained"], "the coordinator looks whether it is the run's volume"

@@ -112,12 +112,23 @@ class ConditionType(_Explained):
     )
 
 
+RENAMED: Final = {
+    "AsExpected": "Healthy",
+    "GoingOn": "StopCancelled",
+    "NoSteps": "Stalled",
+    "RestartsExhausted": "BackoffLimitExceeded",
+    "SomeReady": "PartiallyReady",
+}
+"""Reasons of the release before, and what they are called now."""
+
+
 class Reason(_Explained):
     """Why a condition is as it is. ``text`` says what to do."""
 
     @classmethod
     def read(cls, word: str) -> Reason:
-        """The reason that a status has; one that came with a later release than this is ``OtherRelease``."""
+        """The reason that a status has, also by its name of the release before; one of a later release is ``OtherRelease``."""
+        word = RENAMED.get(word, word)
         return cls(word) if word in cls._value2member_map_ else cls.OTHER_RELEASE
 
     # any
@@ -213,7 +224,10 @@ class Reason(_Explained):
     RUN_FAILED = "RunFailed", "The run has failed: the condition Failed says why."
     STARTING = "Starting", "Wait; a first start loads images, weights and compiled kernels."
     READY = "Ready", NOTHING_TO_DO
-    SOME_READY = "SomeReady", "The run goes on with those that are; the message says what the others lack."
+    PARTIALLY_READY = (
+        "PartiallyReady",
+        "The run continues with those that are ready; the message says what the others lack.",
+    )
     BACK_OFF = "BackOff", "It failed and is started again shortly; the message has its last words."
     UNSCHEDULABLE = (
         "Unschedulable",
@@ -273,8 +287,8 @@ class Reason(_Explained):
 
     # Progressing
     STEPS_TRAINED = "StepsTrained", NOTHING_TO_DO
-    NO_STEPS = (
-        "NoSteps",
+    STALLED = (
+        "Stalled",
         "No step ended for long: look at CoordinatorReady, GeneratorsReady and TrainerReady, then at the logs.",
     )
     COORDINATOR_UNREACHABLE = (
@@ -327,7 +341,7 @@ class Reason(_Explained):
     NOT_PINNED = "NotPinned", NOTHING_TO_DO
 
     # Degraded
-    AS_EXPECTED = "AsExpected", NOTHING_TO_DO
+    HEALTHY = "Healthy", NOTHING_TO_DO
     REPAIRED_DRIFT = (
         "RepairedDrift",
         "Someone changed an object of the run, and it was set back; change the run's spec instead.",
@@ -400,8 +414,8 @@ class Reason(_Explained):
         "Diverged",
         "Several steps in a row were skipped, twice from the same checkpoint: lower the learning rate, or look at the data.",
     )
-    RESTARTS_EXHAUSTED = (
-        "RestartsExhausted",
+    BACKOFF_LIMIT_EXCEEDED = (
+        "BackoffLimitExceeded",
         "The role that the message names failed too often: see its log. Raise its maxRestarts only if the cause is "
         "the cluster's.",
     )
@@ -416,7 +430,7 @@ class Reason(_Explained):
         "StepsAbandoned",
         "Nothing to do: the run begins again at step 0, as its annotation asks.",
     )
-    GOING_ON = "GoingOn", "Nothing to do: the coordinator was told that it need not end after all."
+    STOP_CANCELLED = "StopCancelled", "Nothing to do: the request to stop was cancelled."
     AUTOSCALER = (
         "Autoscaler",
         "A decision of the autoscaler, or why none could be taken; docs/autoscaling.md says what each means.",

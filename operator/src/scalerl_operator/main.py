@@ -9,7 +9,7 @@ What runs in its one event loop, and who owns it::
               ├─ pulse     how late the event loop is           always
               └─ server    /healthz /readyz /metrics            always
 
-SIGTERM: no more looks are begun, those in work may end, the Lease is given up, and the exit code is 0.
+SIGTERM: no reconcile is begun any more, those under way may end, the Lease is given up, and the exit code is 0.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.autoscaling.forecast_request import Sidecar
-from scalerl_operator.controller.autoscaler import ClusterSteering
+from scalerl_operator.controller.autoscaler import ClusterAutoscaler
 from scalerl_operator.controller.finished_runs import FinishedRuns
 from scalerl_operator.controller.handlers import Resync, Watches
 from scalerl_operator.controller.reconcile import Reconciler
@@ -51,7 +51,7 @@ PULSE_SECONDS: Final = 0.5
 LONGEST_WITHOUT_WATCHES_SECONDS: Final = 120.0
 """After so long without kopf's streams (not: without the API server) another process may do better."""
 SAY_SECONDS: Final = 10.0
-"""Between two words of a replica that is not ready on what it waits for."""
+"""Between two log lines of a replica that is not ready, saying what it waits for."""
 
 Reconcile = Callable[[Key], Awaitable[float | None]]
 MakeReconcile = Callable[["Parts"], contextlib.AbstractAsyncContextManager[Reconcile]]
@@ -70,7 +70,7 @@ class Parts:
         self.cache = cache
         self.metrics = metrics
         self.wake = wake
-        """For what a run's coordinator or its autoscaler says. Not for what makes up for a failed look."""
+        """Wakes a run for news of its coordinator or its autoscaler. Not to retry a failed reconcile."""
         self.on_lost: list[Callable[[], Awaitable[None]]] = []
         """Called when this replica no longer leads and nothing is in work."""
 
@@ -134,7 +134,7 @@ class Operator:
         self._stopping.set()
 
     async def run(self) -> None:
-        """Serve until told to stop. Raises what a part raised that must not end."""
+        """Serves until :meth:`stop`. Raises what a part raised that must not end."""
         self._take_signals()
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self.api)
@@ -150,7 +150,7 @@ class Operator:
                 await _cancelled(news)
 
     async def _serve(self, news: asyncio.Task[None]) -> None:
-        """The cache is warm: lead, or stand by, until told to stop."""
+        """The cache is filled: leads, or stands by, until :meth:`stop`."""
         tasks = {
             name: asyncio.create_task(part, name=name)
             for name, part in (
@@ -184,7 +184,7 @@ class Operator:
         self._stopping.set()
         await _cancelled(stop, tasks["queue"])
         if late := await self.queue.drain(self._settings.drain_seconds):
-            log.warning("%d looks did not end in time and were stopped: %s", len(late), late)
+            log.warning("%d reconciles did not end in time and were stopped: %s", len(late), late)
         await _cancelled(tasks["leader"])
         await self.leader.release()
         await _cancelled(*tasks.values())
@@ -283,7 +283,7 @@ class Operator:
         if self.leader.is_leader():
             return web.Response(text="leads\n")
         holder = self.leader.holder
-        if holder in ("", self._settings.identity):  # not looked at yet, given up, or ours and run out
+        if holder in ("", self._settings.identity):  # not read yet, given up, or ours and expired
             return web.Response(text="does not lead, and who does is not known\n")
         return web.Response(text=f"{holder} leads\n")
 
@@ -312,7 +312,7 @@ async def reconciler(parts: Parts) -> AsyncIterator[Reconcile]:
             return RunScaling(uid, None)
         return RunScaling(
             uid,
-            lambda: ClusterSteering(
+            lambda: ClusterAutoscaler(
                 run,
                 uid,
                 parts.api,
@@ -357,7 +357,7 @@ def main() -> int:
         level=settings.log_level,
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
-    # Every event of every object is news to kopf; what matters of it is ours to say.
+    # kopf logs every event of every object; what matters of it is logged here.
     logging.getLogger("kopf").setLevel(logging.WARNING)
     try:
         asyncio.run(serve(settings))

@@ -42,7 +42,7 @@ class Metrics:
         self._runs: dict[Key, _Stands] = {}
         self._reconciles = Histogram(
             names.RECONCILE_SECONDS,
-            "One look at one run.",
+            "One reconcile of one run.",
             ["result"],
             registry=self.registry,
             buckets=_SECONDS,
@@ -84,8 +84,8 @@ class Metrics:
         """Read these at each scrape."""
         for name, text, value in (
             (names.QUEUE_DEPTH, "Runs that are due.", queue.depth),
-            (names.QUEUE_IN_WORK, "Runs being looked at.", queue.in_work),
-            (names.QUEUE_FAILING, "Runs whose last look ended with an error.", queue.failing),
+            (names.QUEUE_IN_WORK, "Runs being reconciled.", queue.in_work),
+            (names.QUEUE_FAILING, "Runs whose last reconcile ended with an error.", queue.failing),
             (names.LEADER, "1 while this replica may write.", leader.is_leader),
         ):
             Gauge(name, text, registry=self.registry).set_function(_number(value))
@@ -99,7 +99,7 @@ class Metrics:
             self._writes.labels(kind).inc()
 
     def finished(self, key: Key, result: str, seconds: float) -> None:
-        """A look at a run ended."""
+        """A reconcile of a run ended."""
         self._reconciles.labels(result).observe(seconds)
 
     def event(self, kind: str) -> None:
@@ -170,7 +170,7 @@ class _Kept(Collector):
         self._runs = runs
 
     def collect(self) -> Iterable[Metric]:
-        runs = GaugeMetricFamily(names.RUNS, "Runs, as this replica last looked at them.", labels=["phase"])
+        runs = GaugeMetricFamily(names.RUNS, "Runs, as this replica last reconciled them.", labels=["phase"])
         by_phase = Tally(run.phase for run in self._runs.values())
         for phase in Phase:
             runs.add_metric([phase.value], by_phase[phase])

@@ -1,4 +1,4 @@
-"""Settings of the operator's process, read once at its start. Nothing else of it looks at the environment.
+"""Settings of the operator's process, read once at its start. No other module reads the environment.
 
 =============================  =======================================================================================
 ``SCALERL_WATCH_NAMESPACES``   namespaces whose runs are served, with commas; empty: all of the cluster
@@ -7,7 +7,7 @@
 ``SCALERL_COORDINATOR_IMAGE``
 ``SCALERL_IMAGE_PULL_POLICY``  Always, IfNotPresent (default) or Never
 ``SCALERL_SIDECAR_URL``        where the curve-fit sidecar answers; empty: there is none, and no run is forecast
-``SCALERL_WORKERS``            runs looked at at a time (16)
+``SCALERL_WORKERS``            runs reconciled at a time (16)
 ``SCALERL_LISTEN``             address and port of health and metrics (0.0.0.0:8080)
 ``SCALERL_LEASE``              name of the Lease that the leader holds (scalerl-operator)
 ``SCALERL_LOG_LEVEL``          DEBUG, INFO (default), WARNING or ERROR
@@ -38,7 +38,7 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True)
 class Settings:
-    """What the process was told. ``namespaces`` empty: all of the cluster. ``sidecar_url`` None: no forecasts."""
+    """The process's settings. ``namespaces`` empty: all of the cluster. ``sidecar_url`` None: no forecasts."""
 
     images: Images
     namespaces: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class Settings:
     identity: str = ""
     kubeconfig: str | None = None
     drain_seconds: float = 15.0
-    """How long looks in work may take to end after SIGTERM."""
+    """How long reconciles under way may take to end after SIGTERM."""
     resync_seconds: float = 300.0
     """Between two comparisons of the cache with what the API server lists."""
 

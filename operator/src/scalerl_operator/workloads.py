@@ -1,4 +1,4 @@
-"""Workloads: what has to run, in words that no runtime owns. Pure.
+"""Workloads: what has to run, in terms that both runtimes share. Pure.
 
 Arguments and environment may refer to variables as Kubernetes writes them, ``$(NAME)``; text that a
 user wrote goes through :func:`literal`, so that nothing in it is one. The values of the variables below
@@ -79,7 +79,7 @@ class Volume:
 
 @dataclass(frozen=True)
 class Container:
-    """One process: its command, what it listens on, and how to tell that it works.
+    """One process: its command, what it listens on, and how to check that it works.
 
     startup: until it succeeds once, the others are not asked; past its threshold the process is restarted.
     liveness: past its threshold the process is restarted.

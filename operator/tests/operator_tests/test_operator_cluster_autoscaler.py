@@ -20,12 +20,12 @@ from scalerl_operator.autoscaling.decision_log import as_recorded
 from scalerl_operator.autoscaling.forecast_request import Sidecar
 from scalerl_operator.autoscaling.models import Generators
 from scalerl_operator.autoscaling.replay import verify
-from scalerl_operator.controller.autoscaler import ClusterSteering, Word
+from scalerl_operator.controller.autoscaler import ClusterAutoscaler, Word
 
 ONE = Generators(wanted=1, ready=1)
 
 
-class Steered:
+class AutoscalerReport:
     """A steering with its API server, its clock and its wakes in hand."""
 
     def __init__(self, url: str, api: ConfigMaps | None = None, **autoscaling: Any) -> None:
@@ -34,7 +34,7 @@ class Steered:
         self.now = 0.0
         self.woken = asyncio.Event()
         sidecar = Sidecar(lambda: url, timeout_seconds=20.0, attempts=2, backoff_seconds=0.01)
-        self.steering = ClusterSteering(
+        self.steering = ClusterAutoscaler(
             self.run,
             UID,
             self.api,
@@ -80,16 +80,16 @@ class Steered:
 
 
 async def test_a_flat_run_is_stopped_and_says_why(url: str) -> None:
-    steered, curve = Steered(url), flat_curve()
-    first = steered.look(curve[:39])
+    autoscaler_report, curve = AutoscalerReport(url), flat_curve()
+    first = autoscaler_report.look(curve[:39])
     assert (first.known, first.stop, first.decisions) == (False, False, ())
-    early = await steered.settled(curve[:5])
+    early = await autoscaler_report.settled(curve[:5])
     assert (early.ready, early.reason, early.state) == (False, Reason.TOO_FEW_POINTS, "INSUFFICIENT")
-    await steered.settled(curve[:40])
-    assert not steered.look(curve[:40]).stop
-    word = await steered.settled(curve)
+    await autoscaler_report.settled(curve[:40])
+    assert not autoscaler_report.look(curve[:40]).stop
+    word = await autoscaler_report.settled(curve)
     assert word.event.startswith("STOP: P(gain at 2× the compute > 0.02)")
-    word = steered.look(curve)
+    word = autoscaler_report.look(curve)
     assert (word.stop, word.hold, word.state, word.event) == (True, False, "STOP", "")
     assert (word.ready, word.reason) == (True, Reason.FORECASTING)
     assert word.forecast is not None
@@ -97,17 +97,17 @@ async def test_a_flat_run_is_stopped_and_says_why(url: str) -> None:
     assert word.forecast.count("-") == 1
     assert [d.sequence for d in word.decisions] == [0, 1, 2]
     assert (word.decisions[-1].action, word.decisions[-1].time) == ("stop", "2023-11-14T22:13:20Z")
-    assert verify(steered.api.content())[1] == []
+    assert verify(autoscaler_report.api.content())[1] == []
 
 
 async def test_an_operator_that_starts_anew_knows_as_much(url: str) -> None:
-    steered, curve = Steered(url), flat_curve()
+    autoscaler_report, curve = AutoscalerReport(url), flat_curve()
     for count in (40, 41):
-        await steered.settled(curve[:count])
-    before = steered.look(curve)
+        await autoscaler_report.settled(curve[:count])
+    before = autoscaler_report.look(curve)
     assert before.stop
-    steered.steering.close()
-    again = Steered(url, steered.api)
+    autoscaler_report.steering.close()
+    again = AutoscalerReport(url, autoscaler_report.api)
     again.look(curve, stop_reason=FORECAST)
     await asyncio.wait_for(again.woken.wait(), 120)
     assert again.look(curve, stop_reason=FORECAST) == before
@@ -115,39 +115,39 @@ async def test_an_operator_that_starts_anew_knows_as_much(url: str) -> None:
 
 
 async def test_a_stop_of_a_release_without_a_field_stands(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    steered, curve = Steered(url), flat_curve()
+    autoscaler_report, curve = AutoscalerReport(url), flat_curve()
     with monkeypatch.context() as before:
         old = {
             name: value
-            for name, value in as_recorded(steered.run.spec.autoscaling).items()
+            for name, value in as_recorded(autoscaler_report.run.spec.autoscaling).items()
             if name != "prior"
         }
         before.setattr(decision_log, "as_recorded", lambda spec: old)
         for count in (40, 41):
-            await steered.settled(curve[:count])
-    steered.steering.close()
-    again = Steered(url, steered.api)
+            await autoscaler_report.settled(curve[:count])
+    autoscaler_report.steering.close()
+    again = AutoscalerReport(url, autoscaler_report.api)
     again.look(curve, stop_reason=FORECAST)
     await asyncio.wait_for(again.woken.wait(), 120)
     assert again.look(curve, stop_reason=FORECAST).stop
-    other = Steered(url, steered.api, prior="None")
+    other = AutoscalerReport(url, autoscaler_report.api, prior="None")
     other.look(curve, stop_reason=FORECAST)
     await asyncio.wait_for(other.woken.wait(), 120)
     assert not other.look(curve, stop_reason=FORECAST).stop, "made with another prior"
 
 
 async def test_a_stop_that_is_taken_back_stays_back(url: str) -> None:
-    steered, curve = Steered(url), flat_curve()
+    autoscaler_report, curve = AutoscalerReport(url), flat_curve()
     for count in (40, 41):
-        await steered.settled(curve[:count])
+        await autoscaler_report.settled(curve[:count])
     # Also by an operator that had nothing to do with the stop.
-    for one in (steered, Steered(url, steered.api)):
+    for one in (autoscaler_report, AutoscalerReport(url, autoscaler_report.api)):
         assert one.look(curve, resumed=True, stop_reason=FORECAST).stop is False
         await one.settled(curve, resumed=True, stop_reason=FORECAST)
         assert one.look(curve, resumed=True, stop_reason=FORECAST).stop is False
-    steered.steering.close()
+    autoscaler_report.steering.close()
     assert not (await one.settled(curve)).stop, "the coordinator knows"
-    lines, _ = verify(steered.api.content())
+    lines, _ = verify(autoscaler_report.api.content())
     assert (lines[-1].observation.resumed, lines[-1].decision.history.streak) == (True, 0)
     longer = evaluations([p.reward for p in curve] + [0.61, 0.61])
     assert not (await one.settled(longer[:42])).stop
@@ -156,9 +156,9 @@ async def test_a_stop_that_is_taken_back_stays_back(url: str) -> None:
 
 
 async def test_a_broken_run_is_held(url: str) -> None:
-    steered = Steered(url)
+    autoscaler_report = AutoscalerReport(url)
     curve = flat_curve()[:30]
-    await steered.settled(curve)
+    await autoscaler_report.settled(curve)
     cut = evaluations([p.reward for p in curve] + [0.6] * 3)
     cut = [
         *curve,
@@ -167,34 +167,34 @@ async def test_a_broken_run_is_held(url: str) -> None:
             for p in cut[30:]
         ),
     ]
-    word = await steered.settled(cut[:31])
+    word = await autoscaler_report.settled(cut[:31])
     assert (word.reason, word.alarming, word.event[:7]) == (Reason.BROKEN, True, "BROKEN:")
-    await steered.settled(cut[:32])
-    word = steered.look(cut[:32])
+    await autoscaler_report.settled(cut[:32])
+    word = autoscaler_report.look(cut[:32])
     assert (word.stop, word.hold, word.decisions[-1].action) == (False, True, "hold")
 
 
 async def test_another_spec_is_another_question(url: str) -> None:
     """What was decided under the old one is not acted on under the new, nor by whom may not act."""
-    steered, curve = Steered(url), flat_curve()
+    autoscaler_report, curve = AutoscalerReport(url), flat_curve()
     for count in (40, 41):
-        await steered.settled(curve[:count])
-    assert steered.look(curve).stop
+        await autoscaler_report.settled(curve[:count])
+    assert autoscaler_report.look(curve).stop
     for rules in ({"minGain": "0.001"}, {"mode": "Advisory"}, {"mode": "Off"}):
-        steered.run = Steered.as_run(**rules)
-        assert not steered.look(curve).stop
-    steered.run = Steered.as_run(mode="Off")
-    assert steered.look(curve) == Word()
+        autoscaler_report.run = AutoscalerReport.as_run(**rules)
+        assert not autoscaler_report.look(curve).stop
+    autoscaler_report.run = AutoscalerReport.as_run(mode="Off")
+    assert autoscaler_report.look(curve) == Word()
 
 
 @pytest.mark.parametrize("mode", ["Auto", "Advisory"])
 async def test_a_number_that_was_chosen_is_handed_out_until_the_next_decision(url: str, mode: str) -> None:
-    steered = Steered(url, mode=mode, generators={"max": 2}, cooldownSeconds=60)
+    autoscaler_report = AutoscalerReport(url, mode=mode, generators={"max": 2}, cooldownSeconds=60)
     curve, generators = flat_curve()[:12], ONE
     seen: list[tuple[int, int | None]] = []
     for second in range(0, 140, 5):
         wall = 2000.0 + second
-        word = await steered.settled(
+        word = await autoscaler_report.settled(
             curve,
             generators,
             wall_seconds=wall,
@@ -208,7 +208,9 @@ async def test_a_number_that_was_chosen_is_handed_out_until_the_next_decision(ur
             seen.append((second, word.generators))
             assert word.event.startswith("1 → 2 generators: the trainer waits")
             # Before anything else is decided: the one who has to act on it may die first.
-            again = Steered(url, steered.api, mode=mode, generators={"max": 2}, cooldownSeconds=60)
+            again = AutoscalerReport(
+                url, autoscaler_report.api, mode=mode, generators={"max": 2}, cooldownSeconds=60
+            )
             again.look(curve)
             await asyncio.wait_for(again.woken.wait(), 120)
             assert again.look(curve).generators == 2
@@ -216,7 +218,7 @@ async def test_a_number_that_was_chosen_is_handed_out_until_the_next_decision(ur
             again.steering.close()
             generators = Generators(wanted=2, ready=2)
     assert seen == ([(60, 2)] if mode == "Auto" else [])
-    lines, _ = verify(steered.api.content())
+    lines, _ = verify(autoscaler_report.api.content())
     assert [line.decision.action.kind for line in lines].count("scale") >= 1
     assert lines[-1].observation.generators == generators
 
@@ -233,24 +235,24 @@ async def test_a_slow_sidecar_holds_nothing_up(serve: Any) -> None:
 
     application = web.Application(client_max_size=wire.MAX_BODY_BYTES)
     application.router.add_post(wire.FORECAST, answer)
-    steered = Steered(await serve(application))
-    steered.look([])
-    await steered.woken.wait()
+    autoscaler_report = AutoscalerReport(await serve(application))
+    autoscaler_report.look([])
+    await autoscaler_report.woken.wait()
     for _ in range(20):
-        word = steered.look(flat_curve())
+        word = autoscaler_report.look(flat_curve())
         assert not word.stop
         await asyncio.sleep(0.005)
     assert asked == 1
     gate.set()
-    word = await steered.settled(flat_curve())
+    word = await autoscaler_report.settled(flat_curve())
     assert (word.ready, word.reason) == (False, Reason.SIDECAR_UNREACHABLE)
     assert "after 2 attempts" in word.message
-    steered.steering.close()
+    autoscaler_report.steering.close()
 
 
 async def test_without_a_sidecar_nothing_is_stopped_and_it_is_said(url: str) -> None:
-    steered = Steered(f"http://127.0.0.1:{unused_port()}")
-    word = await steered.settled(flat_curve())
+    autoscaler_report = AutoscalerReport(f"http://127.0.0.1:{unused_port()}")
+    word = await autoscaler_report.settled(flat_curve())
     assert (word.stop, word.ready, word.reason, word.forecast) == (
         False,
         False,
@@ -261,64 +263,64 @@ async def test_without_a_sidecar_nothing_is_stopped_and_it_is_said(url: str) -> 
 
 async def test_a_record_that_cannot_be_read_is_said_and_read_later(url: str) -> None:
     api = ConfigMaps([DOWN, DOWN])
-    steered = Steered(url, api)
+    autoscaler_report = AutoscalerReport(url, api)
     for _ in range(2):
-        steered.look(flat_curve())
-        await steered.woken.wait()
-        word = steered.look(flat_curve())
+        autoscaler_report.look(flat_curve())
+        await autoscaler_report.woken.wait()
+        word = autoscaler_report.look(flat_curve())
         assert (word.known, word.reason) == (False, Reason.NOT_RECORDED)
         assert "team/test-decisions cannot be read" in word.message
-        assert steered.steering._task is None, "not before its time"
-        steered.woken.clear()
-        steered.now += 2 * FIRST_RETRY_SECONDS
-    assert (await steered.settled(flat_curve())).known
+        assert autoscaler_report.steering._task is None, "not before its time"
+        autoscaler_report.woken.clear()
+        autoscaler_report.now += 2 * FIRST_RETRY_SECONDS
+    assert (await autoscaler_report.settled(flat_curve())).known
 
 
 @pytest.mark.parametrize("fate", [DOWN, LOST])
 async def test_a_decision_that_cannot_be_written_is_not_acted_on(url: str, fate: str) -> None:
     """Or rather: only what is in the record is, whatever the answer was."""
-    steered, curve = Steered(url), flat_curve()
-    await steered.settled(curve[:40])
-    steered.api.fate = [fate]
-    word = await steered.settled(curve)
-    word = steered.look(curve)
+    autoscaler_report, curve = AutoscalerReport(url), flat_curve()
+    await autoscaler_report.settled(curve[:40])
+    autoscaler_report.api.fate = [fate]
+    word = await autoscaler_report.settled(curve)
+    word = autoscaler_report.look(curve)
     assert (word.ready, word.reason) == (False, Reason.NOT_RECORDED)
     assert word.stop == (fate == LOST)
-    steered.now += FIRST_RETRY_SECONDS
-    await steered.settled(curve)
-    word = steered.look(curve)
+    autoscaler_report.now += FIRST_RETRY_SECONDS
+    await autoscaler_report.settled(curve)
+    word = autoscaler_report.look(curve)
     assert (word.stop, word.ready) == (True, True)
-    assert verify(steered.api.content())[1] == []
+    assert verify(autoscaler_report.api.content())[1] == []
 
 
 async def test_a_fault_of_its_own_is_said_and_the_run_goes_on(
     url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    steered, curve = Steered(url), flat_curve()
+    autoscaler_report, curve = AutoscalerReport(url), flat_curve()
 
     async def fail(*_: object) -> None:
         raise ZeroDivisionError("so")
 
     with monkeypatch.context() as patched:
         patched.setattr(Autoscaler, "step", fail)
-        word = await steered.settled(curve[:12])
-        word = steered.look(curve[:12])
+        word = await autoscaler_report.settled(curve[:12])
+        word = autoscaler_report.look(curve[:12])
     assert (word.stop, word.reason, word.message) == (
         False,
         Reason.AUTOSCALER_FAILED,
         "ZeroDivisionError: so",
     )
     assert "team/test: the autoscaler failed" in caplog.text
-    steered.now += FIRST_RETRY_SECONDS
-    assert (await steered.settled(curve[:12])).state is not None
+    autoscaler_report.now += FIRST_RETRY_SECONDS
+    assert (await autoscaler_report.settled(curve[:12])).state is not None
 
 
 async def test_closing_ends_what_is_under_way(url: str) -> None:
-    steered = Steered(url)
-    steered.look(flat_curve())
-    task = steered.steering._task
+    autoscaler_report = AutoscalerReport(url)
+    autoscaler_report.look(flat_curve())
+    task = autoscaler_report.steering._task
     assert task is not None
-    steered.steering.close()
+    autoscaler_report.steering.close()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert not steered.woken.is_set()
+    assert not autoscaler_report.woken.is_set()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from operator_tests.scaling import run as local_run
-from operator_tests.scaling import status as heard
+from operator_tests.scaling import status as coordinator_report
 from scalerl_api.conditions import Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import DecisionStatus, GeneratorsStatus, RunStatus
@@ -52,11 +52,16 @@ def test_what_is_chosen_holds_until_a_person_says_otherwise(auto: ScaleRLRun) ->
     steersman = Steersman()
     scaling = RunScaling("u", lambda: steersman)
     steersman.word = Word(known=True, generators=3)
-    steered = scaling.steer(auto, RunStatus(), heard([]), 1, resumed=False)
-    assert (steered.replicas, steered.base, steered.chosen, steered.pinned) == (3, 1, 3, False)
+    autoscaler_report = scaling.steer(auto, RunStatus(), coordinator_report([]), 1, resumed=False)
+    assert (
+        autoscaler_report.replicas,
+        autoscaler_report.base,
+        autoscaler_report.chosen,
+        autoscaler_report.pinned,
+    ) == (3, 1, 3, False)
     before = RunStatus(generators=GeneratorsStatus(base=1, chosen=3))
     steersman.word = Word(known=True)
-    assert scaling.steer(auto, before, heard([]), 3, resumed=True).replicas == 3
+    assert scaling.steer(auto, before, coordinator_report([]), 3, resumed=True).replicas == 3
     assert steersman.seen[-1][0].wanted == 3
     assert steersman.seen[-1][1] is True
     theirs = auto.model_copy(
@@ -66,8 +71,8 @@ def test_what_is_chosen_holds_until_a_person_says_otherwise(auto: ScaleRLRun) ->
             )
         }
     )
-    steered = scaling.steer(theirs, before, heard([]), 3, resumed=False)
-    assert (steered.replicas, steered.pinned) == (2, True)
+    autoscaler_report = scaling.steer(theirs, before, coordinator_report([]), 3, resumed=False)
+    assert (autoscaler_report.replicas, autoscaler_report.pinned) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -78,10 +83,10 @@ def test_why_a_run_is_to_end(auto: ScaleRLRun, word: Word, reason: str) -> None:
     steersman = Steersman()
     steersman.word = word
     scaling = RunScaling("u", lambda: steersman)
-    scaling.steer(auto, RunStatus(), heard([]), 1, resumed=False)
+    scaling.steer(auto, RunStatus(), coordinator_report([]), 1, resumed=False)
     assert scaling.stop == reason
     off = auto.model_copy(update={"spec": local_run({"mode": "Off"})})
-    scaling.steer(off, RunStatus(), heard([]), 1, resumed=False)
+    scaling.steer(off, RunStatus(), coordinator_report([]), 1, resumed=False)
     assert scaling.stop == "", "nobody may act any more"
 
 
@@ -91,7 +96,7 @@ def test_each_decision_is_counted_once_and_no_earlier_operators(auto: ScaleRLRun
 
     def look(word: Word) -> None:
         steersman.word = word
-        scaling.steer(auto, RunStatus(), heard([]), 1, resumed=False)
+        scaling.steer(auto, RunStatus(), coordinator_report([]), 1, resumed=False)
 
     look(Word())
     look(Word(known=True, decisions=decisions("INSUFFICIENT", "CONTINUE")))
@@ -107,10 +112,10 @@ def test_the_status_stays_as_it_was_until_the_record_is_read(auto: ScaleRLRun) -
     before = RunStatus(
         forecast="0.50 (0.40-0.60)", decision="CONTINUE", decisions=list(decisions("CONTINUE"))
     )
-    scaling.steer(auto, before, heard([]), 1, resumed=False)
+    scaling.steer(auto, before, coordinator_report([]), 1, resumed=False)
     assert scaling.decorate(before) == before
     steersman.word = Word(known=True, state="STOP", forecast=None, ready=True, reason=Reason.FORECASTING)
-    scaling.steer(auto, before, heard([]), 1, resumed=False)
+    scaling.steer(auto, before, coordinator_report([]), 1, resumed=False)
     assert (scaling.decorate(before).decision, scaling.decorate(before).forecast) == ("STOP", None)
     scaling.close()
     assert steersman.closed

@@ -13,10 +13,10 @@ from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import Condition, RunStatus
 from scalerl_api.wire import Status
-from scalerl_operator.controller.observe import JOB_NAME, Observed, Problem, observe
-from scalerl_operator.controller.status import Looked, Steered, report
+from scalerl_operator.controller.observe import JOB_NAME, Problem, RunObservation, observe
+from scalerl_operator.controller.status import AutoscalerReport, ReconcileResult, report
 from scalerl_operator.names import COMPONENT, QUEUE, RUN_UID
-from scalerl_operator.policy.decision import Course, End, Memory, Outcome
+from scalerl_operator.policy.decision import End, LifecycleDecision, Memory, Outcome
 from scalerl_operator.workloads import Role
 
 Object = dict[str, Any]
@@ -40,25 +40,33 @@ def job(role: Role) -> Object:
     return {"metadata": metadata, "spec": {"parallelism": 1}, "status": {}}
 
 
-def observed(*pods: Object, jobs: tuple[Role, ...] = ()) -> Observed:
+def observed(*pods: Object, jobs: tuple[Role, ...] = ()) -> RunObservation:
     objects = {("Pod", p["metadata"]["name"]): p for p in pods} | {("Job", str(r)): job(r) for r in jobs}
     return observe(objects, UID, HASHES)
 
 
 def conditions(
     phase: Phase,
-    found: Observed | None = None,
+    found: RunObservation | None = None,
     *,
-    heard: Status | None = None,
+    coordinator_report: Status | None = None,
     outcome: Outcome | None = None,
     blocked: Problem | None = None,
     run: ScaleRLRun = RUN,
     before: RunStatus | None = None,
     queue_missing: str = "",
 ) -> dict[str, Condition]:
-    course = Course(phase, Memory(attempt=1, outcome=outcome))
-    looked = Looked(
-        1e9, 1, None, blocked, found or observed(), course, heard, Steered(1), queue_missing=queue_missing
+    decision = LifecycleDecision(phase, Memory(attempt=1, outcome=outcome))
+    looked = ReconcileResult(
+        1e9,
+        1,
+        None,
+        blocked,
+        found or observed(),
+        decision,
+        coordinator_report,
+        AutoscalerReport(1),
+        queue_missing=queue_missing,
     )
     return {c.type: c for c in report(run, before or RunStatus(), looked).conditions}
 
@@ -88,9 +96,9 @@ def test_conditions_of_a_suspended_run_say_that_it_is_suspended() -> None:
 
 
 def test_a_full_disk_is_named_where_the_coordinator_is_not_ready() -> None:
-    heard = msgspec.structs.replace(QUIET, journal_error="No space left on device")
+    coordinator_report = msgspec.structs.replace(QUIET, journal_error="No space left on device")
     running = pod("c-0", Role.COORDINATOR, {"running": {}}, started=True)
-    found = conditions(Phase.RUNNING, observed(running), heard=heard)
+    found = conditions(Phase.RUNNING, observed(running), coordinator_report=coordinator_report)
     for type_, status in ((ConditionType.COORDINATOR_READY, "False"), (ConditionType.PROGRESSING, "False"), (ConditionType.DEGRADED, "True")):  # fmt: skip
         condition = found[type_]
         assert (condition.status, condition.reason) == (status, "VolumeNotWritable")
@@ -99,11 +107,11 @@ def test_a_full_disk_is_named_where_the_coordinator_is_not_ready() -> None:
 
 def test_steps_are_not_progressing_without_a_trainer() -> None:
     running = pod("t-0", Role.TRAINER, {"running": {}}, ready=True)
-    up = conditions(Phase.RUNNING, observed(running, jobs=(Role.TRAINER,)), heard=QUIET)
+    up = conditions(Phase.RUNNING, observed(running, jobs=(Role.TRAINER,)), coordinator_report=QUIET)
     assert (up["Progressing"].status, up["Progressing"].reason) == ("True", "StepsTrained")
-    down = conditions(Phase.RUNNING, observed(), heard=QUIET)["Progressing"]
+    down = conditions(Phase.RUNNING, observed(), coordinator_report=QUIET)["Progressing"]
     assert (down.status, down.reason, down.message) == ("False", "TrainerNotReady", "after step 3")
-    assert conditions(Phase.FINISHING, observed(), heard=QUIET)["Progressing"].status == "True"
+    assert conditions(Phase.FINISHING, observed(), coordinator_report=QUIET)["Progressing"].status == "True"
 
 
 @pytest.mark.parametrize(

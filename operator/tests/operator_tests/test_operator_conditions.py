@@ -14,9 +14,15 @@ from operator_tests.test_operator_degraded import QUIET, RUN
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.status import RunStatus
 from scalerl_operator.controller.observe import observe
-from scalerl_operator.controller.status import Looked, Steered, merge_patch, remembered, report
+from scalerl_operator.controller.status import (
+    AutoscalerReport,
+    ReconcileResult,
+    merge_patch,
+    remembered,
+    report,
+)
 from scalerl_operator.names import COMPONENT, RUN_UID
-from scalerl_operator.policy.decision import Course, End, Memory, Outcome, Rest
+from scalerl_operator.policy.decision import End, LifecycleDecision, Memory, Outcome, Suspension
 from scalerl_operator.policy.restarts import Record
 from scalerl_operator.workloads import Role
 
@@ -70,7 +76,7 @@ memories = st.builds(
     drain_since=times,
     unreachable_since=times,
     held_since=times,
-    rest=st.sampled_from(Rest),
+    rest=st.sampled_from(Suspension),
     resumed=st.booleans(),
     outcome=st.none()
     | st.builds(
@@ -89,7 +95,9 @@ def test_the_memory_of_a_look_is_found_by_the_next_whatever_was_there_before(
     stored: dict[str, Any] = {}
     for memory in (first, second):
         before = RunStatus.model_validate(stored)
-        looked = Looked(1e9, 1, None, None, None, Course(Phase.RUNNING, memory), None, Steered(1))
+        looked = ReconcileResult(
+            1e9, 1, None, None, None, LifecycleDecision(Phase.RUNNING, memory), None, AutoscalerReport(1)
+        )
         new = report(None, before, looked).to_object()
         stored = merged(stored, merge_patch(stored, new))
         assert stored == new
@@ -105,20 +113,26 @@ def test_how_a_run_ended_is_remembered_also_in_words_of_a_later_release(end: End
         before = RunStatus.read(stored)
         memory = remembered(before)
         assert memory.outcome == Outcome(end, Reason.OTHER_RELEASE, "ProphecyFulfilled: as foretold")
-        looked = Looked(1e9, 1, None, None, None, Course(Phase(end.value), memory), None, Steered(1))
+        looked = ReconcileResult(
+            1e9, 1, None, None, None, LifecycleDecision(Phase(end.value), memory), None, AutoscalerReport(1)
+        )
         stored = report(None, before, looked).to_object()
 
 
 @pytest.mark.parametrize(
-    ("steered", "told"),
+    ("autoscaler_report", "told"),
     [
-        (Steered(3, 1, 3), "the autoscaler chose 3; spec.generator.replicas says 1"),
-        (Steered(2, 2, 2), "Nothing to do."),
-        (Steered(2), "Nothing to do."),
+        (AutoscalerReport(3, 1, 3), "the autoscaler chose 3; spec.generator.replicas says 1"),
+        (AutoscalerReport(2, 2, 2), "Nothing to do."),
+        (AutoscalerReport(2), "Nothing to do."),
     ],
 )
-def test_a_number_that_the_autoscaler_chose_is_told_beside_the_specs(steered: Steered, told: str) -> None:
-    looked = Looked(1e9, 1, None, None, None, Course(Phase.RUNNING, Memory()), None, steered)
+def test_a_number_that_the_autoscaler_chose_is_told_beside_the_specs(
+    autoscaler_report: AutoscalerReport, told: str
+) -> None:
+    looked = ReconcileResult(
+        1e9, 1, None, None, None, LifecycleDecision(Phase.RUNNING, Memory()), None, autoscaler_report
+    )
     condition = report(RUN, RunStatus(), looked).condition("GeneratorsPinned")
     assert condition is not None
     assert (condition.status, condition.message) == ("False", told)
@@ -126,8 +140,10 @@ def test_a_number_that_the_autoscaler_chose_is_told_beside_the_specs(steered: St
 
 @pytest.mark.parametrize("phase", Phase)
 def test_every_condition_says_what_is_so_or_what_to_do(phase: Phase) -> None:
-    heard = msgspec.structs.replace(QUIET, step=0, waiting_for="the trainer to say hello")
-    looked = Looked(1e9, 1, None, None, None, Course(phase, Memory()), heard, Steered(1))
+    coordinator_report = msgspec.structs.replace(QUIET, step=0, waiting_for="the trainer to say hello")
+    looked = ReconcileResult(
+        1e9, 1, None, None, None, LifecycleDecision(phase, Memory()), coordinator_report, AutoscalerReport(1)
+    )
     status = report(RUN, RunStatus(), looked)
     assert [c.type for c in status.conditions] == list(ConditionType)
     assert [c.type for c in status.conditions if not c.message] == []
@@ -135,7 +151,7 @@ def test_every_condition_says_what_is_so_or_what_to_do(phase: Phase) -> None:
     assert progressing is not None
     if phase in (Phase.RUNNING, Phase.FINISHING):
         said = (progressing.reason, progressing.message)
-        assert said == (Reason.NO_STEPS, "waiting for the trainer to say hello")
+        assert said == (Reason.STALLED, "waiting for the trainer to say hello")
 
 
 @pytest.mark.parametrize(
@@ -144,11 +160,15 @@ def test_every_condition_says_what_is_so_or_what_to_do(phase: Phase) -> None:
 def test_a_coordinator_that_does_not_listen_is_told_from_one_that_is_not_reached(
     refused: str, reason: str
 ) -> None:
-    course = Course(Phase.RUNNING, Memory(attempt=1), note="the coordinator to answer")
+    decision = LifecycleDecision(Phase.RUNNING, Memory(attempt=1), note="the coordinator to answer")
     pod = {"metadata": {"name": "c", "labels": {RUN_UID: UID, COMPONENT: Role.COORDINATOR}}}
     pod["status"] = {"conditions": [{"type": "Ready", "status": "True"}]}
     observed = observe({("Pod", "c"): pod}, UID, {Role.PREPARE: "", Role.TRAINER: ""})
-    status = report(RUN, RunStatus(), Looked(1e9, 1, None, None, observed, course, None, Steered(1), refused))
+    status = report(
+        RUN,
+        RunStatus(),
+        ReconcileResult(1e9, 1, None, None, observed, decision, None, AutoscalerReport(1), refused),
+    )
     for type_ in (ConditionType.COORDINATOR_READY, ConditionType.PROGRESSING):
         condition = status.condition(type_)
         assert condition is not None

@@ -22,7 +22,7 @@ from scalerl_operator.controller import coordinator_poller
 from scalerl_operator.controller.coordinator_poller import (
     LONGEST_PAUSE_SECONDS,
     Answer,
-    Coordinators,
+    CoordinatorPollers,
     _Poller,
 )
 from scalerl_operator.controller.observe import PodView
@@ -60,13 +60,13 @@ class Coordinator:
                 await slow.wait()
             return web.Response(body=msgspec.msgpack.encode(said))
 
-        async def tell(request: web.Request) -> web.Response:
+        async def request_stop(request: web.Request) -> web.Response:
             self.told.append(msgspec.msgpack.decode(await request.read(), type=Stop).reason)
             return web.Response(body=msgspec.msgpack.encode(Ack()))
 
         app = web.Application()
         app.router.add_get(endpoints.STATUS, ask)
-        app.router.add_post(endpoints.STOP, tell)
+        app.router.add_post(endpoints.STOP, request_stop)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, self.address, PORTS["http"]).start()
@@ -109,22 +109,24 @@ class Tokens:
 @asynccontextmanager
 async def coordinators(
     leads: bool = True, wake: Callable[[str], None] = lambda uid: None, *, background: bool = True
-) -> AsyncIterator[Coordinators]:
+) -> AsyncIterator[CoordinatorPollers]:
     def fence(what: str) -> None:
         if not leads:
             raise Fenced("does not lead", what=what)
 
-    made = Coordinators(fence, wake, background=background)
+    made = CoordinatorPollers(fence, wake, background=background)
     try:
         yield made
     finally:
         await made.close()
 
 
-async def heard(ours: Coordinators, uid: str, pods: list[PodView], token: Tokens, seen: object) -> Answer:
+async def coordinator_report(
+    ours: CoordinatorPollers, uid: str, pods: list[PodView], token: Tokens, seen: object
+) -> Answer:
     """The answer that a look gets once it is known."""
     for _ in range(12000):
-        if (answer := await ours.hear(uid, pods, token, seen)).known:
+        if (answer := await ours.poll(uid, pods, token, seen)).known:
             return answer
         await asyncio.sleep(0.01)
     raise AssertionError("no answer in 120 s")
@@ -148,20 +150,20 @@ async def test_an_answer_is_of_what_is_seen_and_looks_that_see_the_same_share_it
         second.serving() as two,
         coordinators(wake=woken.append) as ours,
     ):
-        assert await ours.hear("u", [one], token, 1) == Answer(False)
+        assert await ours.poll("u", [one], token, 1) == Answer(False)
         for _ in range(3):
-            assert (await heard(ours, "u", [one], token, 1)).status is not None
+            assert (await coordinator_report(ours, "u", [one], token, 1)).status is not None
         assert (len(first.asked), woken) == (1, ["u"])
-        assert await ours.hear("u", [one], token, 2) == Answer(False), "the trainer may have ended since"
-        assert (await heard(ours, "u", [one], token, 2)).status is not None
+        assert await ours.poll("u", [one], token, 2) == Answer(False), "the trainer may have ended since"
+        assert (await coordinator_report(ours, "u", [one], token, 2)).status is not None
         assert (len(first.asked), len(set(first.asked))) == (2, 1), "by one connection"
-        assert await ours.tell("u", "interrupted")
+        assert await ours.request_stop("u", "interrupted")
         assert (len(first.asked), first.told) == (3, ["interrupted"]), "what it said before is past"
         pods = [a_pod(first.address, ready=False), two]
-        assert (await heard(ours, "u", pods, token, 2)).status is not None
+        assert (await coordinator_report(ours, "u", pods, token, 2)).status is not None
         assert (len(first.asked), len(second.asked)) == (3, 1)
         await ours.forget("u")
-        assert (await heard(ours, "u", [two], token, 2)).status is not None
+        assert (await coordinator_report(ours, "u", [two], token, 2)).status is not None
         assert len(set(second.asked)) == 2
 
 
@@ -169,7 +171,7 @@ async def test_it_is_asked_again_and_again_by_itself(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(coordinator_poller, "POLL_SECONDS", 0.05)
     there, token = Coordinator(), Tokens()
     async with there.serving() as pod, coordinators() as ours:
-        await heard(ours, "u", [pod], token, 1)
+        await coordinator_report(ours, "u", [pod], token, 1)
         for _ in range(12000):
             if len(there.asked) >= 4:
                 break
@@ -184,16 +186,16 @@ async def test_one_that_cannot_answer_is_not_asked_and_one_that_does_not_holds_n
     silent, token = Coordinator(), Tokens()
     silent.answers = False
     async with silent.serving() as pod, coordinators() as ours:
-        assert await ours.hear("u", [], token, 1) == Answer(True)
-        assert await ours.hear("u", [a_pod(pod.ip, ready=False), a_pod("")], token, 1) == Answer(True)
-        assert not await ours.tell("u", "interrupted")
+        assert await ours.poll("u", [], token, 1) == Answer(True)
+        assert await ours.poll("u", [a_pod(pod.ip, ready=False), a_pod("")], token, 1) == Answer(True)
+        assert not await ours.request_stop("u", "interrupted")
         assert (silent.asked, token.read) == ([], 0)
         began = time.monotonic()
-        assert await ours.hear("u", [pod], token, 1) == Answer(False)
+        assert await ours.poll("u", [pod], token, 1) == Answer(False)
         assert time.monotonic() - began < 0.1, "a look waits for no coordinator"
-        assert await heard(ours, "u", [pod], token, 1) == Answer(True)
+        assert await coordinator_report(ours, "u", [pod], token, 1) == Answer(True)
         for seen in range(2, 20):
-            assert await ours.hear("u", [pod], token, seen) == Answer(True), "nor for one that did not answer"
+            assert await ours.poll("u", [pod], token, seen) == Answer(True), "nor for one that did not answer"
         assert len(silent.asked) == 1
 
 
@@ -201,9 +203,9 @@ async def test_one_that_has_started_and_is_not_ready_is_asked() -> None:
     """It may be that it cannot write its journal, and only it can say so."""
     there, token = Coordinator(), Tokens()
     async with there.serving() as pod, coordinators() as ours:
-        assert await ours.hear("u", [replace(pod, ready=False)], token, 1) == Answer(True)
+        assert await ours.poll("u", [replace(pod, ready=False)], token, 1) == Answer(True)
         started = replace(pod, ready=False, started=True)
-        assert (await heard(ours, "u", [started], token, 1)).status is not None
+        assert (await coordinator_report(ours, "u", [started], token, 1)).status is not None
 
 
 def test_one_that_does_not_answer_is_asked_less_and_less_often_and_never_in_step() -> None:
@@ -218,9 +220,9 @@ def test_one_that_does_not_answer_is_asked_less_and_less_often_and_never_in_step
 async def test_who_does_not_lead_may_ask_and_tells_nothing() -> None:
     there = Coordinator()
     async with there.serving() as pod, coordinators(leads=False) as ours:
-        assert (await heard(ours, "u", [pod], Tokens(), 1)).status is not None
-        with pytest.raises(Fenced, match="tell the coordinator of run u"):
-            await ours.tell("u", "interrupted")
+        assert (await coordinator_report(ours, "u", [pod], Tokens(), 1)).status is not None
+        with pytest.raises(Fenced, match="send a stop request to the coordinator of run u"):
+            await ours.request_stop("u", "interrupted")
         assert there.told == []
 
 
@@ -228,25 +230,25 @@ async def test_why_it_was_not_listened_to_is_kept_and_is_news_once(caplog: pytes
     there, token = Coordinator(), Tokens()
     there.refuses = "you speak wire version 2, the coordinator 1"
     async with there.serving() as pod, coordinators(background=False) as ours:
-        assert not (await ours.hear("u", [pod], token, 1)).known
+        assert not (await ours.poll("u", [pod], token, 1)).known
         for _ in range(3):
             await ours.ask_all()
-            assert await ours.hear("u", [pod], token, 1) == Answer(True)
+            assert await ours.poll("u", [pod], token, 1) == Answer(True)
             assert (
                 ours.refusal("u") == "GET /v1/status: HTTP 426: you speak wire version 2, the coordinator 1"
             )
         assert [r.levelname for r in caplog.records if "wire version" in r.message] == ["WARNING"]
         assert token.again == 3, "the token may be the reason: it is read again after each refusal"
-        assert await ours.hear("u", [pod], token, 1) == Answer(True)
+        assert await ours.poll("u", [pod], token, 1) == Answer(True)
         assert token.again == 3
         there.refuses = ""
         await ours.ask_all()
-        assert (await ours.hear("u", [pod], token, 1)).status is not None
+        assert (await ours.poll("u", [pod], token, 1)).status is not None
         assert ours.refusal("u") == ""
         there.refuses = "no"
         await ours.ask_all()
-        assert await ours.hear("u", [pod], token, 1) == Answer(True)
-        assert await ours.hear("u", [], token, 1) == Answer(True)
+        assert await ours.poll("u", [pod], token, 1) == Answer(True)
+        assert await ours.poll("u", [], token, 1) == Answer(True)
         assert ours.refusal("u") == "", "one that is gone says nothing"
 
 
@@ -254,10 +256,10 @@ async def test_another_token_is_tried_at_once() -> None:
     there, token = Coordinator(), Tokens()
     there.refuses = "the run's bearer token is missing or wrong"
     async with there.serving() as pod, coordinators() as ours:
-        assert (await heard(ours, "u", [pod], token, 1)).status is None
+        assert (await coordinator_report(ours, "u", [pod], token, 1)).status is None
         there.refuses, token.token = "", "another"
-        assert await ours.hear("u", [pod], token, 1) == Answer(False)
-        assert (await heard(ours, "u", [pod], token, 1)).status is not None
+        assert await ours.poll("u", [pod], token, 1) == Answer(False)
+        assert (await coordinator_report(ours, "u", [pod], token, 1)).status is not None
 
 
 async def test_forty_that_do_not_answer_hold_up_no_look_at_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,16 +267,16 @@ async def test_forty_that_do_not_answer_hold_up_no_look_at_another(monkeypatch: 
     silent.answers = False
     async with silent.serving() as no_word, there.serving() as pod, coordinators() as ours:
         for n in range(40):
-            assert await ours.hear(f"silent-{n}", [no_word], token, 1) == Answer(False)
+            assert await ours.poll(f"silent-{n}", [no_word], token, 1) == Answer(False)
         began = time.monotonic()
-        assert (await heard(ours, "u", [pod], token, 1)).status is not None
+        assert (await coordinator_report(ours, "u", [pod], token, 1)).status is not None
         assert time.monotonic() - began < 1.0
 
 
 async def test_an_answer_that_was_asked_for_earlier_and_comes_later_counts_no_more() -> None:
     there, token = Coordinator(), Tokens()
     async with there.serving() as pod, coordinators(background=False) as ours:
-        await ours.hear("u", [pod], token, 1)
+        await ours.poll("u", [pod], token, 1)
         there.slow = late = asyncio.Event()
         earlier = asyncio.create_task(ours.ask("u"))
         await asked(there, 1)
@@ -282,7 +284,7 @@ async def test_an_answer_that_was_asked_for_earlier_and_comes_later_counts_no_mo
         await ours.ask("u")
         late.set()
         await earlier
-        answer = await ours.hear("u", [pod], token, 1)
+        answer = await ours.poll("u", [pod], token, 1)
         assert answer.status is not None
         assert answer.status.stop_reason == "interrupted"
 
@@ -293,18 +295,18 @@ async def test_only_news_wake_a_run_that_waits_for_no_answer(monkeypatch: pytest
     there, token, woken = Coordinator(), Tokens(), list[str]()
 
     async with there.serving() as pod, coordinators(wake=woken.append) as ours:
-        await heard(ours, "u", [pod], token, 1)
+        await coordinator_report(ours, "u", [pod], token, 1)
         woken.clear()
         await asked(there, 5)
         assert woken == [], "how long it has run is always another"
         there.reason = "maxSteps"
         await asked(there, 2)
         assert woken
-        await heard(ours, "u", [pod], token, 1)
+        await coordinator_report(ours, "u", [pod], token, 1)
         await asked(there, 2)
         woken.clear()
         await asked(there, 5)
         assert woken == []
-        assert await ours.hear("u", [pod], token, 2) == Answer(False)
+        assert await ours.poll("u", [pod], token, 2) == Answer(False)
         await asked(there, 2)
         assert woken, "a look waits, for the same"

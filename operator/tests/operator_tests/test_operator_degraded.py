@@ -15,8 +15,13 @@ from scalerl_api.status import RunStatus
 from scalerl_api.wire import Tracker
 from scalerl_operator.controller.degraded import QUIET_SECONDS
 from scalerl_operator.controller.observe import observe
-from scalerl_operator.controller.status import Looked, Steered, report, waits_for_progress_only
-from scalerl_operator.policy.decision import Course, Memory
+from scalerl_operator.controller.status import (
+    AutoscalerReport,
+    ReconcileResult,
+    report,
+    waits_for_progress_only,
+)
+from scalerl_operator.policy.decision import LifecycleDecision, Memory
 from scalerl_operator.workloads import Role
 
 _COUNTS = dict.fromkeys(
@@ -54,22 +59,24 @@ class Looks:
 
     def __init__(self) -> None:
         self.stored: dict[str, Any] = {}
-        self.heard = QUIET
+        self.coordinator_report = QUIET
 
-    def look(self, at: float, phase: Phase = Phase.RUNNING, *, silent: bool = False, **heard: Any) -> str:
+    def look(
+        self, at: float, phase: Phase = Phase.RUNNING, *, silent: bool = False, **coordinator_report: Any
+    ) -> str:
         """The reason of Degraded; what is heard stays until it is said anew."""
-        self.heard = msgspec.structs.replace(self.heard, **heard)
+        self.coordinator_report = msgspec.structs.replace(self.coordinator_report, **coordinator_report)
         observed = observe({}, UID, {Role.PREPARE: "", Role.TRAINER: ""})
-        course = Course(phase, Memory(attempt=1))
-        word = None if silent else self.heard
-        looked = Looked(1e9 + at, 1, None, None, observed, course, word, Steered(1))
+        decision = LifecycleDecision(phase, Memory(attempt=1))
+        word = None if silent else self.coordinator_report
+        looked = ReconcileResult(1e9 + at, 1, None, None, observed, decision, word, AutoscalerReport(1))
         before = RunStatus.model_validate(self.stored)
         self.after = report(RUN, before, looked)
         self.quiet = waits_for_progress_only(before, self.after)
         self.stored = self.after.to_object()
         said = self.after.condition(ConditionType.DEGRADED)
         assert said is not None
-        assert (said.status == "True") == (said.reason != Reason.AS_EXPECTED)
+        assert (said.status == "True") == (said.reason != Reason.HEALTHY)
         return said.reason
 
 
@@ -79,28 +86,28 @@ def looks() -> Looks:
 
 
 def test_grading_that_failed_once_is_over_after_a_while(looks: Looks) -> None:
-    assert looks.look(0) == Reason.AS_EXPECTED
+    assert looks.look(0) == Reason.HEALTHY
     assert looks.look(5, grading_errors=1) == Reason.GRADING_FAILED
     assert looks.look(5 + QUIET_SECONDS - 1) == Reason.GRADING_FAILED
-    assert looks.look(5 + QUIET_SECONDS + 1) == Reason.AS_EXPECTED
+    assert looks.look(5 + QUIET_SECONDS + 1) == Reason.HEALTHY
     assert looks.look(5 + QUIET_SECONDS + 6, grading_errors=2) == Reason.GRADING_FAILED
 
 
 def test_a_skipped_step_is_over_after_a_while(looks: Looks) -> None:
-    assert looks.look(0) == Reason.AS_EXPECTED
+    assert looks.look(0) == Reason.HEALTHY
     assert looks.look(5, skipped_steps=1, grading_errors=1) == Reason.STEP_SKIPPED
-    assert looks.look(5 + QUIET_SECONDS + 1) == Reason.AS_EXPECTED
+    assert looks.look(5 + QUIET_SECONDS + 1) == Reason.HEALTHY
     assert looks.look(5 + QUIET_SECONDS + 6, skipped_steps=2) == Reason.STEP_SKIPPED
 
 
 def test_slots_given_up_are_told_and_over_after_a_while(looks: Looks) -> None:
     """Also those of an evaluation; the count moves with what moves all the time."""
-    assert looks.look(0) == Reason.AS_EXPECTED
+    assert looks.look(0) == Reason.HEALTHY
     for second in range(5, 500):
         counts = msgspec.structs.replace(QUIET.counts, given_up=8 * second, too_long=8 * second)
         assert looks.look(second, counts=counts) == Reason.SLOTS_GIVEN_UP
         assert looks.quiet == (second > 5)
-    assert looks.look(499 + QUIET_SECONDS + 1) == Reason.AS_EXPECTED
+    assert looks.look(499 + QUIET_SECONDS + 1) == Reason.HEALTHY
     counts = msgspec.structs.replace(counts, held_out_given_up=1)
     assert looks.look(499 + QUIET_SECONDS + 6, counts=counts) == Reason.SLOTS_GIVEN_UP
     assert looks.after.trouble.given_up_rollouts == 8 * 499 + 1
@@ -118,20 +125,20 @@ def test_a_checkpoint_that_failed_is_over_with_the_next_one(looks: Looks) -> Non
     looks.look(0, checkpoint_version=40)
     assert looks.look(5, checkpoint_failures=1) == Reason.CHECKPOINT_FAILED
     assert looks.look(1e6) == Reason.CHECKPOINT_FAILED, "time alone mends nothing"
-    assert looks.look(1e6 + 5, checkpoint_version=60) == Reason.AS_EXPECTED
-    assert looks.look(1e6 + 10) == Reason.AS_EXPECTED
+    assert looks.look(1e6 + 5, checkpoint_version=60) == Reason.HEALTHY
+    assert looks.look(1e6 + 10) == Reason.HEALTHY
 
 
 def test_a_trainer_that_goes_back_has_written_no_checkpoint(looks: Looks) -> None:
     looks.look(0, checkpoint_version=40)
     looks.look(5, checkpoint_failures=1)
     assert looks.look(10, checkpoint_version=20) == Reason.CHECKPOINT_FAILED
-    assert looks.look(15, checkpoint_version=30) == Reason.AS_EXPECTED
+    assert looks.look(15, checkpoint_version=30) == Reason.HEALTHY
 
 
 def test_a_failure_that_a_newer_checkpoint_came_with_is_over(looks: Looks) -> None:
     looks.look(0, checkpoint_version=40)
-    assert looks.look(60, checkpoint_failures=1, checkpoint_version=60) == Reason.AS_EXPECTED
+    assert looks.look(60, checkpoint_failures=1, checkpoint_version=60) == Reason.HEALTHY
     assert looks.look(65, checkpoint_failures=2) == Reason.CHECKPOINT_FAILED
 
 
@@ -140,14 +147,14 @@ def test_what_was_counted_for_an_earlier_release_is_no_news(looks: Looks, *, sil
     looks.look(0)
     del looks.stored["trouble"]
     looks.look(5, silent=silent, checkpoint_failures=3, grading_errors=7)
-    assert looks.look(10) == Reason.AS_EXPECTED
+    assert looks.look(10) == Reason.HEALTHY
     assert looks.look(15, checkpoint_failures=4) == Reason.CHECKPOINT_FAILED
 
 
 def test_the_first_checkpoint_of_all_ends_it_too(looks: Looks) -> None:
     looks.look(0, checkpoint_version=-1)
     assert looks.look(1, checkpoint_failures=1) == Reason.CHECKPOINT_FAILED
-    assert looks.look(5, checkpoint_version=20) == Reason.AS_EXPECTED
+    assert looks.look(5, checkpoint_version=20) == Reason.HEALTHY
 
 
 def test_a_coordinator_that_is_silent_for_a_moment_changes_nothing(looks: Looks) -> None:
@@ -159,7 +166,7 @@ def test_a_coordinator_that_is_silent_for_a_moment_changes_nothing(looks: Looks)
 def test_a_run_that_is_over_is_not_degraded(looks: Looks) -> None:
     looks.look(0)
     assert looks.look(1, checkpoint_failures=1, grading_errors=3) == Reason.CHECKPOINT_FAILED
-    assert looks.look(5, Phase.SUSPENDED, silent=True) == Reason.AS_EXPECTED
+    assert looks.look(5, Phase.SUSPENDED, silent=True) == Reason.HEALTHY
 
 
 def test_the_status_says_what_was_exported_and_where_it_lies(looks: Looks) -> None:
@@ -170,7 +177,7 @@ def test_the_status_says_what_was_exported_and_where_it_lies(looks: Looks) -> No
         uri="s3://models/a/step-00000100",
         time="2026-08-01T12:00:00Z",
     )
-    assert looks.look(0, exports=Exports(best=model, last=model)) == Reason.AS_EXPECTED
+    assert looks.look(0, exports=Exports(best=model, last=model)) == Reason.HEALTHY
     assert looks.stored["exports"]["best"] == {
         "version": 100,
         "reward": "0.6124",
@@ -186,7 +193,7 @@ def test_the_status_says_what_was_exported_and_where_it_lies(looks: Looks) -> No
 def test_an_export_that_fails_degrades_the_run_until_one_succeeds(looks: Looks) -> None:
     assert looks.look(0, exports=Exports(failures=1, problem="s3://b: refused")) == Reason.EXPORT_FAILED
     assert looks.after.exports.problem == "s3://b: refused"
-    assert looks.look(5, exports=Exports(failures=1)) == Reason.AS_EXPECTED
+    assert looks.look(5, exports=Exports(failures=1)) == Reason.HEALTHY
 
 
 def test_a_tracker_that_fails_degrades_the_run_until_it_works(looks: Looks) -> None:
@@ -196,4 +203,4 @@ def test_a_tracker_that_fails_degrades_the_run_until_it_works(looks: Looks) -> N
     assert said is not None
     assert "mlflow: connection refused" in (said.message or "")
     assert "tensorBoard" not in (said.message or "")
-    assert looks.look(5, trackers=[Tracker(name="mlflow", failures=1)]) == Reason.AS_EXPECTED
+    assert looks.look(5, trackers=[Tracker(name="mlflow", failures=1)]) == Reason.HEALTHY

@@ -12,10 +12,10 @@ from operator_tests.test_operator_degraded import RUN
 from operator_tests.test_operator_lifecycle import FIRST, RUNNING, SPEC, spec
 from scalerl_api.conditions import Phase, Reason
 from scalerl_api.status import RunStatus
-from scalerl_operator.controller.observe import JOB_NAME, Observed, observe, pod_view, rfc3339
-from scalerl_operator.controller.status import Looked, Steered, remembered, report
+from scalerl_operator.controller.observe import JOB_NAME, RunObservation, observe, pod_view, rfc3339
+from scalerl_operator.controller.status import AutoscalerReport, ReconcileResult, remembered, report
 from scalerl_operator.names import COMPONENT, RUN_UID
-from scalerl_operator.policy.decision import Course, Ended, Facts, Job, JobState, Memory
+from scalerl_operator.policy.decision import Ended, Job, JobState, LifecycleDecision, LifecycleInput, Memory
 from scalerl_operator.policy.lifecycle import NEWS_SECONDS, decide
 from scalerl_operator.policy.restarts import Record
 from scalerl_operator.workloads import Role
@@ -46,7 +46,9 @@ def a_pod(
     return {"metadata": metadata, "status": {"phase": phase} | status}
 
 
-def seen(*pods: dict[str, Any], role: Role = Role.TRAINER, why: str = "BackoffLimitExceeded") -> Observed:
+def seen(
+    *pods: dict[str, Any], role: Role = Role.TRAINER, why: str = "BackoffLimitExceeded"
+) -> RunObservation:
     """With a Job that has failed."""
     failed = {"type": "Failed", "status": "True", "reason": why, "lastTransitionTime": rfc3339(NOW)}
     failed["message"] = BY_RULE if why == "PodFailurePolicy" else "limit"
@@ -159,7 +161,7 @@ def test_a_job_is_not_judged_before_its_pods_have_said_why(
 ) -> None:
     """They are watched apart from it, and each judgement is for good."""
 
-    def looked(pod: dict[str, Any], seconds: float, memory: Memory) -> Course:
+    def looked(pod: dict[str, Any], seconds: float, memory: Memory) -> LifecycleDecision:
         job = getattr(seen(pod, role=role), role.value)
         trainer = replace(job, attempt=1) if role is Role.TRAINER else Job()
         prepare = job if role is Role.PREPARE else RUNNING.prepare
@@ -167,11 +169,11 @@ def test_a_job_is_not_judged_before_its_pods_have_said_why(
         last = Memory(attempt=1, record=Record(in_a_row=5, failed_starts=5))
         return decide(spec(trainer={"maxRestarts": 5}), facts, last if memory == Memory() else memory)
 
-    course = looked(a_pod("a", "Running"), 0.5, Memory())
-    assert (course.memory.outcome, course.memory.judged) == (None, 0)
-    assert course.again_seconds is not None
-    assert course.prepare, "its pods are kept"
-    outcome = looked(news, NEWS_SECONDS, course.memory).memory.outcome
+    decision = looked(a_pod("a", "Running"), 0.5, Memory())
+    assert (decision.memory.outcome, decision.memory.judged) == (None, 0)
+    assert decision.again_seconds is not None
+    assert decision.prepare, "its pods are kept"
+    outcome = looked(news, NEWS_SECONDS, decision.memory).memory.outcome
     if role is Role.PREPARE and reason is Reason.STARTS_FAILED:
         reason = Reason.PREPARE_FAILED
     assert (outcome and outcome.reason) == reason
@@ -182,7 +184,9 @@ def test_a_job_is_not_judged_before_its_pods_have_said_why(
 
 def stored(memory: Memory, now: float) -> Memory:
     """As the next look finds it."""
-    looked = Looked(now, 1, None, None, None, Course(Phase.RUNNING, memory), None, Steered(1))
+    looked = ReconcileResult(
+        now, 1, None, None, None, LifecycleDecision(Phase.RUNNING, memory), None, AutoscalerReport(1)
+    )
     return remembered(report(None, RunStatus(), looked))
 
 
@@ -191,12 +195,12 @@ def tries(memory: Memory, failed: Job, seconds: float, **trainer: Any) -> tuple[
     now, end = 1000.25, 1000.25 + seconds
     state, first = replace(failed, attempt=memory.attempt), memory.attempt
     while now < end and memory.outcome is None:
-        course = decide(spec(trainer=trainer), replace(RUNNING, unix_seconds=now, trainer=state), memory)
-        memory = stored(course.memory, now)
-        if course.trainer is None:
+        decision = decide(spec(trainer=trainer), replace(RUNNING, unix_seconds=now, trainer=state), memory)
+        memory = stored(decision.memory, now)
+        if decision.trainer is None:
             state = Job()
         elif state.state is JobState.ABSENT:
-            state = replace(failed, attempt=course.trainer)
+            state = replace(failed, attempt=decision.trainer)
         now = max(now + 1.0, memory.next_at)
     return memory, memory.attempt - first
 
@@ -217,7 +221,7 @@ def test_a_run_that_worked_outlives_half_an_hour_in_which_nothing_starts() -> No
     assert 8 <= made <= 15
     memory, made = tries(replace(FIRST, attempt=3, judged=2), CRASH, 7200)
     assert memory.outcome is not None
-    assert (memory.outcome.reason, made) == (Reason.RESTARTS_EXHAUSTED, 20)
+    assert (memory.outcome.reason, made) == (Reason.BACKOFF_LIMIT_EXCEEDED, 20)
     assert "stale file handle" in memory.outcome.message
     memory, made = tries(replace(FIRST, attempt=3, judged=2), CRASH, 7200, maxRestarts=2)
     assert (memory.outcome is not None, made) == (True, 2)
@@ -251,15 +255,17 @@ def test_the_longest_wait_is_waited_although_it_is_remembered_in_whole_seconds()
     ],
     ids=["resumed", "another spec"],
 )
-def test_a_run_that_is_asked_for_anew_is_tried_at_once_and_has_to_show_that_it_starts(between: Facts) -> None:
+def test_a_run_that_is_asked_for_anew_is_tried_at_once_and_has_to_show_that_it_starts(
+    between: LifecycleInput,
+) -> None:
     """Its image may be another one, and a wrong one."""
     memory = replace(FIRST, judged=1, next_at=250.0)
     memory = replace(memory, record=replace(memory.record, in_a_row=20, failed_starts=7, worked=True))
     memory = decide(SPEC, between, memory).memory
     memory = decide(SPEC, replace(RUNNING, trainer=Job()), memory).memory
-    course = decide(SPEC, replace(RUNNING, trainer=Job()), memory)
-    assert (course.trainer, course.memory.record) == (2, Record())
-    memory, made = tries(course.memory, CRASH, 3600)
+    decision = decide(SPEC, replace(RUNNING, trainer=Job()), memory)
+    assert (decision.trainer, decision.memory.record) == (2, Record())
+    memory, made = tries(decision.memory, CRASH, 3600)
     assert memory.outcome is not None
     assert (memory.outcome.reason, made) == (Reason.STARTS_FAILED, 5)
 
@@ -267,17 +273,17 @@ def test_a_run_that_is_asked_for_anew_is_tried_at_once_and_has_to_show_that_it_s
 def test_a_preparation_that_no_node_let_end_is_made_anew_with_longer_and_longer_waits() -> None:
     now, memory, state, made = 1000.0, Memory(), Job(JobState.FAILED, disrupted=True, failed_at=1000.0), 0
     while now < 1000.0 + 3600:
-        course = decide(SPEC, replace(RUNNING, unix_seconds=now, prepare=state, trainer=Job()), memory)
-        memory = stored(course.memory, now)
+        decision = decide(SPEC, replace(RUNNING, unix_seconds=now, prepare=state, trainer=Job()), memory)
+        memory = stored(decision.memory, now)
         assert memory.outcome is None
-        if not course.prepare:
+        if not decision.prepare:
             state = Job()
         elif state.state is JobState.ABSENT:
             state, made = Job(JobState.FAILED, disrupted=True, failed_at=now), made + 1
-        now += course.again_seconds or 1.0
+        now += decision.again_seconds or 1.0
     assert 15 < made < 25
-    course = decide(SPEC, replace(RUNNING, unix_seconds=now, trainer=Job()), memory)
-    assert (course.trainer, course.memory.record) == (1, Record()), "the trainer has lost nothing yet"
+    decision = decide(SPEC, replace(RUNNING, unix_seconds=now, trainer=Job()), memory)
+    assert (decision.trainer, decision.memory.record) == (1, Record()), "the trainer has lost nothing yet"
     crashed = Job(JobState.FAILED, ends=(Ended(1, "boom"),))
     over = decide(SPEC, replace(RUNNING, prepare=crashed, trainer=Job()), memory).memory.outcome
     assert over is not None
@@ -291,7 +297,16 @@ def test_on_what_the_next_attempt_waits_is_said() -> None:
         (NOW - 1, "attempt 2 follows when trainer-1-0 has ended"),
     ):
         memory = replace(FIRST, judged=1, next_at=next_at)
-        looked = Looked(NOW, 1, None, None, seen(leaving), Course(Phase.RUNNING, memory), None, Steered(1))
+        looked = ReconcileResult(
+            NOW,
+            1,
+            None,
+            None,
+            seen(leaving),
+            LifecycleDecision(Phase.RUNNING, memory),
+            None,
+            AutoscalerReport(1),
+        )
         condition = report(RUN, RunStatus(), looked).condition("TrainerReady")
         assert condition is not None
         assert (condition.reason, condition.message) == (Reason.BACK_OFF, said)

@@ -227,11 +227,11 @@ async def test_the_operator_asks_with_the_runs_of_its_cache(url: str) -> None:
     settings = Settings(images=Images("trainer:1", "generator:1", "coordinator:1"), sidecar_url=url)
     parts = Parts(settings, cast(Any, api), there.cache, Metrics(), lambda key: woken.set())
     async with reconciler(parts) as reconcile:
-        steered = cluster_run(autoscaling={"mode": "Advisory"}, budget={"maxSeconds": 1_000_000})
-        scaling = cast(Any, reconcile).__self__._make_scaling(steered, UID)
+        autoscaler_report = cluster_run(autoscaling={"mode": "Advisory"}, budget={"maxSeconds": 1_000_000})
+        scaling = cast(Any, reconcile).__self__._make_scaling(autoscaler_report, UID)
         for _ in ("opens the record", "asks"):
             woken.clear()
-            scaling.steer(steered, RunStatus(), status(curve), 1, resumed=False)
+            scaling.steer(autoscaler_report, RunStatus(), status(curve), 1, resumed=False)
             await asyncio.wait_for(woken.wait(), 120)
         scaling.close()
     (line,), differences = verify(api.content())

@@ -15,16 +15,16 @@ from scalerl_api.wire import BROKEN, FORECAST, INTERRUPTED
 from scalerl_api.wire import Phase as Word
 from scalerl_operator.policy.budget import Usage
 from scalerl_operator.policy.decision import (
-    Course,
+    CoordinatorReport,
     End,
     Ended,
-    Facts,
-    Heard,
     Job,
     JobState,
+    LifecycleDecision,
+    LifecycleInput,
     Memory,
-    Rest,
     Service,
+    Suspension,
 )
 from scalerl_operator.policy.lifecycle import DRAIN_SECONDS, decide
 
@@ -40,40 +40,42 @@ def spec(**changes: object) -> RunSpec:
 
 SPEC = spec()
 DONE = Job(JobState.COMPLETE)
-RUNNING = Facts(
+RUNNING = LifecycleInput(
     100.0,
     prepare=DONE,
     trainer=Job(JobState.ACTIVE, 1),
-    heard=Heard(Word.RUNNING, "", Usage(10.0, 20.0)),
+    coordinator_report=CoordinatorReport(Word.RUNNING, "", Usage(10.0, 20.0)),
 )
 FIRST = Memory(attempt=1, ready_since=95.0)
 
 
-def heard(word: Word, reason: str = "", seconds: float = 10.0) -> Heard:
-    return Heard(word, reason, Usage(seconds, 2 * seconds))
+def coordinator_report(word: Word, reason: str = "", seconds: float = 10.0) -> CoordinatorReport:
+    return CoordinatorReport(word, reason, Usage(seconds, 2 * seconds))
 
 
-def exists(course: Course) -> tuple[bool, bool, int, int | None]:
-    return course.prepare, course.coordinator, course.generators, course.trainer
+def exists(decision: LifecycleDecision) -> tuple[bool, bool, int, int | None]:
+    return decision.prepare, decision.coordinator, decision.generators, decision.trainer
 
 
 def test_a_run_whose_coordinator_is_silent_is_looked_at_no_more_often_than_another() -> None:
     """Its first answer wakes the run."""
-    assert decide(SPEC, replace(RUNNING, heard=None), FIRST).again_seconds == 5.0
+    assert decide(SPEC, replace(RUNNING, coordinator_report=None), FIRST).again_seconds == 5.0
 
 
 def test_preparation_comes_before_anything_else() -> None:
     for state in (JobState.ABSENT, JobState.ACTIVE):
-        course = decide(SPEC, Facts(0.0, prepare=Job(state)), Memory())
-        assert (course.phase, exists(course)) == ("Preparing", (True, False, 0, None))
-    course = decide(SPEC, Facts(0.0, prepare=DONE), Memory())
-    assert (course.phase, exists(course)) == ("Running", (True, True, 1, 1))
-    assert course.memory.attempt == 1
+        decision = decide(SPEC, LifecycleInput(0.0, prepare=Job(state)), Memory())
+        assert (decision.phase, exists(decision)) == ("Preparing", (True, False, 0, None))
+    decision = decide(SPEC, LifecycleInput(0.0, prepare=DONE), Memory())
+    assert (decision.phase, exists(decision)) == ("Running", (True, True, 1, 1))
+    assert decision.memory.attempt == 1
 
 
 @pytest.mark.parametrize(("code", "reason"), [(2, "BadInput"), (1, "PrepareFailed")])
 def test_a_preparation_that_fails_ends_the_run_with_its_last_words(code: int, reason: str) -> None:
-    seen = Facts(0.0, prepare=Job(JobState.FAILED, ends=(Ended(code, "model.path: no such folder"),)))
+    seen = LifecycleInput(
+        0.0, prepare=Job(JobState.FAILED, ends=(Ended(code, "model.path: no such folder"),))
+    )
     outcome = decide(SPEC, seen, Memory()).memory.outcome
     assert outcome is not None
     assert (outcome.end, outcome.reason, outcome.message) == (
@@ -84,19 +86,23 @@ def test_a_preparation_that_fails_ends_the_run_with_its_last_words(code: int, re
 
 
 def test_a_run_at_work_is_left_alone_and_asked_now_and_then() -> None:
-    course = decide(SPEC, RUNNING, FIRST)
-    assert (course.phase, exists(course), course.tell) == ("Running", (True, True, 1, 1), None)
-    assert course.memory == FIRST
-    assert course.again_seconds == 5.0
+    decision = decide(SPEC, RUNNING, FIRST)
+    assert (decision.phase, exists(decision), decision.request_stop) == ("Running", (True, True, 1, 1), None)
+    assert decision.memory == FIRST
+    assert decision.again_seconds == 5.0
 
 
 def test_the_budget_is_told_and_the_end_is_completed() -> None:
-    spent = replace(RUNNING, heard=heard(Word.RUNNING, seconds=1000.0))
-    assert decide(SPEC, spent, FIRST).tell == "maxSeconds"
-    known = replace(RUNNING, heard=heard(Word.FINISHING, "maxSeconds", 1000.0))
-    course = decide(SPEC, known, FIRST)
-    assert (course.phase, course.tell, course.trainer) == ("Finishing", None, 1)
-    over = replace(known, heard=heard(Word.FINISHED, "maxSeconds", 1001.0), trainer=Job(JobState.COMPLETE, 1))
+    spent = replace(RUNNING, coordinator_report=coordinator_report(Word.RUNNING, seconds=1000.0))
+    assert decide(SPEC, spent, FIRST).request_stop == "maxSeconds"
+    known = replace(RUNNING, coordinator_report=coordinator_report(Word.FINISHING, "maxSeconds", 1000.0))
+    decision = decide(SPEC, known, FIRST)
+    assert (decision.phase, decision.request_stop, decision.trainer) == ("Finishing", None, 1)
+    over = replace(
+        known,
+        coordinator_report=coordinator_report(Word.FINISHED, "maxSeconds", 1001.0),
+        trainer=Job(JobState.COMPLETE, 1),
+    )
     outcome = decide(SPEC, over, FIRST).memory.outcome
     assert outcome is not None
     assert (outcome.end, outcome.reason) == (End.COMPLETED, "BudgetReached")
@@ -109,12 +115,12 @@ def test_the_budget_is_told_and_the_end_is_completed() -> None:
 def test_a_job_that_is_complete_means_nothing_until_the_coordinator_says_so() -> None:
     """All ranks were told to leave, as at a node drain: exit 0, but the run is not over."""
     left = replace(RUNNING, trainer=Job(JobState.COMPLETE, 1))
-    silent = decide(SPEC, replace(left, heard=None), FIRST)
+    silent = decide(SPEC, replace(left, coordinator_report=None), FIRST)
     assert (silent.trainer, silent.memory) == (1, FIRST)
-    course = decide(SPEC, left, FIRST)
-    assert course.memory.judged == 1
-    assert course.memory.outcome is None
-    later = decide(SPEC, replace(left, unix_seconds=101.5), course.memory)
+    decision = decide(SPEC, left, FIRST)
+    assert decision.memory.judged == 1
+    assert decision.memory.outcome is None
+    later = decide(SPEC, replace(left, unix_seconds=101.5), decision.memory)
     assert (later.trainer, later.memory.attempt) == (None, 1), "first the old Job goes, with all its pods"
     gone = decide(SPEC, replace(left, unix_seconds=102.0, trainer=Job()), later.memory)
     assert (gone.trainer, gone.memory.attempt) == (2, 2)
@@ -124,21 +130,25 @@ def test_a_gang_that_fails_comes_back_with_back_off_and_a_limit() -> None:
     memory, now, waits = FIRST, 100.0, []
     for _ in range(100):
         failed = Job(JobState.FAILED, memory.attempt, (Ended(137), Ended(1)))
-        course = decide(
+        decision = decide(
             spec(trainer={"maxRestarts": 6}), replace(RUNNING, unix_seconds=now, trainer=failed), memory
         )
-        if course.memory.outcome is not None:
+        if decision.memory.outcome is not None:
             break
-        assert course.trainer == memory.attempt, "the failed Job stays to be looked at until the next is made"
-        waits.append(course.memory.next_at - now)
-        now, before = course.memory.next_at, memory.attempt
-        assert decide(SPEC, replace(RUNNING, unix_seconds=now, trainer=failed), course.memory).trainer is None
-        memory = decide(SPEC, replace(RUNNING, unix_seconds=now, trainer=Job()), course.memory).memory
+        assert decision.trainer == memory.attempt, (
+            "the failed Job stays to be looked at until the next is made"
+        )
+        waits.append(decision.memory.next_at - now)
+        now, before = decision.memory.next_at, memory.attempt
+        assert (
+            decide(SPEC, replace(RUNNING, unix_seconds=now, trainer=failed), decision.memory).trainer is None
+        )
+        memory = decide(SPEC, replace(RUNNING, unix_seconds=now, trainer=Job()), decision.memory).memory
         assert (memory.attempt, memory.ready_since) == (before + 1, None)
         memory = replace(memory, ready_since=now)
     assert waits == [1, 2, 4, 8, 16, 30]
-    assert course.memory.outcome is not None
-    assert course.memory.outcome.reason == "RestartsExhausted"
+    assert decision.memory.outcome is not None
+    assert decision.memory.outcome.reason == "BackoffLimitExceeded"
 
 
 @pytest.mark.parametrize(("codes", "reason"), [((1, 2), "BadInput"), ((1, 3), None), ((1, 1), None)])
@@ -150,8 +160,8 @@ def test_of_a_gang_the_rank_that_says_most_is_believed(codes: tuple[int, ...], r
 
 
 def test_an_attempt_that_nobody_wrote_down_is_taken_on() -> None:
-    course = decide(SPEC, RUNNING, Memory())
-    assert (course.trainer, course.memory.attempt) == (1, 1)
+    decision = decide(SPEC, RUNNING, Memory())
+    assert (decision.trainer, decision.memory.attempt) == (1, 1)
 
 
 def test_training_that_diverges_again_is_over() -> None:
@@ -169,7 +179,7 @@ def test_the_coordinator_has_a_budget_of_restarts() -> None:
     assert decide(SPEC, replace(RUNNING, coordinator=Service(restarts=20)), FIRST).memory.outcome is None
     spent = decide(SPEC, replace(RUNNING, coordinator=Service(restarts=21)), FIRST).memory.outcome
     assert spent is not None
-    assert spent.reason == "RestartsExhausted"
+    assert spent.reason == "BackoffLimitExceeded"
     wrong = decide(SPEC, replace(RUNNING, coordinator=Service(bad_input=Ended(2, "no tokenizer"))), FIRST)
     assert wrong.memory.outcome is not None
     assert (wrong.memory.outcome.reason, "no tokenizer" in wrong.memory.outcome.message) == ("BadInput", True)
@@ -177,7 +187,9 @@ def test_the_coordinator_has_a_budget_of_restarts() -> None:
 
 def test_a_rank_that_fails_after_the_last_checkpoint_loses_nothing() -> None:
     over = replace(
-        RUNNING, heard=heard(Word.FINISHED, "maxSteps"), trainer=Job(JobState.FAILED, 1, (Ended(139),))
+        RUNNING,
+        coordinator_report=coordinator_report(Word.FINISHED, "maxSteps"),
+        trainer=Job(JobState.FAILED, 1, (Ended(139),)),
     )
     outcome = decide(SPEC, over, FIRST).memory.outcome
     assert outcome is not None
@@ -186,7 +198,7 @@ def test_a_rank_that_fails_after_the_last_checkpoint_loses_nothing() -> None:
 
 def test_what_never_began_has_nothing_to_save() -> None:
     """It waits for a queue, for a node or for an image that there is not."""
-    waiting = replace(RUNNING, heard=None, deleting=True)
+    waiting = replace(RUNNING, coordinator_report=None, deleting=True)
     assert decide(SPEC, waiting, Memory(attempt=1)).release
     held = replace(waiting, trainer=Job(JobState.ACTIVE, 1, held=True))
     assert decide(SPEC, held, FIRST).release
@@ -205,19 +217,25 @@ def test_a_changed_spec_is_drained_on_the_old_one_then_prepared_then_begun() -> 
     stale = replace(
         RUNNING, prepare=Job(JobState.COMPLETE, stale=True), trainer=Job(JobState.ACTIVE, 1, stale=True)
     )
-    course = decide(SPEC, stale, FIRST)
-    assert (course.tell, course.frozen, exists(course)) == (INTERRUPTED, True, (True, True, 1, 1))
-    left = replace(
-        stale, heard=heard(Word.FINISHED, INTERRUPTED), trainer=Job(JobState.COMPLETE, 1, stale=True)
+    decision = decide(SPEC, stale, FIRST)
+    assert (decision.request_stop, decision.frozen, exists(decision)) == (
+        INTERRUPTED,
+        True,
+        (True, True, 1, 1),
     )
-    course = decide(SPEC, left, course.memory)
-    assert exists(course) == (False, False, 0, None)
-    gone = replace(left, heard=None, prepare=Job(), trainer=Job())
-    course = decide(SPEC, gone, course.memory)
-    assert exists(course) == (True, False, 0, None)
-    course = decide(SPEC, replace(gone, prepare=DONE), course.memory)
-    assert exists(course) == (True, True, 1, 1)
-    assert course.memory.drain_since is None
+    left = replace(
+        stale,
+        coordinator_report=coordinator_report(Word.FINISHED, INTERRUPTED),
+        trainer=Job(JobState.COMPLETE, 1, stale=True),
+    )
+    decision = decide(SPEC, left, decision.memory)
+    assert exists(decision) == (False, False, 0, None)
+    gone = replace(left, coordinator_report=None, prepare=Job(), trainer=Job())
+    decision = decide(SPEC, gone, decision.memory)
+    assert exists(decision) == (True, False, 0, None)
+    decision = decide(SPEC, replace(gone, prepare=DONE), decision.memory)
+    assert exists(decision) == (True, True, 1, 1)
+    assert decision.memory.drain_since is None
 
 
 def test_a_job_made_from_an_earlier_spec_leaves_before_the_next_comes() -> None:
@@ -231,27 +249,42 @@ def test_a_job_made_from_an_earlier_spec_leaves_before_the_next_comes() -> None:
 
 def test_suspend_drains_then_rests_then_goes_on() -> None:
     seen = replace(RUNNING, suspend=True)
-    course = decide(SPEC, seen, FIRST)
-    assert (course.phase, course.tell, course.trainer, course.generators) == ("Suspending", INTERRUPTED, 1, 1)
-    told = replace(seen, heard=heard(Word.FINISHING, INTERRUPTED), unix_seconds=110.0)
-    course = decide(SPEC, told, course.memory)
-    assert (course.tell, course.memory.drain_since) == (None, 100.0)
-    left = replace(told, heard=heard(Word.FINISHED, INTERRUPTED), trainer=Job(JobState.COMPLETE, 1))
-    course = decide(SPEC, left, course.memory)
-    assert (course.phase, exists(course), course.again_seconds) == (
+    decision = decide(SPEC, seen, FIRST)
+    assert (decision.phase, decision.request_stop, decision.trainer, decision.generators) == (
+        "Suspending",
+        INTERRUPTED,
+        1,
+        1,
+    )
+    told = replace(
+        seen, coordinator_report=coordinator_report(Word.FINISHING, INTERRUPTED), unix_seconds=110.0
+    )
+    decision = decide(SPEC, told, decision.memory)
+    assert (decision.request_stop, decision.memory.drain_since) == (None, 100.0)
+    left = replace(
+        told,
+        coordinator_report=coordinator_report(Word.FINISHED, INTERRUPTED),
+        trainer=Job(JobState.COMPLETE, 1),
+    )
+    decision = decide(SPEC, left, decision.memory)
+    assert (decision.phase, exists(decision), decision.again_seconds) == (
         "Suspended",
         (False, False, 0, None),
         None,
     )
-    quiet = replace(left, heard=None, trainer=Job(), prepare=Job())
-    assert decide(SPEC, quiet, course.memory).memory == course.memory, "a run at rest changes nothing"
-    course = decide(SPEC, replace(quiet, suspend=False), course.memory)
-    assert course.memory.resumed
-    course = decide(SPEC, replace(quiet, suspend=False, prepare=DONE), course.memory)
-    assert exists(course) == (True, True, 1, 1)
-    back = replace(RUNNING, trainer=Job(JobState.ACTIVE, 1), heard=heard(Word.FINISHED, INTERRUPTED))
-    course = decide(SPEC, back, course.memory)
-    assert (course.tell, course.phase, course.memory.outcome) == ("", "Running", None)
+    quiet = replace(left, coordinator_report=None, trainer=Job(), prepare=Job())
+    assert decide(SPEC, quiet, decision.memory).memory == decision.memory, "a run at rest changes nothing"
+    decision = decide(SPEC, replace(quiet, suspend=False), decision.memory)
+    assert decision.memory.resumed
+    decision = decide(SPEC, replace(quiet, suspend=False, prepare=DONE), decision.memory)
+    assert exists(decision) == (True, True, 1, 1)
+    back = replace(
+        RUNNING,
+        trainer=Job(JobState.ACTIVE, 1),
+        coordinator_report=coordinator_report(Word.FINISHED, INTERRUPTED),
+    )
+    decision = decide(SPEC, back, decision.memory)
+    assert (decision.request_stop, decision.phase, decision.memory.outcome) == ("", "Running", None)
 
 
 def test_a_drain_that_takes_too_long_is_cut_short() -> None:
@@ -263,23 +296,23 @@ def test_a_drain_that_takes_too_long_is_cut_short() -> None:
 
 
 def test_drain_deletes_the_trainer_job_when_the_coordinator_stays_unreachable() -> None:
-    silent = replace(RUNNING, suspend=True, heard=None)
-    course = decide(SPEC, silent, FIRST)
-    assert (course.trainer, course.memory.unreachable_since) == (1, 100.0)
+    silent = replace(RUNNING, suspend=True, coordinator_report=None)
+    decision = decide(SPEC, silent, FIRST)
+    assert (decision.trainer, decision.memory.unreachable_since) == (1, 100.0)
     late = replace(silent, unix_seconds=100.0 + COORDINATOR_TIMEOUT_SECONDS)
-    waits = decide(SPEC, replace(late, unix_seconds=late.unix_seconds - 1.0), course.memory)
-    assert (waits.trainer, waits.memory) == (1, course.memory), "the status is not written again"
-    course = decide(SPEC, late, course.memory)
-    assert (course.phase, exists(course)) == ("Suspending", (True, True, 1, None)), (
+    waits = decide(SPEC, replace(late, unix_seconds=late.unix_seconds - 1.0), decision.memory)
+    assert (waits.trainer, waits.memory) == (1, decision.memory), "the status is not written again"
+    decision = decide(SPEC, late, decision.memory)
+    assert (decision.phase, exists(decision)) == ("Suspending", (True, True, 1, None)), (
         "the ranks may still reach the coordinator, and save"
     )
-    assert "no answer from the coordinator in 300 s" in course.note
+    assert "no answer from the coordinator in 300 s" in decision.note
     leaving = replace(late, trainer=Job(JobState.LEAVING, 1))
-    course = decide(SPEC, leaving, course.memory)
-    assert (course.phase, course.coordinator, course.trainer) == ("Suspending", True, None)
-    course = decide(SPEC, replace(leaving, trainer=Job()), course.memory)
-    assert (course.phase, exists(course)) == ("Suspended", (False, False, 0, None))
-    assert (course.memory.drain_since, course.memory.unreachable_since) == (None, None)
+    decision = decide(SPEC, leaving, decision.memory)
+    assert (decision.phase, decision.coordinator, decision.trainer) == ("Suspending", True, None)
+    decision = decide(SPEC, replace(leaving, trainer=Job()), decision.memory)
+    assert (decision.phase, exists(decision)) == ("Suspended", (False, False, 0, None))
+    assert (decision.memory.drain_since, decision.memory.unreachable_since) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -293,37 +326,57 @@ def test_drain_deletes_the_trainer_job_when_the_coordinator_stays_unreachable() 
 def test_drain_waits_for_a_coordinator_that_restarts(drains: dict[str, Any]) -> None:
     """Only time without an answer counts, not the time of the drain."""
     memory, now = FIRST, 100.0
-    for passed, answer in [(0.0, None), (COORDINATOR_TIMEOUT_SECONDS - 1.0, None), (1.0, RUNNING.heard)] * 4:
+    for passed, answer in [
+        (0.0, None),
+        (COORDINATOR_TIMEOUT_SECONDS - 1.0, None),
+        (1.0, RUNNING.coordinator_report),
+    ] * 4:
         now += passed
-        course = decide(SPEC, replace(RUNNING, unix_seconds=now, heard=answer, **drains), memory)
-        assert course.trainer == 1
-        memory = course.memory
+        decision = decide(
+            SPEC, replace(RUNNING, unix_seconds=now, coordinator_report=answer, **drains), memory
+        )
+        assert decision.trainer == 1
+        memory = decision.memory
     assert now - 100.0 > 2 * COORDINATOR_TIMEOUT_SECONDS
 
 
 def test_what_the_forecast_stops_is_suspended_until_a_person_resumes_it() -> None:
-    assert decide(SPEC, replace(RUNNING, stop=FORECAST), FIRST).tell == FORECAST
-    broken = replace(RUNNING, heard=heard(Word.FINISHED, BROKEN), trainer=Job(JobState.COMPLETE, 1))
-    assert decide(spec(autoscaling={"onStop": "Complete"}), broken, FIRST).ask_suspend, (
+    assert decide(SPEC, replace(RUNNING, stop=FORECAST), FIRST).request_stop == FORECAST
+    broken = replace(
+        RUNNING,
+        coordinator_report=coordinator_report(Word.FINISHED, BROKEN),
+        trainer=Job(JobState.COMPLETE, 1),
+    )
+    assert decide(spec(autoscaling={"onStop": "Complete"}), broken, FIRST).set_suspend, (
         "what is held can be resumed"
     )
     # Another leader knows nothing of the decision, and holds on to it all the same.
-    told = replace(RUNNING, heard=heard(Word.FINISHING, FORECAST))
-    assert decide(SPEC, told, FIRST).tell is None
-    over = replace(RUNNING, heard=heard(Word.FINISHED, FORECAST), trainer=Job(JobState.COMPLETE, 1))
-    course = decide(SPEC, over, FIRST)
-    assert (course.phase, course.ask_suspend, course.memory.rest) == ("Suspended", True, Rest.ASKED)
-    gone = replace(over, heard=None, trainer=Job(), prepare=Job())
-    again = decide(SPEC, gone, course.memory)
-    assert (again.ask_suspend, exists(again)) == (True, (False, False, 0, None))
+    told = replace(RUNNING, coordinator_report=coordinator_report(Word.FINISHING, FORECAST))
+    assert decide(SPEC, told, FIRST).request_stop is None
+    over = replace(
+        RUNNING,
+        coordinator_report=coordinator_report(Word.FINISHED, FORECAST),
+        trainer=Job(JobState.COMPLETE, 1),
+    )
+    decision = decide(SPEC, over, FIRST)
+    assert (decision.phase, decision.set_suspend, decision.memory.rest) == (
+        "Suspended",
+        True,
+        Suspension.ASKED,
+    )
+    gone = replace(over, coordinator_report=None, trainer=Job(), prepare=Job())
+    again = decide(SPEC, gone, decision.memory)
+    assert (again.set_suspend, exists(again)) == (True, (False, False, 0, None))
     rest = decide(SPEC, replace(gone, suspend=True), again.memory)
-    assert (rest.ask_suspend, rest.memory.rest) == (False, Rest.YES)
+    assert (rest.set_suspend, rest.memory.rest) == (False, Suspension.YES)
     resumed = decide(SPEC, gone, rest.memory).memory
-    back = replace(RUNNING, heard=heard(Word.FINISHED, FORECAST), trainer=Job())
-    course = decide(SPEC, back, resumed)
-    assert (course.tell, course.trainer, course.memory.outcome) == ("", 1, None)
-    course = decide(SPEC, replace(RUNNING, heard=heard(Word.RUNNING)), course.memory)
-    assert not course.memory.resumed
+    back = replace(RUNNING, coordinator_report=coordinator_report(Word.FINISHED, FORECAST), trainer=Job())
+    decision = decide(SPEC, back, resumed)
+    assert (decision.request_stop, decision.trainer, decision.memory.outcome) == ("", 1, None)
+    decision = decide(
+        SPEC, replace(RUNNING, coordinator_report=coordinator_report(Word.RUNNING)), decision.memory
+    )
+    assert not decision.memory.resumed
     complete = spec(autoscaling={"onStop": "Complete"})
     outcome = decide(complete, over, FIRST).memory.outcome
     assert outcome is not None
@@ -333,16 +386,16 @@ def test_what_the_forecast_stops_is_suspended_until_a_person_resumes_it() -> Non
 @pytest.mark.parametrize(
     ("seen", "released"),
     [
-        (Facts(0.0), True),
-        (Facts(0.0, prepare=Job(JobState.ACTIVE)), True),
+        (LifecycleInput(0.0), True),
+        (LifecycleInput(0.0, prepare=Job(JobState.ACTIVE)), True),
         (RUNNING, False),
-        (replace(RUNNING, heard=None), False),
+        (replace(RUNNING, coordinator_report=None), False),
         (replace(RUNNING, trainer=Job(JobState.COMPLETE, 1)), True),
         (replace(RUNNING, trainer=Job(JobState.FAILED, 1)), True),
         (replace(RUNNING, trainer=Job(JobState.LEAVING, 1)), False),
     ],
 )
-def test_a_run_that_is_deleted_saves_what_it_trained(seen: Facts, released: bool) -> None:
+def test_a_run_that_is_deleted_saves_what_it_trained(seen: LifecycleInput, released: bool) -> None:
     assert decide(SPEC, replace(seen, deleting=True), FIRST).release == released
 
 
@@ -431,45 +484,45 @@ def test_two_attempts_are_never_wanted_at_once_and_every_run_ends(day: list[str]
                 memory = stored
             case "look":
                 stored = memory
-                heard_now = Heard(word, reason, Usage(1.0, 1.0)) if answers and serving else None
-                course = decide(
+                heard_now = CoordinatorReport(word, reason, Usage(1.0, 1.0)) if answers and serving else None
+                decision = decide(
                     spec(trainer={"maxRestarts": 1000}),
-                    Facts(
+                    LifecycleInput(
                         now,
                         suspend=suspend,
                         queued=queued,
                         serving=serving,
                         prepare=prepare,
                         trainer=trainer,
-                        heard=heard_now,
+                        coordinator_report=heard_now,
                         stop=forecast,
                     ),
                     memory,
                 )
-                memory, forecast = course.memory, ""
-                if not serving and (course.coordinator or course.generators):
+                memory, forecast = decision.memory, ""
+                if not serving and (decision.coordinator or decision.generators):
                     # Of one that left, only the coordinator can say whether the run is over.
                     left = trainer.state is JobState.COMPLETE
                     assert not queued or works(trainer) or left, (
                         "nothing is made beside what waits in a queue"
                     )
-                serving = course.coordinator or course.generators > 0
-                if course.tell is not None and answers:
-                    reason = course.tell
+                serving = decision.coordinator or decision.generators > 0
+                if decision.request_stop is not None and answers:
+                    reason = decision.request_stop
                     word = Word.FINISHING if reason else Word.RUNNING
-                suspend = suspend or course.ask_suspend
-                if course.prepare and prepare.state is JobState.ABSENT:
+                suspend = suspend or decision.set_suspend
+                if decision.prepare and prepare.state is JobState.ABSENT:
                     prepare = Job(JobState.ACTIVE, held=queued)
-                if not course.prepare:
+                if not decision.prepare:
                     prepare = Job()
-                if course.trainer != trainer.attempt and trainer.state is not JobState.ABSENT:
-                    assert course.trainer is None, (
+                if decision.trainer != trainer.attempt and trainer.state is not JobState.ABSENT:
+                    assert decision.trainer is None, (
                         "beside one whose pods may still be there, no other is made"
                     )
                     trainer = replace(trainer, state=JobState.LEAVING)
-                if course.trainer is not None and trainer.state is JobState.ABSENT:
-                    trainer = Job(JobState.ACTIVE, course.trainer, held=queued)
+                if decision.trainer is not None and trainer.state is JobState.ABSENT:
+                    trainer = Job(JobState.ACTIVE, decision.trainer, held=queued)
                     word = Word.FINISHING if reason else Word.RUNNING
-                if memory.rest is Rest.YES and event in calm:
+                if memory.rest is Suspension.YES and event in calm:
                     suspend = False
     assert memory.outcome is not None or suspend

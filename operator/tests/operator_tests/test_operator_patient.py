@@ -6,7 +6,7 @@ from typing import Any
 
 from operator_tests.manifests import UID
 from scalerl_api.conditions import Reason
-from scalerl_operator.controller.observe import Observed, observe, patient, rfc3339
+from scalerl_operator.controller.observe import RunObservation, observe, patient, rfc3339
 from scalerl_operator.names import COMPONENT, RUN_UID
 from scalerl_operator.workloads import Role
 
@@ -15,7 +15,7 @@ VOLUME = "pod has unbound immediate PersistentVolumeClaims"
 NODE = "0/3 nodes are available: 3 Insufficient cpu."
 
 
-def waiting(**of: tuple[float, str]) -> Observed:
+def waiting(**of: tuple[float, str]) -> RunObservation:
     """Pods by name, each with its age and what the scheduler says of it."""
     pods: dict[tuple[str, str], Any] = {}
     for name, (age, message) in of.items():
@@ -26,7 +26,7 @@ def waiting(**of: tuple[float, str]) -> Observed:
     return observe(pods, UID, {Role.PREPARE: "", Role.TRAINER: ""})
 
 
-def reasons(observed: Observed) -> dict[str, Reason]:
+def reasons(observed: RunObservation) -> dict[str, Reason]:
     return {pod.name: pod.problem.reason for pod in observed.pods if pod.problem is not None}
 
 

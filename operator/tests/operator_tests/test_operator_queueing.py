@@ -9,15 +9,15 @@ import pytest
 
 from operator_tests.manifests import UID, cluster_run
 from operator_tests.test_operator_degraded import QUIET
-from operator_tests.test_operator_lifecycle import DONE, FIRST, RUNNING, SPEC, exists, heard
+from operator_tests.test_operator_lifecycle import DONE, FIRST, RUNNING, SPEC, coordinator_report, exists
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import Phase as Word
-from scalerl_operator.controller.observe import JOB_NAME, Observed, observe
+from scalerl_operator.controller.observe import JOB_NAME, RunObservation, observe
 from scalerl_operator.controller.reconcile import _at_work
-from scalerl_operator.controller.status import Looked, Steered, report
+from scalerl_operator.controller.status import AutoscalerReport, ReconcileResult, report
 from scalerl_operator.names import ATTEMPT, COMPONENT, QUEUE, RUN_UID
-from scalerl_operator.policy.decision import Course, Facts, Job, JobState, Memory
+from scalerl_operator.policy.decision import Job, JobState, LifecycleDecision, LifecycleInput, Memory
 from scalerl_operator.policy.lifecycle import HELD_SECONDS, decide
 from scalerl_operator.workloads import Role
 
@@ -27,18 +27,18 @@ QUEUED = replace(RUNNING, queued=True, serving=True)
 
 def test_a_run_begins_with_what_the_queue_has_let_in() -> None:
     """No generator holds a device that the trainer then lacks."""
-    waiting = Facts(0.0, queued=True, prepare=Job(JobState.ACTIVE, held=True))
-    course = decide(SPEC, waiting, Memory())
-    assert (course.phase, exists(course)) == ("Pending", (True, False, 0, None))
-    course = decide(SPEC, replace(waiting, prepare=DONE), Memory())
-    assert (course.phase, exists(course)) == ("Pending", (True, False, 0, 1))
-    assert course.again_seconds is not None, "the Job is yet to be seen"
+    waiting = LifecycleInput(0.0, queued=True, prepare=Job(JobState.ACTIVE, held=True))
+    decision = decide(SPEC, waiting, Memory())
+    assert (decision.phase, exists(decision)) == ("Pending", (True, False, 0, None))
+    decision = decide(SPEC, replace(waiting, prepare=DONE), Memory())
+    assert (decision.phase, exists(decision)) == ("Pending", (True, False, 0, 1))
+    assert decision.again_seconds is not None, "the Job is yet to be seen"
     held = replace(waiting, prepare=DONE, trainer=HELD)
-    course = decide(SPEC, held, course.memory)
-    assert (course.phase, exists(course)) == ("Pending", (True, False, 0, 1))
-    assert course.again_seconds is None, "the queue's word wakes us"
-    course = decide(SPEC, replace(held, trainer=Job(JobState.ACTIVE, 1)), course.memory)
-    assert (course.phase, exists(course)) == ("Running", (True, True, 1, 1))
+    decision = decide(SPEC, held, decision.memory)
+    assert (decision.phase, exists(decision)) == ("Pending", (True, False, 0, 1))
+    assert decision.again_seconds is None, "the queue's word wakes us"
+    decision = decide(SPEC, replace(held, trainer=Job(JobState.ACTIVE, 1)), decision.memory)
+    assert (decision.phase, exists(decision)) == ("Running", (True, True, 1, 1))
 
 
 @pytest.mark.parametrize(
@@ -57,35 +57,35 @@ def test_a_trainer_that_a_queue_holds_has_no_volume_mounted(trainer: Job, at_wor
 
 
 def test_without_a_queue_all_begins_at_once() -> None:
-    assert exists(decide(SPEC, Facts(0.0, prepare=DONE), Memory())) == (True, True, 1, 1)
+    assert exists(decide(SPEC, LifecycleInput(0.0, prepare=DONE), Memory())) == (True, True, 1, 1)
 
 
 def test_a_trainer_that_is_put_back_is_no_failure_and_lets_all_go_after_a_while() -> None:
     """Generators would idle on their devices, and the coordinator's clock use the budget up."""
     saving = replace(QUEUED, trainer=replace(HELD, ending=True))
     for now in (100.0, 100.0 + 2 * HELD_SECONDS):
-        course = decide(SPEC, replace(saving, unix_seconds=now), replace(FIRST, held_since=100.0))
-        assert (course.phase, exists(course)) == ("Running", (True, True, 1, 1))
-        assert course.memory == replace(FIRST, held_since=100.0)
+        decision = decide(SPEC, replace(saving, unix_seconds=now), replace(FIRST, held_since=100.0))
+        assert (decision.phase, exists(decision)) == ("Running", (True, True, 1, 1))
+        assert decision.memory == replace(FIRST, held_since=100.0)
     saved = replace(saving, unix_seconds=100.0 + 2 * HELD_SECONDS, trainer=HELD)
-    assert decide(SPEC, saved, course.memory).phase == "Pending", "it has been held for long"
+    assert decide(SPEC, saved, decision.memory).phase == "Pending", "it has been held for long"
     short = replace(QUEUED, trainer=HELD, unix_seconds=100.0)
     memory = decide(SPEC, short, FIRST).memory
     short = replace(short, unix_seconds=99.0 + HELD_SECONDS)
-    course = decide(SPEC, short, memory)
-    assert (course.phase, exists(course)) == ("Running", (True, True, 1, 1))
-    assert (course.memory.restarts, course.memory.record, course.memory.ready_since) == (
+    decision = decide(SPEC, short, memory)
+    assert (decision.phase, exists(decision)) == ("Running", (True, True, 1, 1))
+    assert (decision.memory.restarts, decision.memory.record, decision.memory.ready_since) == (
         0,
         FIRST.record,
         None,
     )
     long = replace(short, unix_seconds=100.0 + HELD_SECONDS)
-    course = decide(SPEC, long, course.memory)
-    assert (course.phase, exists(course)) == ("Pending", (True, False, 0, 1))
-    back = replace(long, heard=None, serving=False, trainer=Job(JobState.ACTIVE, 1))
-    course = decide(SPEC, back, course.memory)
-    assert (course.phase, exists(course), course.memory.attempt) == ("Running", (True, True, 1, 1), 1)
-    assert course.memory.held_since is None
+    decision = decide(SPEC, long, decision.memory)
+    assert (decision.phase, exists(decision)) == ("Pending", (True, False, 0, 1))
+    back = replace(long, coordinator_report=None, serving=False, trainer=Job(JobState.ACTIVE, 1))
+    decision = decide(SPEC, back, decision.memory)
+    assert (decision.phase, exists(decision), decision.memory.attempt) == ("Running", (True, True, 1, 1), 1)
+    assert decision.memory.held_since is None
 
 
 def test_how_long_a_trainer_is_held_is_told_by_one_clock() -> None:
@@ -98,9 +98,9 @@ def test_how_long_a_trainer_is_held_is_told_by_one_clock() -> None:
         (3999.0 + HELD_SECONDS, True),
         (4000.0 + HELD_SECONDS, False),
     ):
-        course = decide(SPEC, replace(QUEUED, trainer=observed, unix_seconds=now), memory)
-        memory = course.memory
-        assert (now, course.coordinator) == (now, there)
+        decision = decide(SPEC, replace(QUEUED, trainer=observed, unix_seconds=now), memory)
+        memory = decision.memory
+        assert (now, decision.coordinator) == (now, there)
 
 
 def test_the_next_attempt_is_looked_at_by_the_queue_anew_while_all_else_stays() -> None:
@@ -111,7 +111,7 @@ def test_the_next_attempt_is_looked_at_by_the_queue_anew_while_all_else_stays() 
 
 
 def test_one_that_was_put_back_while_it_ended_needs_no_devices_any_more() -> None:
-    over = replace(QUEUED, heard=heard(Word.FINISHED, "maxSteps"), trainer=HELD)
+    over = replace(QUEUED, coordinator_report=coordinator_report(Word.FINISHED, "maxSteps"), trainer=HELD)
     outcome = decide(SPEC, over, FIRST).memory.outcome
     assert outcome is not None
     assert outcome.reason == "BudgetReached"
@@ -120,14 +120,14 @@ def test_one_that_was_put_back_while_it_ended_needs_no_devices_any_more() -> Non
 
 @pytest.mark.parametrize(("ending", "released"), [(True, False), (False, True)])
 def test_one_that_is_deleted_while_it_is_put_back_saves_first(ending: bool, released: bool) -> None:
-    course = decide(SPEC, replace(QUEUED, deleting=True, trainer=replace(HELD, ending=ending)), FIRST)
-    assert course.release == released
+    decision = decide(SPEC, replace(QUEUED, deleting=True, trainer=replace(HELD, ending=ending)), FIRST)
+    assert decision.release == released
 
 
 # --- what is seen, and what is said of it -------------------------------------------------------------
 
 
-def seen(*, suspend: bool, over: bool = False, leaving: bool = True) -> Observed:
+def seen(*, suspend: bool, over: bool = False, leaving: bool = True) -> RunObservation:
     """A trainer's Job that has been put back, or let in again, and one pod of it that is told to end, or not yet."""
     labels = {RUN_UID: UID, COMPONENT: Role.TRAINER, ATTEMPT: "1"}
     put_back = {"type": "Suspended", "status": str(suspend), "lastTransitionTime": "1970-01-01T00:01:40Z"}
@@ -152,13 +152,13 @@ def test_a_job_that_is_put_back_and_its_pods_that_end_are_seen() -> None:
     assert not seen(suspend=False).trainer.held
 
 
-def nothing() -> Observed:
+def nothing() -> RunObservation:
     return observe({}, UID, {Role.PREPARE: "", Role.TRAINER: ""})
 
 
-def said(observed: Observed, phase: Phase, before: RunStatus, type_: ConditionType) -> tuple[str, str]:
-    course = Course(phase, Memory(attempt=1))
-    looked = Looked(1e9, 1, None, None, observed, course, QUIET, Steered(1))
+def said(observed: RunObservation, phase: Phase, before: RunStatus, type_: ConditionType) -> tuple[str, str]:
+    decision = LifecycleDecision(phase, Memory(attempt=1))
+    looked = ReconcileResult(1e9, 1, None, None, observed, decision, QUIET, AutoscalerReport(1))
     condition = report(cluster_run(labels={QUEUE: "team"}), before, looked).condition(type_)
     assert condition is not None
     return condition.status, condition.reason
@@ -176,7 +176,7 @@ def said(observed: Observed, phase: Phase, before: RunStatus, type_: ConditionTy
     ],
 )
 def test_admitted_says_what_the_queue_has_done(
-    observed: Observed, phase: Phase, before: str, expected: tuple[str, str]
+    observed: RunObservation, phase: Phase, before: str, expected: tuple[str, str]
 ) -> None:
     old = {"type": "Admitted", "status": before, "reason": "QueueAdmitted", "message": ""}
     status = RunStatus.read({"conditions": [old | {"lastTransitionTime": "2026-01-01T00:00:00Z"}]})

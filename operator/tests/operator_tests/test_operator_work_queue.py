@@ -307,11 +307,11 @@ def test_drain_lets_passes_finish_begins_none_and_names_those_that_were_late() -
 def test_the_observer_hears_of_every_pass_and_its_result() -> None:
     class Observer:
         def __init__(self) -> None:
-            self.heard: list[tuple[str, str]] = []
+            self.coordinator_report: list[tuple[str, str]] = []
 
         def finished(self, key: Key, result: str, seconds: float) -> None:
             assert seconds >= 0
-            self.heard.append((key[1], result))
+            self.coordinator_report.append((key[1], result))
 
     async def scenario() -> None:
         def outcome(key: Key) -> float | None:
@@ -327,6 +327,6 @@ def test_the_observer_hears_of_every_pass_and_its_result() -> None:
         one.wake(A)
         await asyncio.sleep(0.1)
         await one.halt()
-        assert observer.heard == [("a", "ok"), ("b", "error"), ("a", "cancelled")]
+        assert observer.coordinator_report == [("a", "ok"), ("b", "error"), ("a", "cancelled")]
 
     run(scenario())

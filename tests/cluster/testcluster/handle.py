@@ -81,11 +81,11 @@ class Cluster:
 
     def kill(self, program: str) -> None:
         """End one of the cluster's programs without asking: ``kube-apiserver``, ``kubelet``, ``coredns``, ..."""
-        self._tell(do="kill", name=program)
+        self._request_stop(do="kill", name=program)
 
     def start(self, program: str) -> None:
         """Start again what was killed."""
-        self._tell(do="start", name=program)
+        self._request_stop(do="start", name=program)
 
     @contextlib.contextmanager
     def without(self, program: str) -> Iterator[None]:
@@ -98,7 +98,7 @@ class Cluster:
 
     def programs(self) -> dict[str, int]:
         """The programs that run, and their process ids (in a node: those of its namespace)."""
-        return dict(self._tell(do="programs")["running"])
+        return dict(self._request_stop(do="programs")["running"])
 
     def down(self) -> None:
         """End it and everything it made; nothing happens for a cluster that is not ours, or is down."""
@@ -112,7 +112,7 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         self.down()
 
-    def _tell(self, **word: str) -> dict[str, Any]:
+    def _request_stop(self, **word: str) -> dict[str, Any]:
         if self.layout is None:
             raise RuntimeError(f"the cluster of {self.kubeconfig} is not ours to stop")
         return tell(self.layout, word)

@@ -137,7 +137,7 @@ class Supervisor:
                 if code == 0:
                     return
             else:
-                why = await asyncio.to_thread(self._look, step)
+                why = await asyncio.to_thread(self._reconcile_run, step)
                 if not why:
                     return
             await asyncio.sleep(_POLL_SECONDS)
@@ -147,7 +147,7 @@ class Supervisor:
             f"last lines of {self._log(step['on'])}:\n{self._last_lines(step['on'])}"
         )
 
-    def _look(self, step: dict[str, Any]) -> str:
+    def _reconcile_run(self, step: dict[str, Any]) -> str:
         """Empty when the path is there or the URL answers 200, else why not."""
         if step["path"]:
             return "" if Path(step["path"]).exists() else "it is not there"

@@ -11,7 +11,7 @@ from scalerl_operator.kube.types import Object
 from scalerl_operator.workloads import ADDRESS, Role
 
 GRACE_SECONDS: Final = 60
-"""The actor gives its leases back and leaves."""
+"""The actor returns its leases and ends."""
 START_SECONDS: Final = 2100
 """Longer than the start-up probe waits: before that, a Deployment that makes no progress is only slow."""
 
@@ -51,7 +51,7 @@ def deployment(scope: Scope, replicas: int) -> Object:
 
 
 def disruption_budget(scope: Scope) -> Object:
-    """A drain of nodes takes a quarter of the generators at a time, rounded up: one at least, so it always goes on.
+    """A drain of nodes takes a quarter of the generators at a time, rounded up: one at least, so that a drain always proceeds.
 
     One that is not ready counts for nothing and never holds a drain up.
     """

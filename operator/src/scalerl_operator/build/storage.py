@@ -41,7 +41,7 @@ def spec_map(scope: Scope, *, trained: bool) -> Object:
     for reasons of their own and no role reads them. Beside it, of a run that has steps, a file that says so."""
     manifest = scope.run.to_manifest()
     manifest["metadata"] = {"name": scope.run.metadata.name, "namespace": scope.namespace}
-    # At every look at every run: libyaml's writer, or this would be most of what a look costs.
+    # At every reconcile of every run: libyaml's writer, or this would be most of what a reconcile costs.
     text = yaml.dump(manifest, Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True)
     return {
         "apiVersion": "v1",

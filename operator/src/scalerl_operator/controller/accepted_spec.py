@@ -40,6 +40,6 @@ def with_spec(run: Object, text: str) -> Object:
     return {**run, "spec": {**spec, "suspend": suspend} if isinstance(suspend, bool) else spec}
 
 
-def going_on(invalid: Problem) -> Problem:
+def continues_with_accepted(invalid: Problem) -> Problem:
     """What is wrong with the spec, and what becomes of the run meanwhile."""
-    return replace(invalid, message=f"{invalid.message}; the run goes on with the spec accepted before")
+    return replace(invalid, message=f"{invalid.message}; the run continues with the spec accepted before")

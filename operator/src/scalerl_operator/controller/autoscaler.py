@@ -66,7 +66,7 @@ class Word:
     alarming: bool = False
 
 
-class ClusterSteering:
+class ClusterAutoscaler:
     """The autoscaler of one run.
 
     api: for the record. sidecar: may be shared by all runs. wake: called when there is something new to look at.

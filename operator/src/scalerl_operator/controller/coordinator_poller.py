@@ -1,8 +1,8 @@
-"""Hearing: the coordinators of all runs, asked in the background, and told by the operator.
+"""Polls the coordinators of all runs in the background, and sends them stop requests.
 
-A poller a run asks its coordinator and keeps the last answer. A reconcile reads that and never waits for it: runs
-whose coordinators cannot be reached hold up no others. An answer counts for what was seen of the run's pods before it
-was asked for: a trainer that has ended is to be judged by what the coordinator says after that.
+One poller a run keeps the coordinator's last answer. A reconcile reads that and never waits for it, so runs whose
+coordinators do not answer delay no others. An answer counts for what was observed of the run's pods before it was requested:
+whether a trainer's end was the run's end is decided by an answer that is younger than the end.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ LONGEST_PAUSE_SECONDS: Final = 15.0
 OLDEST_ANSWER_SECONDS: Final = 30.0
 """An older one says nothing of now: the poller is late, as on a machine that was suspended."""
 _SOONER: Final = (0.8, 0.95)
-"""A poller asks somewhat sooner than a run is looked at by the clock, and never in step with others."""
+"""Factors on a pause: a poll comes somewhat before the run's next reconcile, and pollers do not fall into step."""
 
 
 @dataclass(frozen=True)
 class Answer:
     """One poll.
 
-    known: it was asked for after what is seen now; else another look follows as soon as it is.
+    known: it was requested after what is observed now; if not, the run is woken as soon as there is such an answer.
     status: None where the coordinator does not answer.
     """
 
@@ -60,9 +60,9 @@ class _Poller:
         self.answered_for: object = self
         """What was seen when it was last asked; first nothing that anybody can see."""
         self.asked = self.newest = 0
-        """Questions so far, and the last one that counts: a background question and one by a look may overlap."""
+        """Number of polls so far, and of the last one that counts: a background poll and one by a reconcile may overlap."""
         self.given: object = None
-        """:meth:`news` as the last look was given it; None: that look waits for an answer."""
+        """:meth:`news` as the last reconcile got it; None: that reconcile waits for an answer."""
         self.now = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
 
@@ -76,7 +76,7 @@ class _Poller:
         return self.answer if fresh else None
 
     def news(self) -> object:
-        """What a run is looked at for at once. All else moves all the time, and waits for the next look by the clock."""
+        """The part of an answer whose change wakes the run. The rest changes all the time and waits for the next reconcile."""
         now = self.current()
         said = None if now is None else (now.phase, now.stop_reason, len(now.points), now.journal_error)
         return said, self.refusal
@@ -91,11 +91,11 @@ class _Poller:
         return longest * random.uniform(*_SOONER)
 
 
-class Coordinators:
-    """A poller a run, kept between looks.
+class CoordinatorPollers:
+    """One poller a run, kept between reconciles.
 
-    fence: asked before a coordinator is told anything; raises where this process may not act.
-    wake: called with the uid of a run of which there is an answer that a look waits for, or that has news.
+    fence: called before a stop request; raises where this process may not act.
+    wake: called with the uid of a run when an answer has come that a reconcile waits for, or that has news.
     background: ask without being asked to; else only :meth:`ask` and :meth:`ask_all` do.
     """
 
@@ -112,7 +112,7 @@ class Coordinators:
         self._pollers: dict[str, _Poller] = {}
 
     async def forget(self, uid: str) -> None:
-        """Ask a run's coordinator no more."""
+        """Stops polling a run's coordinator."""
         held = self._pollers.pop(uid, None)
         if held is None:
             return
@@ -128,17 +128,14 @@ class Coordinators:
             await self.forget(uid)
 
     def refusal(self, uid: str) -> str:
-        """What a coordinator said that did not listen when it was last asked or told something.
-
-        Empty where it did, or where there was no answer.
-        """
+        """Why the coordinator refused the last request; empty where it did not, or did not answer."""
         held = self._pollers.get(uid)
         return "" if held is None else held.refusal
 
-    async def hear(
+    async def poll(
         self, uid: str, pods: Sequence[PodView], token: Callable[[bool], Awaitable[str]], seen: object
     ) -> Answer:
-        """The coordinator's last answer. ``seen``: what the run is judged by beside it, comparable.
+        """The coordinator's last answer. ``seen``: what was observed of the run beside it, comparable.
 
         ``token(again)``: the run's; ``again``: the one known was refused, so it is to be read again.
         """
@@ -172,38 +169,38 @@ class Coordinators:
         if isinstance(answer, Status):
             held.answer, held.failures, held.refusal = answer, 0, ""
         else:
-            self._note(uid, held, "no word from the coordinator", answer)
+            self._note(uid, held, "the coordinator did not answer", answer)
         held.answered_for, held.at = seen, time.monotonic()
 
     @property
     def awaited(self) -> bool:
-        """Whether a look waits for an answer."""
+        """Whether a reconcile waits for an answer."""
         return not all(held.known for held in self._pollers.values())
 
     async def ask_all(self) -> None:
         """Ask all."""
         await asyncio.gather(*(self.ask(uid) for uid in self._pollers))
 
-    async def tell(self, uid: str, reason: str) -> bool:
-        """Ask it to stop for ``reason`` (empty: to go on); whether it heard. Who is not heard asks again.
+    async def request_stop(self, uid: str, reason: str) -> bool:
+        """Asks the coordinator to stop for ``reason`` (empty: cancels the request). False: it did not answer; ask again.
 
         Raises:
-            Fenced: another may lead by now, and would be contradicted.
+            Fenced: another replica may lead by now, and decide otherwise.
         """
         held = self._pollers.get(uid)
         if held is None:
             return False
-        self._fence(f"tell the coordinator of run {uid}")
+        self._fence(f"send a stop request to the coordinator of run {uid}")
         try:
             await held.client.stop(reason)
         except (CoordinatorUnreachable, CoordinatorRefused) as problem:
-            self._note(uid, held, "the coordinator was not told", problem)
+            self._note(uid, held, "the coordinator did not take the stop request", problem)
             return False
-        await self.ask(uid)  # what it said before it was told is a thing of the past
+        await self.ask(uid)  # the answer from before the request is out of date
         return True
 
     async def _run(self, uid: str, held: _Poller) -> None:
-        """Ask now and then, and at once when something else is seen of the run, until cancelled."""
+        """Polls until cancelled: periodically, and at once when something else is observed of the run."""
         while True:
             held.now.clear()
             try:
@@ -224,7 +221,7 @@ class Coordinators:
     def _note(
         self, uid: str, held: _Poller, what: str, problem: CoordinatorUnreachable | CoordinatorRefused
     ) -> None:
-        """A refusal is news once; that nobody answers passes."""
+        """Logs a refusal once as a warning; that nothing answers is temporary."""
         held.answer, held.failures, held.reread = None, held.failures + 1, False
         if not isinstance(problem, CoordinatorRefused):
             held.refusal = ""

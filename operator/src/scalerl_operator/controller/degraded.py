@@ -1,7 +1,7 @@
-"""Trouble that a run goes on from: since when a run has it, and when it is over. Pure.
+"""Faults that a run continues despite: since when it has one, and when it is over. Pure.
 
 The coordinator counts over the whole run, so that a count alone would degrade a run for good. What the status keeps
-beside the counts tells whether one has moved since.
+beside the counts shows whether one has changed since.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ QUIET_SECONDS: Final = 600.0
 before."""
 
 
-def noted(before: TroubleStatus, heard: Status, unix_seconds: float) -> TroubleStatus:
+def update_trouble(before: TroubleStatus, coordinator_report: Status, unix_seconds: float) -> TroubleStatus:
     """What is known of a run's trouble after the coordinator's last word.
 
     Of a failure and a newer checkpoint since the word before, which was first is not said. It counts as saved: if it is
     not, the next failure tells. What was counted before the first word is an earlier release's, and no news.
     """
-    given_up = heard.counts.given_up + heard.counts.held_out_given_up
+    given_up = coordinator_report.counts.given_up + coordinator_report.counts.held_out_given_up
     graded_at, skipped_at, given_up_at, unsaved, saved = (
         before.last_grading_error_time,
         before.last_skipped_step_time,
@@ -33,27 +33,29 @@ def noted(before: TroubleStatus, heard: Status, unix_seconds: float) -> TroubleS
         before.checkpoint_version,
     )
     if saved is not None:
-        if heard.grading_errors > before.grading_errors:
+        if coordinator_report.grading_errors > before.grading_errors:
             graded_at = rfc3339(unix_seconds)
-        if heard.skipped_steps > before.skipped_steps:
+        if coordinator_report.skipped_steps > before.skipped_steps:
             skipped_at = rfc3339(unix_seconds)
         if given_up > before.given_up_rollouts:
             given_up_at = rfc3339(unix_seconds)
-        if heard.checkpoint_failures > before.checkpoint_failures and unsaved is None:
+        if coordinator_report.checkpoint_failures > before.checkpoint_failures and unsaved is None:
             unsaved = saved
     if unsaved is not None:
         # A trainer that went further back has written nothing by that.
-        unsaved = None if heard.checkpoint_version > unsaved else heard.checkpoint_version
+        unsaved = (
+            None if coordinator_report.checkpoint_version > unsaved else coordinator_report.checkpoint_version
+        )
     return TroubleStatus(
-        grading_errors=heard.grading_errors,
+        grading_errors=coordinator_report.grading_errors,
         last_grading_error_time=graded_at,
-        skipped_steps=heard.skipped_steps,
+        skipped_steps=coordinator_report.skipped_steps,
         last_skipped_step_time=skipped_at,
         given_up_rollouts=given_up,
         last_given_up_time=given_up_at,
-        checkpoint_failures=heard.checkpoint_failures,
+        checkpoint_failures=coordinator_report.checkpoint_failures,
         unsaved_since=unsaved,
-        checkpoint_version=heard.checkpoint_version,
+        checkpoint_version=coordinator_report.checkpoint_version,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from scalerl_api.conditions import Reason
 from scalerl_operator.controller.message_patterns import claim_problem, creation_problem, mount_problem
-from scalerl_operator.controller.observe import Observed, Problem, label, seconds
+from scalerl_operator.controller.observe import Problem, RunObservation, label, seconds
 from scalerl_operator.controller.run_context import CLAIM, RunContext, is_deleted
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.client import KubeApi
@@ -29,7 +29,9 @@ _PROBLEM: Final = {_MAKING: creation_problem, _BEGINNING: mount_problem, _BINDIN
 """By the reasons of the Events: how their message is classified."""
 
 
-async def diagnose(api: KubeApi, context: RunContext, observed: Observed, desired: Desired) -> Problem | None:
+async def diagnose(
+    api: KubeApi, context: RunContext, observed: RunObservation, desired: Desired
+) -> Problem | None:
     """Why a pod that should exist does not, or does not start, from the Events of one object: of many pods that wait, the
     others wait for the same. Asks at most every :data:`ASK_SECONDS` for one run.
     """
@@ -52,7 +54,7 @@ async def diagnose(api: KubeApi, context: RunContext, observed: Observed, desire
 
 
 def _silent(
-    context: RunContext, observed: Observed, desired: Desired
+    context: RunContext, observed: RunObservation, desired: Desired
 ) -> tuple[str, str, tuple[str, ...]] | None:
     """The first object that has come to nothing: its name, its uid, and which events of it would say why."""
     for (kind, name), obj in context.objects.items():

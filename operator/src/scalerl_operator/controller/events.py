@@ -1,4 +1,4 @@
-"""Announce: what people are told of a run as it happens, in events."""
+"""Writes Kubernetes Events for what changes in a run's status."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _TROUBLE: Final = frozenset(
         *(Reason.CLAIM_NOT_FOUND, Reason.STORAGE_CLASS_NOT_FOUND, Reason.VOLUME_NOT_WRITABLE),
     }
 )
-"""What somebody has to see to, of whichever role: worth an event too."""
+"""Problems that a person has to solve, of whichever role: these get an Event too."""
 
 
-async def announce(api: KubeApi, run: Object, was: RunStatus, status: RunStatus) -> None:
+async def write_events(api: KubeApi, run: Object, was: RunStatus, status: RunStatus) -> None:
     """One event a transition, from what was said to what is."""
     if status.phase is not was.phase:
         await api.event(run, "Normal", status.phase, Phase(status.phase).text)

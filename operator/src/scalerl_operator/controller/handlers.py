@@ -1,10 +1,10 @@
-"""kopf's part: the stream of runs, fed into the cache. Handlers carry no logic: they say "look at run X again".
+"""kopf's part: the stream of runs, fed into the cache. Handlers carry no logic: they wake a run.
 
 kopf is used for its streams alone (lists, watches, reconnects): it puts no annotation and no finalizer on anything,
 writes no events, and knows no peers; who leads is our Lease's business. A standby watches too, so that its cache is
 warm when it leads. What belongs to runs comes by :mod:`scalerl_operator.kube.informer`.
 
-kopf tells nobody when its first list is complete, nor which runs went while its stream was cut off for long. So runs
+kopf does not say when its first list is complete, nor which runs were deleted while its stream was cut off for long. So runs
 are listed before each start of it (:func:`~scalerl_operator.kube.informer.listed`), and :class:`Resync` compares from time to time.
 """
 
@@ -45,8 +45,8 @@ log = logging.getLogger(__name__)
 class Resync:
     """Compares the runs of the cache with what the API server lists (names and versions only), and mends the cache.
 
-    A deletion that kopf did not tell, or a stream of it that has fallen silent, must not leave a run on old news for
-    ever. ``on_repair(number)`` hears of what was mended.
+    A deletion that kopf missed, or a stream that has stopped without an error, must not leave a run out of date for ever.
+    ``on_repair(number)`` is called with the number of objects corrected.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class Resync:
 class Watches:
     """The stream of runs as one task, :meth:`run`: a list of all, then kopf; when kopf ends by itself, again.
 
-    kopf ends when runs are no longer served (their CRD was deleted), and by its own mistakes. ``on_event(kind)`` hears
-    of everything that comes, ``on_start()`` of each start of kopf (which takes the process's signals for itself).
+    kopf ends when runs are no longer served (their CRD was deleted), and by its own mistakes. ``on_event(kind)`` is called
+    for every event, ``on_start()`` of each start of kopf (which takes the process's signals for itself).
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class _Patience:
 
 
 class _NoProgress(kopf.ProgressStorage):
-    """Handlers that only look have no progress; nothing is written on any object."""
+    """Event handlers have no progress; nothing is written on any object."""
 
     def fetch(self, **_: Any) -> None:
         return None
@@ -268,7 +268,7 @@ class _NoProgress(kopf.ProgressStorage):
 
 
 class _NoDiffBase(kopf.DiffBaseStorage):
-    """Nobody asks what changed; kopf would copy every object of every event to be able to say."""
+    """No handler uses the difference; kopf would copy every object of every event to compute it."""
 
     def build(self, **_: Any) -> Any:
         return {}

@@ -1,4 +1,4 @@
-"""Words: what messages come to that Kubernetes says in words alone, with no field that would tell. Pure.
+"""Classifies messages of Kubernetes for which no field says the reason. Pure.
 
 They are read for the constant of :mod:`scalerl_api.conditions` only, which says what to do; people get the message whole.
 """
@@ -13,11 +13,11 @@ from scalerl_api.conditions import Reason
 _MISSING_CLAIM: Final = re.compile(r'persistentvolumeclaim "[^"]+" not found')
 _OF_VOLUMES: Final = ("volume", "free storage")
 _OF_ROOM: Final = ("insufficient ", "too many pods", "max volume count")
-"""In the scheduler's words for what nodes lack."""
+"""In the scheduler's message for what nodes lack."""
 
 
 def creation_problem(message: str) -> Reason:
-    """What a controller's words about a pod that it cannot make come to."""
+    """Reason of a controller's message about a pod that it cannot create."""
     text = message.lower()
     if "exceeded quota" in text:
         return Reason.QUOTA_EXCEEDED
@@ -29,7 +29,7 @@ def creation_problem(message: str) -> Reason:
 
 
 def mount_problem(message: str) -> Reason:
-    """What the kubelet's words about a pod that it cannot start come to."""
+    """Reason of the kubelet's message about a pod that it cannot start."""
     text = message.lower()
     if "configmap" in text and "not found" in text:
         return Reason.CONFIG_MAP_NOT_FOUND
@@ -45,7 +45,7 @@ def mount_problem(message: str) -> Reason:
 
 
 def claim_problem(message: str) -> Reason:
-    """What the volume controller's words about a claim that it cannot bind come to.
+    """Reason of the volume controller's message about a claim that it cannot bind.
 
     >>> claim_problem('storageclass.storage.k8s.io "fast" not found').value
     'StorageClassNotFound'
@@ -56,7 +56,7 @@ def claim_problem(message: str) -> Reason:
 
 
 def placing_problem(message: str) -> Reason:
-    """What the scheduler's words about a pod that it cannot place come to.
+    """Reason of the scheduler's message about a pod that it cannot place.
 
     >>> placing_problem("0/3 nodes are available: 1 node(s) exceed max volume count, 2 Insufficient cpu.").value
     'Unschedulable'

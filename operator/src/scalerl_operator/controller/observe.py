@@ -51,7 +51,7 @@ _DISRUPTION: Final = "DisruptionTarget"
 
 @dataclass(frozen=True)
 class Problem:
-    """Why something is not as it should be, in the cluster's words."""
+    """Why something is not as it should be, with the cluster's message."""
 
     reason: Reason
     message: str
@@ -86,7 +86,7 @@ class PodView:
 
 
 @dataclass(frozen=True)
-class Observed:
+class RunObservation:
     """A run's objects, read. serving: coordinator or generators have been made. foreign: of the names that the run needs,
     those that are another's.
     """
@@ -127,7 +127,9 @@ class Observed:
         return found
 
 
-def observe(objects: Mapping[tuple[str, str], Object], uid: str, hashes: Mapping[Role, str]) -> Observed:
+def observe(
+    objects: Mapping[tuple[str, str], Object], uid: str, hashes: Mapping[Role, str]
+) -> RunObservation:
     """Read what the cache holds of a run.
 
     objects: by (kind, name). uid: the run's; objects of an earlier run of that name are foreign. hashes: what
@@ -143,7 +145,7 @@ def observe(objects: Mapping[tuple[str, str], Object], uid: str, hashes: Mapping
     trainers.sort(key=lambda o: (_job_state(o) in (JobState.ACTIVE, JobState.LEAVING), _attempt(o)))
     trainer = trainers[-1] if trainers else None
     preparing = [o for o in jobs if label(o, COMPONENT) == Role.PREPARE]
-    return Observed(
+    return RunObservation(
         pods=pods,
         prepare=_job(preparing[0], pods, hashes[Role.PREPARE]) if preparing else Job(),
         trainer=_job(trainer, pods, hashes[Role.TRAINER]) if trainer is not None else Job(),
@@ -157,7 +159,7 @@ def observe(objects: Mapping[tuple[str, str], Object], uid: str, hashes: Mapping
 
 
 def belongs(obj: Object, uid: str) -> bool:
-    """Whether an object is the run's with that uid: by its label, or by its owner where somebody took the label off."""
+    """Whether an object belongs to the run with that uid: by its label, or by its owner where the label was removed."""
     owners = obj["metadata"].get("ownerReferences") or ()
     return label(obj, RUN_UID) == uid or any(owner.get("uid") == uid for owner in owners)
 
@@ -182,7 +184,7 @@ def rfc3339(unix_seconds: float) -> str:
     return datetime.fromtimestamp(int(unix_seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def patient(observed: Observed, now: float) -> tuple[Observed, float | None]:
+def patient(observed: RunObservation, now: float) -> tuple[RunObservation, float | None]:
     """Without what pods wait for that have just been made, and seconds until the first counts."""
     new: dict[str, float] = {}
     for pod in observed.pods:
@@ -205,7 +207,7 @@ def pod_view(pod: Object) -> PodView:
     containers = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
     conditions = {c["type"]: c for c in status.get("conditions") or ()}
     ends = tuple(
-        Ended(int(over.get("exitCode", 1)), _last_words(over))
+        Ended(int(over.get("exitCode", 1)), _last_log_line(over))
         for c in containers
         if (over := (c.get("state") or {}).get("terminated")) is not None and over.get("exitCode") != 0
     )
@@ -266,9 +268,9 @@ def _problem(
         if over is not None and over.get("reason") == "OOMKilled" and not container.get("ready"):
             return Problem(Reason.OUT_OF_MEMORY, f"{name} was killed: it used more memory than its limit")
         if over is not None and over.get("reason") in _NEVER_STARTED and not container.get("ready"):
-            return Problem(Reason.CONTAINER_START_FAILED, f"{name}: {_last_words(over)}")
+            return Problem(Reason.CONTAINER_START_FAILED, f"{name}: {_last_log_line(over)}")
         if waiting in _WAITING:
-            words = _last_words(before) if waiting == "CrashLoopBackOff" and before is not None else ""
+            words = _last_log_line(before) if waiting == "CrashLoopBackOff" and before is not None else ""
             message = words or state["waiting"].get("message", waiting)
             return Problem(_WAITING[waiting], f"{name}: {message}")
     return None
@@ -306,10 +308,10 @@ def _bad_inputs(container: Object) -> Iterable[Ended]:
     for state in (container.get("state") or {}, container.get("lastState") or {}):
         over = state.get("terminated")
         if over is not None and over.get("exitCode") == BAD_INPUT_EXIT_CODE:
-            yield Ended(BAD_INPUT_EXIT_CODE, _last_words(over))
+            yield Ended(BAD_INPUT_EXIT_CODE, _last_log_line(over))
 
 
-def _last_words(over: Object) -> str:
+def _last_log_line(over: Object) -> str:
     """The last line of the log that the kubelet kept, without the time and the logger before it."""
     lines = [line.strip() for line in str(over.get("message", "")).splitlines() if line.strip()]
     if not lines:
@@ -349,7 +351,7 @@ def _job(job: Object, pods: Iterable[PodView], spec_hash: str) -> Job:
     wanted = int(job["spec"].get("parallelism", 1))
     ends = tuple(end for pod in own for end in pod.ends)
     evicted = tuple(Ended(137, p.problem.message) for p in own if p.problem is not None and _was_evicted(p))
-    # Its pods are told to end shortly after it is put back, and it may be looked at in between.
+    # Its pods get their deletion shortly after it is requeued, and a reconcile may come in between.
     held = state is JobState.ACTIVE and bool(job["spec"].get("suspend"))
     failed = _condition(job, "Failed") or _condition(job, "FailureTarget")
     return Job(

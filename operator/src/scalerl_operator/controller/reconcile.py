@@ -1,9 +1,9 @@
-"""Reconcile: one look at one run, in six steps.
+"""Reconciles one run, in six steps.
 
 ``observe (I/O) → validate (pure) → plan (pure) → render (pure) → apply (I/O) → report (pure, then one status patch)``
 
-Whatever woke us, the whole run is looked at. A look that finds everything as it should be writes nothing. A look may
-end at any line, with this process: the next one, here or elsewhere, sees what is there and goes on. So what is decided
+Whatever woke it, a reconcile covers the whole run. It writes nothing where everything is as it should be. The process may end
+at any line: the next reconcile, here or elsewhere, continues from what exists. So what is decided
 and cannot be context from what is there (how a run ended, that it rests, which attempt is judged) is reported before it is
 applied: a coordinator that is gone could not say again why.
 """
@@ -23,28 +23,28 @@ from scalerl_api.wire import Status
 from scalerl_operator.autoscaling import replicas
 from scalerl_operator.build import render
 from scalerl_operator.build.shared import spec_hash
-from scalerl_operator.controller.accepted_spec import going_on, kept, last_accepted, with_spec
+from scalerl_operator.controller.accepted_spec import continues_with_accepted, kept, last_accepted, with_spec
 from scalerl_operator.controller.access_token import ensure_token, read_token
 from scalerl_operator.controller.apply import Applier
 from scalerl_operator.controller.claim_size import RETRY_SECONDS, not_enlarged
-from scalerl_operator.controller.coordinator_poller import Answer, Coordinators
+from scalerl_operator.controller.coordinator_poller import Answer, CoordinatorPollers
 from scalerl_operator.controller.diagnosis import diagnose
 from scalerl_operator.controller.fingerprint import fingerprint
 from scalerl_operator.controller.local_queues import queue_problem
-from scalerl_operator.controller.observe import Observed, Problem, label, observe, patient, seconds
+from scalerl_operator.controller.observe import Problem, RunObservation, label, observe, patient, seconds
 from scalerl_operator.controller.preflight import Preflight
 from scalerl_operator.controller.run_context import CLAIM, WORKLOADS, RunContext, is_deleted, pinned
 from scalerl_operator.controller.run_object import RunObject
 from scalerl_operator.controller.run_state import RunState
 from scalerl_operator.controller.scaling import RunScaling
 from scalerl_operator.controller.status import (
-    Looked,
-    Steered,
+    AutoscalerReport,
+    ReconcileResult,
     remembered,
     report,
     understood,
 )
-from scalerl_operator.controller.upgrade import restate
+from scalerl_operator.controller.upgrade import adopt_spec_hashes
 from scalerl_operator.controller.volume import Volume, abandons, observe_volume, without_steps
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
@@ -52,24 +52,24 @@ from scalerl_operator.kube.types import Desired, Images, Object
 from scalerl_operator.names import ABANDON, FINALIZER, QUEUE, selector
 from scalerl_operator.policy import lifecycle
 from scalerl_operator.policy.budget import Usage
-from scalerl_operator.policy.decision import Course, Facts, Heard, JobState
+from scalerl_operator.policy.decision import CoordinatorReport, JobState, LifecycleDecision, LifecycleInput
 from scalerl_operator.workloads import Role
 
 Key = tuple[str, str]
 """A run: (namespace, name)."""
 
 BLOCKED_SECONDS: Final = 30.0
-"""When to try again what the cluster did not let us make."""
+"""Between two tries of what the cluster refused."""
 LATEST_ANSWER_SECONDS: Final = 10.0
-"""A run that waits for its coordinator's answer is woken by it, or by that there is none; at the latest after so long."""
-START_LOOKS: Final = (15.0, 300.0)
-"""While pods are awaited, only events tell what is missing: looked at first and at the latest after so long."""
+"""Longest wait for a coordinator's answer; the poller wakes the run earlier, with the answer or a failure."""
+START_CHECK_SECONDS: Final = (15.0, 300.0)
+"""First and longest wait between two reads of Events while pods are to start: only Events say what keeps them."""
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is to be applied. frozen: see :class:`.Course`. stands: the run's objects are as they were found, or made, and
-    only what follows its progress may be new."""
+    """What is to be applied. frozen: see :class:`.LifecycleDecision`. stands: the objects are as they were when they were last
+    applied; only those that follow the run's progress may differ."""
 
     desired: Desired
     images: Images
@@ -78,12 +78,12 @@ class _Plan:
 
 
 class Reconciler:
-    """Looks at runs: one look at a time a run, many runs at once.
+    """Reconciles runs: one reconcile at a time a run, many runs at once.
 
     images: where a run names none. namespaced: an operator of a few namespaces, which may see nothing of the cluster's.
     scaling: makes the autoscaling of a run with that uid.
-    on_status: told of each run's status at each look, None when it is gone. wake: called for a run of whose coordinator
-    there is an answer. background: coordinators are asked by themselves, see :class:`.Coordinators`. clock: Unix seconds.
+    on_status: called with each run's status at each reconcile, None when it is gone. wake: called for a run whose
+    coordinator has answered. background: coordinators are asked by themselves, see :class:`.CoordinatorPollers`. clock: Unix seconds.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Reconciler:
         self._run = RunObject(api, cache)
         self._applier = Applier(api, cache)
         self._preflight = Preflight(api, namespaced=namespaced)
-        self.coordinators = Coordinators(
+        self.coordinators = CoordinatorPollers(
             lambda what: self._api.must_lead(what), self._answered, background=background
         )
         self._images = images
@@ -120,21 +120,21 @@ class Reconciler:
         self._scalings: dict[str, RunScaling] = {}
 
     async def close(self) -> None:
-        """Let go of all connections and of what is under way."""
+        """Closes all connections and cancels what is under way."""
         await self.forget_all()
 
     async def forget_all(self) -> None:
-        """Another leads now: what is known here, above all of decisions, is not what will be true when we lead again."""
+        """Another replica leads now: what is remembered here, above all decisions, will be out of date when this one leads again."""
         for uid in [*self._uids.values(), *self._scalings]:
             await self._forget(uid)
         self._uids.clear()
         await self.coordinators.close()
 
     async def reconcile(self, key: Key) -> float | None:
-        """One look. Returns the seconds after which to look again; None: when something changes.
+        """One reconcile. Returns the seconds after which to reconcile again; None: when something changes.
 
         Raises:
-            ApiError: the API server did not do as asked; whoever calls comes back, with back-off.
+            ApiError: the API server did not do as asked; the caller retries with back-off.
         """
         obj = self._cache.run(*key)
         before = self._uids.get(key)
@@ -146,7 +146,7 @@ class Reconciler:
             return None
         context = self._observe(key, obj)
         if is_deleted(obj) and FINALIZER not in context.finalizers:
-            await self._let_go(context)
+            await self._drop_state(context)
             return None  # the rest is the garbage collector's
         await self._applier.find_unlabelled(context, context.to_be_drained)
         invalid, spec = None, kept(obj)
@@ -157,10 +157,10 @@ class Reconciler:
             spec = last_accepted(obj, context.before)
             if spec is None:
                 return await self._refuse(context, invalid)
-            invalid, run = going_on(invalid), accepted_run(with_spec(obj, spec))
+            invalid, run = continues_with_accepted(invalid), accepted_run(with_spec(obj, spec))
         if not is_deleted(obj) and FINALIZER not in context.finalizers:
             await self._run.hold(context)
-        return await self._look(run, context, spec, invalid)
+        return await self._reconcile_run(run, context, spec, invalid)
 
     # --- observe ----------------------------------------------------------------------------------
 
@@ -177,12 +177,12 @@ class Reconciler:
             self._states.setdefault(uid, RunState()),
         )
 
-    async def _hear(self, context: RunContext, observed: Observed) -> Answer:
+    async def _coordinator_answer(self, context: RunContext, observed: RunObservation) -> Answer:
         if context.memory.outcome is not None:
             await self.coordinators.forget(context.uid)
             return Answer(True)
         pods = observed.of(Role.COORDINATOR)
-        return await self.coordinators.hear(
+        return await self.coordinators.poll(
             context.uid,
             pods,
             lambda again: read_token(self._api, context, again=again),
@@ -197,79 +197,96 @@ class Reconciler:
     # --- validate ---------------------------------------------------------------------------------
 
     async def _refuse(self, context: RunContext, why: Problem) -> float | None:
-        """A spec that cannot be read, of a run of which none was ever accepted: nothing is created, and what there is
-        already stays as it is.
+        """Handles a run whose spec cannot be read and of which none was ever accepted: creates nothing, changes nothing.
 
-        If the run is being deleted, until what works has saved what it has: for that nobody needs the spec.
+        A run that is being deleted is drained all the same, which needs no spec.
         """
-        course = Course(context.before.phase if context.memory.attempt else Phase.PENDING, context.memory)
-        heard = None
+        decision = LifecycleDecision(
+            context.before.phase if context.memory.attempt else Phase.PENDING, context.memory
+        )
+        coordinator_report = None
         if is_deleted(context.run):
             observed = observe(context.objects, context.uid, {Role.PREPARE: "", Role.TRAINER: ""})
-            answer = await self._hear(context, observed)
+            answer = await self._coordinator_answer(context, observed)
             if not answer.known:
                 return LATEST_ANSWER_SECONDS
-            heard = answer.status
-            steered = Steered(context.before.generators.replicas)
-            course = lifecycle.leave(self._facts(context, observed, heard, steered), context.memory)
-            if course.release:
+            coordinator_report = answer.status
+            autoscaler_report = AutoscalerReport(context.before.generators.replicas)
+            decision = lifecycle.decide_deletion(
+                self._lifecycle_input(context, observed, coordinator_report, autoscaler_report),
+                context.memory,
+            )
+            if decision.release:
                 await self._run.release(context)
-                await self._let_go(context)
+                await self._drop_state(context)
                 return None
-            if course.tell is not None:
-                await self._tell(context, course.tell)
+            if decision.request_stop is not None:
+                await self._request_stop(context, decision.request_stop)
         await self._report(
             None,
             context,
-            Looked(context.unix_seconds, context.generation, why, None, None, course, heard, Steered(0)),
+            ReconcileResult(
+                context.unix_seconds,
+                context.generation,
+                why,
+                None,
+                None,
+                decision,
+                coordinator_report,
+                AutoscalerReport(0),
+            ),
         )
-        return course.again_seconds
+        return decision.again_seconds
 
     # --- plan -------------------------------------------------------------------------------------
 
-    async def _look(
+    async def _reconcile_run(
         self, run: ScaleRLRun, context: RunContext, spec: str | None, invalid: Problem | None
     ) -> float | None:
-        """``spec``: the run's, as the status keeps it. ``invalid``: why the present one is not accepted; the run then has
+        """``spec``: the accepted one, as the status keeps it. ``invalid``: why the present spec is refused; ``run`` then has
         the one accepted before."""
-        await restate(self._api, self._cache, context)
+        await adopt_spec_hashes(self._api, self._cache, context)
         observed, placed = patient(
             observe(context.objects, context.uid, self._spec_hashes(run, context)), context.unix_seconds
         )
-        answer = await self._hear(context, observed)
+        answer = await self._coordinator_answer(context, observed)
         if not answer.known:
             return LATEST_ANSWER_SECONDS
-        heard = answer.status
-        steered = self._steer(run, context, observed, heard)
-        course = lifecycle.decide(
-            run.spec, self._facts(context, observed, heard, steered, suspend=run.spec.suspend), context.memory
+        coordinator_report = answer.status
+        autoscaler_report = self._autoscaler_report(run, context, observed, coordinator_report)
+        decision = lifecycle.decide(
+            run.spec,
+            self._lifecycle_input(
+                context, observed, coordinator_report, autoscaler_report, suspend=run.spec.suspend
+            ),
+            context.memory,
         )
-        if course.release:
+        if decision.release:
             await self._run.release(context)
-            await self._let_go(context)
+            await self._drop_state(context)
             return None
-        context, volume = await self._volume(run, context, observed, course)
-        plan = self._plan(run, context, course)
+        context, volume = await self._volume(run, context, observed, decision)
+        plan = self._plan(run, context, decision)
         missing = None if plan.stands else await self._missing(run, context, plan.images)
         # What drains is to save what it has, wherever it can.
-        empty = _is_empty(observed) and not course.frozen
-        if volume.gone and _starts(course) and (empty or not _at_work(observed)):
+        empty = _is_empty(observed) and not decision.frozen
+        if volume.gone and _starts(decision) and (empty or not _at_work(observed)):
             missing = volume.problem
         if missing is not None:
-            course = Course(Phase.PENDING, context.memory, again_seconds=BLOCKED_SECONDS)
+            decision = LifecycleDecision(Phase.PENDING, context.memory, again_seconds=BLOCKED_SECONDS)
         blocked = context.state.blocked if missing is None else None
         refused = self.coordinators.refusal(context.uid)
-        queue_missing = await queue_problem(self._api, context, course.phase)
-        looked = Looked(
+        queue_missing = await queue_problem(self._api, context, decision.phase)
+        result = ReconcileResult(
             *(
                 context.unix_seconds,
                 context.generation,
                 missing,
                 blocked,
                 observed,
-                course,
-                heard,
-                steered,
+                decision,
+                coordinator_report,
+                autoscaler_report,
                 refused,
             ),
             invalid=invalid,
@@ -278,65 +295,70 @@ class Reconciler:
             volume=volume.problem or not_enlarged(context),
         )
         if missing is None:
-            if not context.status_has(course, steered, spec):
-                context = await self._write_down(run, context, looked)
-            blocked = await self._apply(run, context, observed, plan, heard, gone=volume.gone)
+            if not context.status_has(decision, autoscaler_report, spec):
+                context = await self._record_decision(run, context, result)
+            blocked = await self._apply(run, context, observed, plan, coordinator_report, gone=volume.gone)
             volume_problem = volume.problem or not_enlarged(context)
-            looked = replace(looked, blocked=blocked, volume=volume_problem)
-            if course.tell is not None:
-                await self._tell(context, course.tell)
-        await self._tell_people(context)
-        put_off = await self._report(run, context, looked)
-        if course.ask_suspend and missing is None:
+            result = replace(result, blocked=blocked, volume=volume_problem)
+            if decision.request_stop is not None:
+                await self._request_stop(context, decision.request_stop)
+        await self._write_events(context)
+        put_off = await self._report(run, context, result)
+        if decision.set_suspend and missing is None:
             await self._run.suspend(context)
         repair = context.state.next_repair_seconds(context.unix_seconds)
-        if course.memory.outcome is not None:
+        if decision.memory.outcome is not None:
             return _soonest(await self._run.expire(run, context), repair)
         return _soonest(
-            course.again_seconds,
+            decision.again_seconds,
             put_off,
             placed,
             repair,
             RETRY_SECONDS if context.state.size_refused is not None else None,
             # A claim that takes the lost one's place has no label of the run yet, and so is not watched.
             BLOCKED_SECONDS if blocked is not None or volume.gone else None,
-            self._next_start_look(context, observed, plan.desired),
+            self._next_start_check(context, observed, plan.desired),
         )
 
     def _spec_hashes(self, run: ScaleRLRun, context: RunContext) -> dict[Role, str]:
-        """What the Jobs of the present spec carry."""
+        """The hashes that Jobs of the present spec have."""
         known = context.state.spec_hashes
         if known is None or known[0] != context.generation:
             hashes = {role: spec_hash(run, role) for role in (Role.PREPARE, Role.TRAINER)}
             known = context.state.spec_hashes = (context.generation, hashes)
         return known[1]
 
-    def _next_start_look(self, context: RunContext, observed: Observed, desired: Desired) -> float | None:
-        """For what only events tell: why a pod is not made, or is scheduled and does not begin. All else wakes us.
-
-        The longer a start takes, the rarer.
+    def _next_start_check(
+        self, context: RunContext, observed: RunObservation, desired: Desired
+    ) -> float | None:
+        """Seconds to the next read of Events: only they say why a pod is not created, or is scheduled and does not start. All
+        else wakes the run. The longer a start takes, the rarer.
         """
         preparing = desired.prepare and observed.prepare.state is not JobState.COMPLETE
         unmade = preparing and not observed.of(Role.PREPARE)
         if not unmade and not any(pod.creating and not pod.leaving for pod in observed.pods):
             return None
-        first, last = START_LOOKS
+        first, last = START_CHECK_SECONDS
         return min(max(first, (context.unix_seconds - seconds(context.before.start_time)) / 2), last)
 
-    def _facts(
+    def _lifecycle_input(
         self,
         context: RunContext,
-        observed: Observed,
-        heard: Status | None,
-        steered: Steered,
+        observed: RunObservation,
+        coordinator_report: Status | None,
+        autoscaler_report: AutoscalerReport,
         *,
         suspend: bool = False,
-    ) -> Facts:
+    ) -> LifecycleInput:
         word = None
-        if heard is not None:
-            word = Heard(heard.phase, heard.stop_reason, Usage(heard.wall_seconds, heard.device_seconds))
+        if coordinator_report is not None:
+            word = CoordinatorReport(
+                coordinator_report.phase,
+                coordinator_report.stop_reason,
+                Usage(coordinator_report.wall_seconds, coordinator_report.device_seconds),
+            )
         scaling = self._scalings.get(context.uid)
-        return Facts(
+        return LifecycleInput(
             unix_seconds=context.unix_seconds,
             deleting=is_deleted(context.run),
             suspend=suspend,
@@ -345,55 +367,61 @@ class Reconciler:
             prepare=observed.prepare,
             trainer=observed.trainer,
             coordinator=observed.service(Role.COORDINATOR),
-            heard=word,
+            coordinator_report=word,
             stop=scaling.stop if scaling is not None else "",
-            generators_wanted=steered.replicas,
+            generators_wanted=autoscaler_report.replicas,
         )
 
-    def _steer(
-        self, run: ScaleRLRun, context: RunContext, observed: Observed, heard: Status | None
-    ) -> Steered:
-        """What autoscaling says; what it said last while the coordinator is silent."""
-        if heard is None or context.memory.outcome is not None:
-            return self._as_before(run, context)
+    def _autoscaler_report(
+        self,
+        run: ScaleRLRun,
+        context: RunContext,
+        observed: RunObservation,
+        coordinator_report: Status | None,
+    ) -> AutoscalerReport:
+        """The autoscaler's report; the last one while the coordinator does not answer."""
+        if coordinator_report is None or context.memory.outcome is not None:
+            return self._last_autoscaler_report(run, context)
         scaling = self._scalings.get(context.uid)
         if scaling is None:
             scaling = self._scalings[context.uid] = self._make_scaling(run, context.uid)
         ready = observed.service(Role.GENERATOR).ready
-        return scaling.steer(run, context.before, heard, ready, resumed=context.memory.resumed)
+        return scaling.steer(run, context.before, coordinator_report, ready, resumed=context.memory.resumed)
 
-    def _as_before(self, run: ScaleRLRun, context: RunContext) -> Steered:
+    def _last_autoscaler_report(self, run: ScaleRLRun, context: RunContext) -> AutoscalerReport:
         before = context.before.generators
         kept = replicas.decide(
             run.spec.generator.replicas, run.spec.autoscaling, base=before.base, chosen=before.chosen
         )
-        steered = Steered(kept.wanted, kept.base, kept.chosen, pinned=kept.pinned)
+        autoscaler_report = AutoscalerReport(kept.wanted, kept.base, kept.chosen, pinned=kept.pinned)
         said = context.before.condition(ConditionType.FORECAST_READY)
         if said is None or run.spec.autoscaling.mode == "Off":
-            return steered
+            return autoscaler_report
         reason, message = understood(said)
-        return replace(steered, ready=said.status == "True", reason=reason, message=message)
+        return replace(autoscaler_report, ready=said.status == "True", reason=reason, message=message)
 
     # --- render, apply ----------------------------------------------------------------------------
 
-    def _plan(self, run: ScaleRLRun, context: RunContext, course: Course) -> _Plan:
+    def _plan(self, run: ScaleRLRun, context: RunContext, decision: LifecycleDecision) -> _Plan:
         trained = bool(context.before.step)
-        desired = Desired(course.prepare, course.coordinator, course.generators, course.trainer, trained)
+        desired = Desired(
+            decision.prepare, decision.coordinator, decision.generators, decision.trainer, trained
+        )
         images = pinned(context, run.spec.images, self._images)
         known = context.state.fingerprint
-        # So it is in most looks: a pod or a Job says something new.
+        # True in most reconciles: only the status of a pod or a Job has changed.
         stands = known is not None and known == fingerprint(
-            run, context, desired, images, frozen=course.frozen
+            run, context, desired, images, frozen=decision.frozen
         )
-        return _Plan(desired, images, course.frozen, stands)
+        return _Plan(desired, images, decision.frozen, stands)
 
     async def _volume(
-        self, run: ScaleRLRun, context: RunContext, observed: Observed, course: Course
+        self, run: ScaleRLRun, context: RunContext, observed: RunObservation, decision: LifecycleDecision
     ) -> tuple[RunContext, Volume]:
-        """What there is to say of the run's claim, and the run: without its steps if somebody gave them up."""
+        """The state of the run's claim, and the run: without its steps if somebody gave them up."""
         steps, empty = context.before.step or 0, _is_empty(observed)
         # That its trainer gives up on an empty volume is no end of a run.
-        outcome = context.memory.outcome if empty else course.memory.outcome
+        outcome = context.memory.outcome if empty else decision.memory.outcome
         if is_deleted(context.run) or outcome is not None:
             return context, Volume()
         volume = await observe_volume(self._api, run, context, steps, mounted=_at_work(observed), empty=empty)
@@ -418,15 +446,19 @@ class Reconciler:
         self,
         run: ScaleRLRun,
         context: RunContext,
-        observed: Observed,
+        observed: RunObservation,
         plan: _Plan,
-        heard: Status | None,
+        coordinator_report: Status | None,
         *,
         gone: bool,
     ) -> Problem | None:
-        """What keeps an object of the run from being made. ``gone``: its claim, which is not made anew."""
+        """Why an object of the run could not be created. ``gone``: its claim is gone, and is not created again."""
         scaling = self._scalings.get(context.uid)
-        more = scaling.objects(run, heard) if heard is not None and scaling is not None else []
+        more = (
+            scaling.objects(run, coordinator_report)
+            if coordinator_report is not None and scaling is not None
+            else []
+        )
         if plan.stands:
             blocked = await ensure_token(self._api, run, context)
             for obj in more:
@@ -451,12 +483,14 @@ class Reconciler:
     def _render(self, run: ScaleRLRun, context: RunContext, desired: Desired, images: Images) -> list[Object]:
         return render(run, context.uid, desired, images, operator_namespace=self._operator_namespace)
 
-    async def _tell(self, context: RunContext, reason: str) -> None:
-        if await self.coordinators.tell(context.uid, reason):
-            what = f"the run is told to stop: {reason}" if reason else "the run is told to go on"
-            await self._api.event(context.run, "Normal", Reason.STOPPING if reason else Reason.GOING_ON, what)
+    async def _request_stop(self, context: RunContext, reason: str) -> None:
+        if await self.coordinators.request_stop(context.uid, reason):
+            what = f"Asked the coordinator to stop: {reason}" if reason else "Cancelled the stop request"
+            await self._api.event(
+                context.run, "Normal", Reason.STOPPING if reason else Reason.STOP_CANCELLED, what
+            )
 
-    async def _tell_people(self, context: RunContext) -> None:
+    async def _write_events(self, context: RunContext) -> None:
         scaling = self._scalings.get(context.uid)
         text, alarming = scaling.event() if scaling is not None else ("", False)
         if text:
@@ -464,19 +498,23 @@ class Reconciler:
 
     # --- report -----------------------------------------------------------------------------------
 
-    async def _write_down(self, run: ScaleRLRun, context: RunContext, looked: Looked) -> RunContext:
-        """What is decided, before it is carried out; the run as it is then. Nothing is carried out if it fails.
+    async def _record_decision(
+        self, run: ScaleRLRun, context: RunContext, result: ReconcileResult
+    ) -> RunContext:
+        """Writes what is decided before it is carried out, and returns the run as it is then. Nothing is carried out if it fails.
 
-        What keeps an object from being made is as the last look left it. If that stays so there is nothing to report
-        after it: it is the same patch, only earlier.
+        What keeps an object from being created is as the last reconcile reported it. If that stays so, this is the same
+        patch as the one at the end, only earlier.
         """
-        await self._report(run, context, looked)
+        await self._report(run, context, result)
         before = RunStatus.read(context.run.get("status"))
-        return replace(context, before=before, memory=looked.course.memory)
+        return replace(context, before=before, memory=result.decision.memory)
 
-    async def _report(self, run: ScaleRLRun | None, context: RunContext, looked: Looked) -> float | None:
-        """Write the status if it says anything new. Returns when a write that was put off is due."""
-        status = report(run, context.before, looked)
+    async def _report(
+        self, run: ScaleRLRun | None, context: RunContext, result: ReconcileResult
+    ) -> float | None:
+        """Writes the status if it has changed. Returns the seconds until a postponed write is due."""
+        status = report(run, context.before, result)
         scaling = self._scalings.get(context.uid)
         if scaling is not None:
             status = scaling.decorate(status)
@@ -486,8 +524,8 @@ class Reconciler:
         self._on_status((context.namespace, context.name), status)
         return await self._run.write(context, status)
 
-    async def _let_go(self, context: RunContext) -> None:
-        """Nothing is left to do for a run, though it may be there for long: another's finalizer may hold it."""
+    async def _drop_state(self, context: RunContext) -> None:
+        """Forgets a run for which nothing is left to do; it may exist for long, held by another's finalizer."""
         self._uids.pop((context.namespace, context.name), None)
         await self._forget(context.uid)
 
@@ -500,21 +538,23 @@ class Reconciler:
         await self.coordinators.forget(uid)
 
 
-def _at_work(observed: Observed) -> bool:
+def _at_work(observed: RunObservation) -> bool:
     """Whether pods of the run may have its volume mounted, and save to it."""
     trainer = observed.trainer
     in_queue = trainer.held and not trainer.ending
     return observed.serving or (trainer.state in (JobState.ACTIVE, JobState.LEAVING) and not in_queue)
 
 
-def _is_empty(observed: Observed) -> bool:
+def _is_empty(observed: RunObservation) -> bool:
     """Whether the coordinator found none of the run's steps on the volume."""
     return any(pod.steps_lost for pod in observed.of(Role.COORDINATOR))
 
 
-def _starts(course: Course) -> bool:
+def _starts(decision: LifecycleDecision) -> bool:
     """Whether something of the run is to be there that reads or writes the volume."""
-    return course.prepare or course.coordinator or bool(course.generators) or course.trainer is not None
+    return (
+        decision.prepare or decision.coordinator or bool(decision.generators) or decision.trainer is not None
+    )
 
 
 def _soonest(*waits: float | None) -> float | None:

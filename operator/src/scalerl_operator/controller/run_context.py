@@ -10,10 +10,10 @@ from scalerl_api.conditions import Phase
 from scalerl_api.status import RunStatus
 from scalerl_operator.controller.observe import belongs, label
 from scalerl_operator.controller.run_state import RunState
-from scalerl_operator.controller.status import Steered
+from scalerl_operator.controller.status import AutoscalerReport
 from scalerl_operator.kube.types import Images, Object
 from scalerl_operator.names import COMPONENT, IMAGE, Names
-from scalerl_operator.policy.decision import Course, Memory, Rest
+from scalerl_operator.policy.decision import LifecycleDecision, Memory, Suspension
 from scalerl_operator.workloads import Role
 
 WORKLOADS: Final = frozenset({"Job", "Deployment", "StatefulSet"})
@@ -64,7 +64,7 @@ class RunContext:
         """(kind, name) of what should work in a run that is to be suspended or deleted and has not begun to drain."""
         memory, names = self.memory, Names(self.name)
         asked = is_deleted(self.run) or self.run["spec"].get("suspend") is True
-        done = memory.rest is not Rest.NO or memory.drain_since is not None or memory.outcome
+        done = memory.rest is not Suspension.NO or memory.drain_since is not None or memory.outcome
         if not asked or done:
             return []
         found = [("Job", names.prepare)] if self.before.phase is Phase.PREPARING else []
@@ -73,12 +73,14 @@ class RunContext:
             found += [("Job", names.trainer_job(memory.attempt))]
         return found
 
-    def status_has(self, course: Course, steered: Steered, accepted_spec: str | None) -> bool:
+    def status_has(
+        self, decision: LifecycleDecision, autoscaler_report: AutoscalerReport, accepted_spec: str | None
+    ) -> bool:
         """Whether the status already holds what the next reconcile has to know."""
         known = self.before.generators
         return (
-            course.memory == self.memory
-            and (steered.base, steered.chosen) == (known.base, known.chosen)
+            decision.memory == self.memory
+            and (autoscaler_report.base, autoscaler_report.chosen) == (known.base, known.chosen)
             and accepted_spec == self.before.accepted_spec
         )
 

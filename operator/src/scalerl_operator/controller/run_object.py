@@ -1,6 +1,6 @@
 """The run's own object: all that the operator writes of it. Status, finalizer, ``spec.suspend``, and its end.
 
-Each write is against the version that was looked at: what another has written since is to be looked at first.
+Each write is against the version that was read: what another writer has written since is reconciled first.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Final
 
 from scalerl_api.spec import KIND, ScaleRLRun
 from scalerl_api.status import RunStatus
-from scalerl_operator.controller.events import announce
+from scalerl_operator.controller.events import write_events
 from scalerl_operator.controller.observe import seconds
 from scalerl_operator.controller.run_context import RunContext, is_deleted
 from scalerl_operator.controller.status import merge_patch, waits_for_progress_only
@@ -35,8 +35,8 @@ class RunObject:
         """Fields of a status that the installed CRD, which is older than this process, does not keep."""
 
     async def write(self, context: RunContext, status: RunStatus, *, at_once: bool = False) -> float | None:
-        """The status, if it says anything new, and the events of what it says. Returns when a write that was put off is
-        due. ``at_once``: none is put off."""
+        """Writes the status, if it has changed, and the events of the change. Returns the seconds until a postponed write is
+        due. ``at_once``: without postponing."""
         new, old = status.to_object(), context.run.get("status") or {}
         new = {name: value for name, value in new.items() if name not in self._dropped}
         if new == old:
@@ -63,19 +63,19 @@ class RunObject:
                 KIND,
                 ", status.".join(sorted(dropped)),
             )
-        await announce(self._api, context.run, context.before, status)
+        await write_events(self._api, context.run, context.before, status)
         return None
 
     async def hold(self, context: RunContext) -> None:
-        """It is not to go before it is drained."""
+        """Adds the finalizer: the run is not to be removed before it is drained."""
         await self._set_finalizers(context, [*context.finalizers, FINALIZER])
 
     async def release(self, context: RunContext) -> None:
-        """The drain is over: the finalizer goes, and with the run all that it owns."""
+        """Removes the finalizer after the drain; the garbage collector then removes what the run owns."""
         await self._set_finalizers(context, [f for f in context.finalizers if f != FINALIZER])
 
     async def suspend(self, context: RunContext) -> None:
-        """As Kueue does: what holds a run back is to be seen in its spec, where a person takes it back."""
+        """Sets ``spec.suspend``, as Kueue does: a person resumes the run where they see that it is suspended."""
         made = await self._api.patch(
             KIND,
             context.namespace,
@@ -86,7 +86,7 @@ class RunObject:
         self._cache.remember(made)
 
     async def expire(self, run: ScaleRLRun, context: RunContext) -> float | None:
-        """A run that has ended is deleted once its time to be looked at is over. Returns in how long that is."""
+        """Deletes a run ``ttlSecondsAfterFinished`` after its end. Returns the seconds until then."""
         ttl = run.spec.ttl_seconds_after_finished
         if ttl is None or is_deleted(context.run):
             return None

@@ -13,12 +13,12 @@ from scalerl_operator.autoscaling import replicas
 from scalerl_operator.autoscaling.models import Generators
 from scalerl_operator.build.curve import curve_config_map
 from scalerl_operator.controller.autoscaler import Word
-from scalerl_operator.controller.status import Steered
+from scalerl_operator.controller.status import AutoscalerReport
 from scalerl_operator.kube.types import Object
 
 
 class Steersman(Protocol):
-    """:class:`~.autoscaler.ClusterSteering`, or what stands for it."""
+    """:class:`~.autoscaler.ClusterAutoscaler`, or what stands for it."""
 
     def look(
         self, run: ScaleRLRun, status: Status, generators: Generators, *, resumed: bool = False
@@ -53,18 +53,18 @@ class RunScaling:
         self._word = NOTHING
 
     def steer(
-        self, run: ScaleRLRun, before: RunStatus, heard: Status, ready: int, *, resumed: bool
-    ) -> Steered:
+        self, run: ScaleRLRun, before: RunStatus, coordinator_report: Status, ready: int, *, resumed: bool
+    ) -> AutoscalerReport:
         """What is thought of the run now; returns at once. ready: generators' pods that are."""
         spec, known = run.spec, before.generators
         if self._make_steersman is None or spec.autoscaling.mode == "Off":
             self._word, self.stop = NOTHING, ""
-            return Steered(spec.generator.replicas)
+            return AutoscalerReport(spec.generator.replicas)
         if self._steersman is None:
             self._steersman = self._make_steersman()
         now = replicas.decide(spec.generator.replicas, spec.autoscaling, base=known.base, chosen=known.chosen)
         facts = Generators(wanted=now.wanted, ready=ready, devices_each=max(1, spec.generator.devices))
-        word = self._word = self._steersman.look(run, heard, facts, resumed=resumed)
+        word = self._word = self._steersman.look(run, coordinator_report, facts, resumed=resumed)
         self.stop = BROKEN if word.hold else FORECAST if word.stop else ""
         self._count(word)
         then = replicas.decide(
@@ -74,7 +74,7 @@ class RunScaling:
             chosen=known.chosen,
             new=word.generators,
         )
-        return Steered(
+        return AutoscalerReport(
             then.wanted,
             then.base,
             then.chosen,
@@ -107,9 +107,11 @@ class RunScaling:
             update={"forecast": word.forecast, "decision": word.state, "decisions": list(word.decisions)}
         )
 
-    def objects(self, run: ScaleRLRun, heard: Status) -> Sequence[Object]:
+    def objects(self, run: ScaleRLRun, coordinator_report: Status) -> Sequence[Object]:
         """The curve."""
-        return [curve_config_map(run, self._uid, heard.points)] if heard.points else []
+        return (
+            [curve_config_map(run, self._uid, coordinator_report.points)] if coordinator_report.points else []
+        )
 
     def close(self) -> None:
         """Stop what is under way."""

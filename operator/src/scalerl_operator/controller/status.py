@@ -25,16 +25,16 @@ from scalerl_api.status import (
 )
 from scalerl_api.wire import BROKEN, FORECAST, Status
 from scalerl_operator.controller import degraded
-from scalerl_operator.controller.observe import Observed, Problem, rfc3339, seconds
+from scalerl_operator.controller.observe import Problem, RunObservation, rfc3339, seconds
 from scalerl_operator.names import QUEUE
 from scalerl_operator.policy import restarts
-from scalerl_operator.policy.decision import Course, End, JobState, Memory, Outcome, Rest
+from scalerl_operator.policy.decision import End, JobState, LifecycleDecision, Memory, Outcome, Suspension
 from scalerl_operator.workloads import Role
 
 STALLED_SECONDS: Final = 1800.0
 """So long without a step, and Progressing is False."""
 _MESSAGE_CHARACTERS: Final = 2000
-AT_REST: Final = frozenset({Phase.PENDING, Phase.SUSPENDED, Phase.COMPLETED, Phase.FAILED})
+SUSPENDED_OR_ENDED: Final = frozenset({Phase.PENDING, Phase.SUSPENDED, Phase.COMPLETED, Phase.FAILED})
 _AT_REST_BECAUSE: Final = {
     Phase.SUSPENDED: Reason.RUN_SUSPENDED,
     Phase.COMPLETED: Reason.RUN_COMPLETED,
@@ -44,11 +44,11 @@ _AT_REST_BECAUSE: Final = {
 PROGRESS: Final = frozenset(
     {"step", "lastStepTime", "reward", "points", "usage", "trouble", "exports", "forecast", "decisions"}
 )
-"""Fields of the status that move while a run works: written now and then, not at every look."""
+"""Fields of the status that change all the time while a run works: written periodically, not at every reconcile."""
 
 
 @dataclass(frozen=True)
-class Steered:
+class AutoscalerReport:
     """What autoscaling says of the run. forecast: reason and message of ForecastReady."""
 
     replicas: int
@@ -61,11 +61,11 @@ class Steered:
 
 
 @dataclass(frozen=True)
-class Looked:
+class ReconcileResult:
     """All that a report rests on. accepted: what keeps the run from being started; None: nothing does.
-    invalid: why the spec is not accepted, while the run goes on with the one accepted before; None: it is accepted.
+    invalid: why the spec is not accepted, while the run continues with the one accepted before; None: it is accepted.
     spec: the one that was accepted last, as the status keeps it. volume: what is wrong with the run's claim.
-    blocked: what keeps the operator from making an object now. refused: the coordinator's words to the operator that it does
+    blocked: what keeps the operator from making an object now. refused: the coordinator's message to the operator that it does
     not listen to; empty where it answers, or does not. queue_missing: why no queue holds the run; empty where there is one,
     or the run has no queue label.
     """
@@ -74,10 +74,10 @@ class Looked:
     generation: int
     accepted: Problem | None
     blocked: Problem | None
-    observed: Observed | None
-    course: Course
-    heard: Status | None
-    steered: Steered
+    observed: RunObservation | None
+    decision: LifecycleDecision
+    coordinator_report: Status | None
+    autoscaler_report: AutoscalerReport
     refused: str = ""
     invalid: Problem | None = None
     spec: str | None = None
@@ -85,49 +85,54 @@ class Looked:
     volume: Problem | None = None
 
 
-def report(run: ScaleRLRun | None, before: RunStatus, seen: Looked) -> RunStatus:
+def report(run: ScaleRLRun | None, before: RunStatus, result: ReconcileResult) -> RunStatus:
     """The status as it is to be now; ``run`` is None for a spec that cannot be read."""
-    now, course = rfc3339(seen.unix_seconds), seen.course
-    if seen.heard is not None:
-        known = degraded.noted(before.trouble, seen.heard, seen.unix_seconds)
+    now, decision = rfc3339(result.unix_seconds), result.decision
+    if result.coordinator_report is not None:
+        known = degraded.update_trouble(before.trouble, result.coordinator_report, result.unix_seconds)
         before = before.model_copy(update={"trouble": known})
     conditions = [
-        _condition(before, seen.generation, now, type_, value, problem)
-        for type_, value, problem in _said(run, before, seen)
+        _condition(before, result.generation, now, type_, value, problem)
+        for type_, value, problem in _said(run, before, result)
     ]
     status = before.model_copy(
         update={
-            "phase": course.phase,
-            "observed_generation": seen.generation,
-            "accepted_spec": seen.spec,
+            "phase": decision.phase,
+            "observed_generation": result.generation,
+            "accepted_spec": result.spec,
             "conditions": conditions,
-            "start_time": before.start_time or (now if course.prepare else None),
-            "completion_time": before.completion_time or (now if course.memory.outcome is not None else None),
-            "drain_start_time": _time(course.memory.drain_since),
-            "coordinator_unreachable_time": _time(course.memory.unreachable_since),
-            "rest": course.memory.rest.value,
-            "resumed": course.memory.resumed,
-            "trainer": _trainer(course.memory),
+            "start_time": before.start_time or (now if decision.prepare else None),
+            "completion_time": before.completion_time
+            or (now if decision.memory.outcome is not None else None),
+            "drain_start_time": _time(decision.memory.drain_since),
+            "coordinator_unreachable_time": _time(decision.memory.unreachable_since),
+            "rest": decision.memory.rest.value,
+            "resumed": decision.memory.resumed,
+            "trainer": _trainer(decision.memory),
         }
     )
-    if seen.observed is not None:
-        pods = [pod for pod in seen.observed.of(Role.GENERATOR) if not pod.over]
+    if result.observed is not None:
+        pods = [pod for pod in result.observed.of(Role.GENERATOR) if not pod.over]
         status = status.model_copy(
             update={
                 "replicas": len(pods),
                 "generators": GeneratorsStatus(
                     replicas=len(pods),
                     ready=sum(p.ready for p in pods),
-                    chosen=seen.steered.chosen,
-                    base=seen.steered.base,
+                    chosen=result.autoscaler_report.chosen,
+                    base=result.autoscaler_report.base,
                 ),
             }
         )
-    return status if seen.heard is None else _progress(status, before, seen.heard, now)
+    return (
+        status
+        if result.coordinator_report is None
+        else _progress(status, before, result.coordinator_report, now)
+    )
 
 
 def remembered(status: RunStatus) -> Memory:
-    """What the last look left for this one."""
+    """What the last reconcile remembered for this one."""
     trainer = status.trainer
     return Memory(
         attempt=trainer.attempt,
@@ -147,7 +152,7 @@ def remembered(status: RunStatus) -> Memory:
         unreachable_since=seconds(status.coordinator_unreachable_time)
         if status.coordinator_unreachable_time
         else None,
-        rest=Rest(status.rest),
+        rest=Suspension(status.rest),
         resumed=status.resumed,
         outcome=_outcome(status),
     )
@@ -215,22 +220,24 @@ def _trainer(memory: Memory) -> TrainerStatus:
     )
 
 
-def _progress(status: RunStatus, before: RunStatus, heard: Status, now: str) -> RunStatus:
-    newest = heard.points[-1] if heard.points else None
+def _progress(status: RunStatus, before: RunStatus, coordinator_report: Status, now: str) -> RunStatus:
+    newest = coordinator_report.points[-1] if coordinator_report.points else None
     return status.model_copy(
         update={
-            "step": heard.step,
-            "last_step_time": now if heard.step > (before.step or 0) else before.last_step_time,
+            "step": coordinator_report.step,
+            "last_step_time": now if coordinator_report.step > (before.step or 0) else before.last_step_time,
             "reward": before.reward if newest is None else f"{newest.reward:.4f}",
-            "points": len(heard.points),
-            "stop_reason": heard.stop_reason or None,
+            "points": len(coordinator_report.points),
+            "stop_reason": coordinator_report.stop_reason or None,
             "usage": UsageStatus(
-                seconds=f"{heard.wall_seconds:.0f}",
-                device_hours=f"{heard.device_seconds / 3600:.4f}",
-                tokens_generated=heard.tokens_generated,
-                tokens_trained=heard.tokens_trained,
+                seconds=f"{coordinator_report.wall_seconds:.0f}",
+                device_hours=f"{coordinator_report.device_seconds / 3600:.4f}",
+                tokens_generated=coordinator_report.tokens_generated,
+                tokens_trained=coordinator_report.tokens_trained,
             ),
-            "exports": before.exports if heard.exports is None else _exports(heard.exports),
+            "exports": before.exports
+            if coordinator_report.exports is None
+            else _exports(coordinator_report.exports),
         }
     )
 
@@ -275,32 +282,32 @@ def _meaning(type_: ConditionType, value: bool, reason: Reason) -> str:
     return type_.text if value and reason.text == NOTHING_TO_DO else reason.text
 
 
-def _said(run: ScaleRLRun | None, before: RunStatus, seen: Looked) -> Sequence[Said]:
-    if run is None or (seen.accepted is not None and before.start_time is None):
-        why = seen.accepted or Problem(Reason.SPEC_INVALID, "")
-        return [(ConditionType.ACCEPTED, False, why), *_ends(seen.course, before.stop_reason)]
+def _said(run: ScaleRLRun | None, before: RunStatus, result: ReconcileResult) -> Sequence[Said]:
+    if run is None or (result.accepted is not None and before.start_time is None):
+        why = result.accepted or Problem(Reason.SPEC_INVALID, "")
+        return [(ConditionType.ACCEPTED, False, why), *_ends(result.decision, before.stop_reason)]
     return [
-        _accepted(run, seen),
-        _admitted(run, before, seen),
-        _prepared(run, before, seen),
-        _role(ConditionType.COORDINATOR_READY, Role.COORDINATOR, 1, seen),
-        _role(ConditionType.GENERATORS_READY, Role.GENERATOR, seen.steered.replicas, seen),
-        _role(ConditionType.TRAINER_READY, Role.TRAINER, run.spec.trainer.replicas, seen),
-        _progressing(before, seen),
+        _accepted(run, result),
+        _admitted(run, before, result),
+        _prepared(run, before, result),
+        _role(ConditionType.COORDINATOR_READY, Role.COORDINATOR, 1, result),
+        _role(ConditionType.GENERATORS_READY, Role.GENERATOR, result.autoscaler_report.replicas, result),
+        _role(ConditionType.TRAINER_READY, Role.TRAINER, run.spec.trainer.replicas, result),
+        _progressing(before, result),
         (
             ConditionType.FORECAST_READY,
-            seen.steered.ready,
-            Problem(seen.steered.reason, seen.steered.message),
+            result.autoscaler_report.ready,
+            Problem(result.autoscaler_report.reason, result.autoscaler_report.message),
         ),
-        _pinned(seen.steered),
-        _degraded(run, before, seen),
-        *_ends(seen.course, before.stop_reason),
+        _pinned(result.autoscaler_report),
+        _degraded(run, before, result),
+        *_ends(result.decision, before.stop_reason),
     ]
 
 
-def _accepted(run: ScaleRLRun, seen: Looked) -> Said:
+def _accepted(run: ScaleRLRun, result: ReconcileResult) -> Said:
     """A run that was begun may be held later: its volume is lost."""
-    why = seen.accepted or seen.invalid
+    why = result.accepted or result.invalid
     return ConditionType.ACCEPTED, why is None, why or _warnings(run)
 
 
@@ -311,15 +318,15 @@ def _warnings(run: ScaleRLRun) -> Problem:
     return Problem(Reason.ACCEPTED_WITH_WARNINGS, "; ".join(str(warning) for warning in found))
 
 
-def _admitted(run: ScaleRLRun, before: RunStatus, seen: Looked) -> Said:
+def _admitted(run: ScaleRLRun, before: RunStatus, result: ReconcileResult) -> Said:
     """True is only what a queue has said: of an attempt that is yet to be made it is what was true of the last."""
-    type_, observed = ConditionType.ADMITTED, seen.observed
+    type_, observed = ConditionType.ADMITTED, result.observed
     if QUEUE not in run.metadata.labels:
         return type_, True, Problem(Reason.NO_QUEUE, "")
-    if observed is None or seen.course.phase is Phase.SUSPENDED:
-        return type_, False, _without_pods(seen)
-    if seen.queue_missing:
-        return type_, False, Problem(Reason.QUEUE_NOT_FOUND, seen.queue_missing)
+    if observed is None or result.decision.phase is Phase.SUSPENDED:
+        return type_, False, _without_pods(result)
+    if result.queue_missing:
+        return type_, False, Problem(Reason.QUEUE_NOT_FOUND, result.queue_missing)
     waiting = [
         role for role, job in ((Role.PREPARE, observed.prepare), (Role.TRAINER, observed.trainer)) if job.held
     ]
@@ -338,14 +345,14 @@ def _admitted(run: ScaleRLRun, before: RunStatus, seen: Looked) -> Said:
     return type_, True, Problem(Reason.QUEUE_ADMITTED, "")
 
 
-def _without_pods(seen: Looked) -> Problem:
-    return Problem(_AT_REST_BECAUSE.get(seen.course.phase, Reason.NOT_STARTED), "")
+def _without_pods(result: ReconcileResult) -> Problem:
+    return Problem(_AT_REST_BECAUSE.get(result.decision.phase, Reason.NOT_STARTED), "")
 
 
-def _prepared(run: ScaleRLRun, before: RunStatus, seen: Looked) -> Said:
+def _prepared(run: ScaleRLRun, before: RunStatus, result: ReconcileResult) -> Said:
     type_ = ConditionType.PREPARED
-    job = seen.observed.prepare if seen.observed is not None else None
-    outcome = seen.course.memory.outcome
+    job = result.observed.prepare if result.observed is not None else None
+    outcome = result.decision.memory.outcome
     if (
         outcome is not None
         and outcome.reason in (Reason.PREPARE_FAILED, Reason.BAD_INPUT)
@@ -356,15 +363,15 @@ def _prepared(run: ScaleRLRun, before: RunStatus, seen: Looked) -> Said:
         return type_, True, Problem(Reason.PREPARED, "")
     if job is not None and job.held:
         return type_, False, Problem(Reason.WAITING_FOR_QUOTA, "")
-    if seen.course.phase in AT_REST:
+    if result.decision.phase in SUSPENDED_OR_ENDED:
         was = _was(before, type_)
-        return type_, was, Problem(Reason.PREPARED, "") if was else _without_pods(seen)
-    problem = seen.observed.problem(Role.PREPARE) if seen.observed is not None else None
-    problem = _the_exact(problem, seen.blocked)
+        return type_, was, Problem(Reason.PREPARED, "") if was else _without_pods(result)
+    problem = result.observed.problem(Role.PREPARE) if result.observed is not None else None
+    problem = _the_exact(problem, result.blocked)
     if problem is None and job is not None and job.ends and job.state is JobState.ACTIVE:
         last = job.ends[-1]
         problem = Problem(Reason.BACK_OFF, f"exit code {last.exit_code}: {last.message}")
-    return type_, False, problem or seen.blocked or Problem(Reason.PREPARING, _source(run.spec.model))
+    return type_, False, problem or result.blocked or Problem(Reason.PREPARING, _source(run.spec.model))
 
 
 def _the_exact(problem: Problem | None, blocked: Problem | None) -> Problem | None:
@@ -383,14 +390,14 @@ def _source(model: ModelSpec) -> str:
     return "the model is made from scratch"
 
 
-def _pinned(steered: Steered) -> Said:
+def _pinned(autoscaler_report: AutoscalerReport) -> Said:
     type_ = ConditionType.GENERATORS_PINNED
-    if steered.pinned:
+    if autoscaler_report.pinned:
         return type_, True, Problem(Reason.SCALED_BY_SPEC, "")
     # Else nobody could see why there are others than the spec says; to set it to what it says is no edit.
     said = ""
-    if steered.chosen is not None and steered.chosen != steered.base:
-        said = f"the autoscaler chose {steered.chosen}; spec.generator.replicas says {steered.base}"
+    if autoscaler_report.chosen is not None and autoscaler_report.chosen != autoscaler_report.base:
+        said = f"the autoscaler chose {autoscaler_report.chosen}; spec.generator.replicas says {autoscaler_report.base}"
     return type_, False, Problem(Reason.NOT_PINNED, said)
 
 
@@ -399,122 +406,136 @@ def _was(before: RunStatus, type_: ConditionType) -> bool:
     return old is not None and old.status == "True"
 
 
-def _role(type_: ConditionType, role: Role, wanted: int, seen: Looked) -> Said:
-    if seen.observed is None or seen.course.phase in AT_REST | {Phase.PREPARING}:
-        return type_, False, _without_pods(seen)
-    pods = seen.observed.of(role)
+def _role(type_: ConditionType, role: Role, wanted: int, result: ReconcileResult) -> Said:
+    if result.observed is None or result.decision.phase in SUSPENDED_OR_ENDED | {Phase.PREPARING}:
+        return type_, False, _without_pods(result)
+    pods = result.observed.of(role)
     ready = sum(p.ready for p in pods)
-    if role is Role.COORDINATOR and ready and seen.heard is None:
-        return type_, False, _unheard(seen, "")
+    if role is Role.COORDINATOR and ready and result.coordinator_report is None:
+        return type_, False, _unheard(result, "")
     if ready >= wanted:
         return type_, True, Problem(Reason.READY, "")
-    problem = _the_exact(seen.observed.problem(role), seen.blocked)
+    problem = _the_exact(result.observed.problem(role), result.blocked)
     if problem is None and role is Role.COORDINATOR:
-        problem = _unwritable(seen.heard)
+        problem = _unwritable(result.coordinator_report)
     if problem is None and not pods:
-        problem = seen.blocked
-    if problem is None and role is Role.TRAINER and seen.observed.trainer.held:
+        problem = result.blocked
+    if problem is None and role is Role.TRAINER and result.observed.trainer.held:
         problem = Problem(Reason.WAITING_FOR_QUOTA, "")
     if (
         problem is None
         and role is Role.TRAINER
-        and seen.course.memory.judged == seen.course.memory.attempt > 0
+        and result.decision.memory.judged == result.decision.memory.attempt > 0
     ):
-        problem = Problem(Reason.BACK_OFF, _next_attempt(seen))
+        problem = Problem(Reason.BACK_OFF, _next_attempt(result))
     if problem is None:
-        problem = Problem(Reason.SOME_READY if ready else Reason.STARTING, f"{ready} of {wanted} are ready")
+        problem = Problem(
+            Reason.PARTIALLY_READY if ready else Reason.STARTING, f"{ready} of {wanted} are ready"
+        )
     return type_, False, problem
 
 
-def _unwritable(heard: Status | None) -> Problem | None:
-    if heard is None or not heard.journal_error:
+def _unwritable(coordinator_report: Status | None) -> Problem | None:
+    if coordinator_report is None or not coordinator_report.journal_error:
         return None
-    said = f"the disk of the run's volume takes nothing more: {heard.journal_error}"
+    said = f"the disk of the run's volume takes nothing more: {coordinator_report.journal_error}"
     return Problem(Reason.VOLUME_NOT_WRITABLE, said)
 
 
-def _next_attempt(seen: Looked) -> str:
-    memory, pods = seen.course.memory, seen.observed.pods if seen.observed is not None else ()
+def _next_attempt(result: ReconcileResult) -> str:
+    memory, pods = result.decision.memory, result.observed.pods if result.observed is not None else ()
     said = f"attempt {memory.attempt + 1} follows"
-    if memory.next_at > seen.unix_seconds:
+    if memory.next_at > result.unix_seconds:
         return f"{said} at {rfc3339(memory.next_at + 0.999)}"
     # On a node that does not answer a pod never ends by itself.
     ends = [pod.name for pod in pods if pod.role == Role.TRAINER and pod.leaving]
     return f"{said} when {', '.join(ends)} has ended" if ends else f"{said} shortly"
 
 
-def _progressing(before: RunStatus, seen: Looked) -> Said:
+def _progressing(before: RunStatus, result: ReconcileResult) -> Said:
     type_ = ConditionType.PROGRESSING
-    if seen.course.phase not in (Phase.RUNNING, Phase.FINISHING):
+    if result.decision.phase not in (Phase.RUNNING, Phase.FINISHING):
         return type_, False, Problem(Reason.NOT_RUNNING, "")
-    if seen.heard is None:
-        return type_, False, _unheard(seen, seen.course.note)
-    if (unwritable := _unwritable(seen.heard)) is not None:
+    if result.coordinator_report is None:
+        return type_, False, _unheard(result, result.decision.note)
+    if (unwritable := _unwritable(result.coordinator_report)) is not None:
         return type_, False, unwritable
-    if seen.heard.step == 0:
-        return type_, False, Problem(Reason.NO_STEPS, _waiting(seen.heard))
+    if result.coordinator_report.step == 0:
+        return type_, False, Problem(Reason.STALLED, _waiting(result.coordinator_report))
     # Time without a trainer, as in a suspension, is not held against it.
-    since = max(seconds(before.last_step_time), seen.course.memory.ready_since or seen.unix_seconds)
-    stalled = seen.heard.step == before.step and seen.unix_seconds - since > STALLED_SECONDS
+    since = max(seconds(before.last_step_time), result.decision.memory.ready_since or result.unix_seconds)
+    stalled = result.coordinator_report.step == before.step and result.unix_seconds - since > STALLED_SECONDS
     if stalled:
         return (
             type_,
             False,
-            Problem(Reason.NO_STEPS, f"none since {rfc3339(since)}; {_waiting(seen.heard)}"),
+            Problem(Reason.STALLED, f"none since {rfc3339(since)}; {_waiting(result.coordinator_report)}"),
         )
     # At the end the trainer leaves before the run is over.
-    if seen.course.phase is Phase.RUNNING and seen.observed is not None and not seen.observed.trainer.ready:
-        return type_, False, Problem(Reason.TRAINER_NOT_READY, f"after step {seen.heard.step}")
+    if (
+        result.decision.phase is Phase.RUNNING
+        and result.observed is not None
+        and not result.observed.trainer.ready
+    ):
+        return type_, False, Problem(Reason.TRAINER_NOT_READY, f"after step {result.coordinator_report.step}")
     return type_, True, Problem(Reason.STEPS_TRAINED, "")
 
 
-def _unheard(seen: Looked, note: str) -> Problem:
-    if seen.refused:
-        return Problem(Reason.COORDINATOR_REFUSED, seen.refused)
+def _unheard(result: ReconcileResult, note: str) -> Problem:
+    if result.refused:
+        return Problem(Reason.COORDINATOR_REFUSED, result.refused)
     return Problem(Reason.COORDINATOR_UNREACHABLE, note)
 
 
-def _waiting(heard: Status) -> str:
-    return f"waiting for {heard.waiting_for or 'the first lease'}"
+def _waiting(coordinator_report: Status) -> str:
+    return f"waiting for {coordinator_report.waiting_for or 'the first lease'}"
 
 
-def _degraded(run: ScaleRLRun, before: RunStatus, seen: Looked) -> Said:
+def _degraded(run: ScaleRLRun, before: RunStatus, result: ReconcileResult) -> Said:
     type_ = ConditionType.DEGRADED
-    if (problem := seen.volume or seen.blocked) is not None:
+    if (problem := result.volume or result.blocked) is not None:
         return type_, True, problem
-    if seen.course.phase in (Phase.RUNNING, Phase.FINISHING) and seen.observed is not None:
-        if (unwritable := _unwritable(seen.heard)) is not None:
+    if result.decision.phase in (Phase.RUNNING, Phase.FINISHING) and result.observed is not None:
+        if (unwritable := _unwritable(result.coordinator_report)) is not None:
             return type_, True, unwritable
-        generators = seen.observed.service(Role.GENERATOR)
+        generators = result.observed.service(Role.GENERATOR)
         if generators.restarts > run.spec.generator.max_restarts:
             said = f"{generators.restarted} was restarted {generators.restarts} times"
             return type_, True, Problem(Reason.GENERATORS_FAILING, said)
         for role in (Role.COORDINATOR, Role.TRAINER, Role.GENERATOR):
-            problem = seen.observed.problem(role)
+            problem = result.observed.problem(role)
             # To wait in a queue is no fault; Admitted tells of it.
             if problem is not None and problem.reason is not Reason.WAITING_FOR_QUOTA:
                 return type_, True, replace(problem, message=f"{role}: {problem.message}")
-    if seen.course.phase not in AT_REST:
-        went_on_from = degraded.problem(before.trouble, seen.unix_seconds)
+    if result.decision.phase not in SUSPENDED_OR_ENDED:
+        went_on_from = degraded.problem(before.trouble, result.unix_seconds)
         if went_on_from is not None:
             return type_, True, went_on_from
-        if seen.heard is not None and seen.heard.exports is not None and seen.heard.exports.problem:
+        if (
+            result.coordinator_report is not None
+            and result.coordinator_report.exports is not None
+            and result.coordinator_report.exports.problem
+        ):
             return type_, True, Problem(Reason.EXPORT_FAILED, "")
-        failing = [t for t in seen.heard.trackers if t.problem] if seen.heard is not None else []
+        failing = (
+            [t for t in result.coordinator_report.trackers if t.problem]
+            if result.coordinator_report is not None
+            else []
+        )
         if failing:
             said = "; ".join(f"{t.name}: {t.problem}" for t in failing)
             return type_, True, Problem(Reason.TRACKER_FAILED, said)
-    return type_, False, Problem(Reason.AS_EXPECTED, "")
+    return type_, False, Problem(Reason.HEALTHY, "")
 
 
 _SUSPENDED_BY: Final = {FORECAST: Reason.SUSPENDED_BY_FORECAST, BROKEN: Reason.SUSPENDED_AS_BROKEN}
 
 
-def _ends(course: Course, stop_reason: str | None) -> Sequence[Said]:
-    outcome = course.memory.outcome
-    suspended = course.phase is Phase.SUSPENDED
-    if course.phase is Phase.SUSPENDING:
-        why = Problem(Reason.SUSPENDING, course.note)
+def _ends(decision: LifecycleDecision, stop_reason: str | None) -> Sequence[Said]:
+    outcome = decision.memory.outcome
+    suspended = decision.phase is Phase.SUSPENDED
+    if decision.phase is Phase.SUSPENDING:
+        why = Problem(Reason.SUSPENDING, decision.note)
     elif suspended:
         why = Problem(_SUSPENDED_BY.get(stop_reason or "", Reason.SUSPENDED_BY_SPEC), "")
     else:

@@ -1,7 +1,7 @@
-"""Jobs that another release of the operator made: what they were made for, in the words of this one.
+"""Gives Jobs that another release of the operator created the spec hash of this one.
 
-Another release may have taken its hash over other fields. Held against ours, it says nothing of whether the spec has
-changed, and a run must not stop for it.
+Another release may have hashed other fields. Compared with ours, its hash says nothing of whether the spec has changed, and a
+run must not stop for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 _ROLES: Final = (Role.PREPARE, Role.TRAINER)
 
 
-async def restate(api: KubeApi, cache: Cache, context: RunContext) -> None:
+async def adopt_spec_hashes(api: KubeApi, cache: Cache, context: RunContext) -> None:
     """Write into such Jobs the hash of the spec accepted last, which they were made for; where none is kept, of the present
     one. Not in a run that is being drained: its Jobs are for an earlier spec already, or about to go.
     """

@@ -1,8 +1,8 @@
-"""Live copies of runs and of what belongs to them, fed by watch events: what a reconcile looks at first.
+"""Live copies of runs and of what belongs to them, fed by watch events: what a reconcile reads first.
 
 Objects are kept as JSON without the fields of ``managedFields``, records of decisions without what is recorded, and decoded when
 read: a tenth of the memory of live dicts, and a reader may change what it got. A write's answer goes in too
-(:meth:`Cache.remember`), so that the next look already sees it, and the watch event that follows it wakes nobody.
+(:meth:`Cache.remember`), so that the next reconcile already sees it, and the watch event that follows it wakes no run.
 
 Versions of one object only go up. An event older than what is kept is dropped, a deletion counts only for the object
 (uid) it names, and an answer that arrives after its object's deletion does not bring it back.
@@ -53,7 +53,7 @@ class _Metadata(msgspec.Struct, omit_defaults=True):
 
 
 class _Item(msgspec.Struct, omit_defaults=True):
-    """What is kept of an object. Everything that nobody looks at here goes through as it came, unread."""
+    """What is kept of an object. Everything that is not used here is kept as it came, unparsed."""
 
     metadata: _Metadata
     kind: str = ""
@@ -141,7 +141,7 @@ class Cache:
         return (item.metadata.namespace, item.metadata.name), item.metadata.resourceVersion
 
     def remember(self, obj: Object) -> None:
-        """The answer to a write of ours: kept at once, wakes nobody. A dry run's answer does not belong here."""
+        """The answer to a write of ours: kept at once, wakes no run. A dry run's answer does not belong here."""
         self._store(_ITEM.decode(msgspec.json.encode(obj)))
 
     def forget_missing(
@@ -187,7 +187,7 @@ class Cache:
         label = _label(item)
         known = self._entries.get(at)
         if not label:
-            # Somebody took our label off: the run has to look, and the object is no longer its.
+            # Our label was removed: the run is reconciled, and the object is no longer listed as its own.
             if known is not None and version > known.version:
                 self._drop(at, version)
             return False

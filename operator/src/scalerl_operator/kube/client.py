@@ -292,7 +292,7 @@ class KubeApi:
         return True
 
     async def event(self, regarding: Object, type: EventType, reason: str, message: str) -> None:
-        """Tell ``regarding``'s readers (``kubectl describe``). The same event again raises the first one's counter.
+        """Writes an Event about ``regarding`` (shown by ``kubectl describe``). The same event again raises the first one's counter.
 
         Never raises: an event that cannot be written is logged, counted, and stops nothing.
         """

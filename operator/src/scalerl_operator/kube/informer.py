@@ -1,6 +1,6 @@
 """Keeps the cache as the API server is, for one kind: a list, then a watch from its version on, over and over.
 
-As client-go's reflector: a watch that ends goes on from the last version seen; when the server no longer has that
+As client-go's reflector: a watch that ends is resumed from the last version seen; when the server no longer has that
 version, the kind is listed again, and what is not in that list is gone. So news are late at worst, and none is missed.
 
 kopf would do this too (and does for runs, see :mod:`scalerl_operator.controller.handlers`), but it gives every object of every event a task, a
@@ -67,7 +67,7 @@ async def listed(api: KubeApi, cache: Cache, kind: Kind, namespace: str | None) 
 class Informer:
     """One kind, in one namespace or (None) in all. ``synced`` is set once the first list is complete.
 
-    ``on_event(kind)`` hears of everything that the watch brings.
+    ``on_event(kind)`` is called for every watch event.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Informer:
 
     @property
     def what(self) -> str:
-        """What it keeps, in words."""
+        """What it lists, for messages."""
         return self._kind.name if self._namespace is None else f"{self._kind.name} in {self._namespace}"
 
     async def run(self) -> None:

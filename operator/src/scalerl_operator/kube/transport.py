@@ -40,7 +40,7 @@ _METHODS: Final = {
 
 
 class ApiObserver(Protocol):
-    """What the client tells its metrics."""
+    """Receives what the client measures."""
 
     def called(self, verb: str, kind: str, code: int, seconds: float) -> None:
         """One request was answered with HTTP ``code`` (0: not at all), the head of the answer after ``seconds``."""
@@ -61,7 +61,7 @@ class Call:
 
     @property
     def what(self) -> str:
-        """The call in words, for errors."""
+        """The call as errors name it."""
         where = "/".join(part for part in (self.namespace, self.name) if part)
         return " ".join(part for part in (self.verb, self.kind.name, where, self.subresource) if part)
 

@@ -1,4 +1,4 @@
-"""The work queue: which run is looked at next. One at a time a run, many runs at once, none lost, never hot.
+"""The work queue: which run is reconciled next. One at a time a run, many runs at once, none lost, never in a busy loop.
 
 A key is in at most one of these places::
 
@@ -20,7 +20,7 @@ from typing import Final, Protocol
 from scalerl_operator.kube.types import Key
 
 SOONEST_AFTER_FAILURE_SECONDS: Final = 5.0
-"""Something changed, so a failed key may be worth another look before its back-off ends; but never sooner."""
+"""Something changed, so a failed key is retried before its back-off ends; but never sooner than this."""
 SHORTEST_DELAY_SECONDS: Final = 0.1
 """A handler cannot ask for less: a mistake in it must not become a busy loop."""
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class QueueObserver(Protocol):
-    """What a queue tells its metrics."""
+    """Receives what a queue measures."""
 
     def finished(self, key: Key, result: str, seconds: float) -> None:
         """One pass over ``key`` ended: ``result`` is ``ok``, ``error`` or ``cancelled``."""
@@ -39,7 +39,7 @@ class _Timer:
     handle: asyncio.TimerHandle
     at: float
     floor: float
-    """Not before this (the loop's clock), whoever wakes it."""
+    """Not before this (the loop's clock), whatever wakes it."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class _Pass:
     task: asyncio.Task[float | None]
     began: float
     woken_at: float | None = None
-    """When the key is to be looked at again for a wake-up that came during the pass."""
+    """When to process the key again for a wake-up that came during the pass."""
     patient: bool = True
     """All those wake-ups were."""
 
@@ -55,7 +55,7 @@ class _Pass:
 class WorkQueue:
     """Keys that are due, each handed to ``handler`` by at most one worker at a time.
 
-    ``handler(key)`` returns the seconds until the key is looked at again, or None: only when woken. When it raises,
+    ``handler(key)`` returns the seconds until the key is due again, or None: only when woken. When it raises,
     the key comes back after ``base`` seconds, doubled with every failure in a row up to ``ceiling``, less up to a
     quarter by chance; an exception's ``retry_after`` lengthens that wait, its ``longest_wait`` is a lower ceiling.
     A pass that takes longer than ``limit`` seconds is a failure.
@@ -93,7 +93,7 @@ class WorkQueue:
     def wake(self, key: Key, delay: float = 0.0, *, patient: bool = False) -> None:
         """``key`` is due in ``delay`` seconds, or sooner if it already was.
 
-        In work, it is looked at once more afterwards. After a failure it is brought forward, but not closer than
+        A key in work is processed once more afterwards. After a failure it is brought forward, but not closer than
         ``SOONEST_AFTER_FAILURE_SECONDS`` to it; ``patient``: not at all, as what has changed is not what failed.
         """
         at = asyncio.get_running_loop().time() + max(0.0, delay)
@@ -193,7 +193,7 @@ class WorkQueue:
         floor = 0.0
         again: float | None
         if task.cancelled():
-            # Stopped from outside, so not done: due again (by halt at once, else with a pause, whoever did it).
+            # Stopped from outside, so not done: due again (by halt at once, else after a pause).
             result, again = "cancelled", now if self._held else now + self._base
         elif (error := task.exception()) is not None:
             result, wait = "error", self._back_off(key, error)
@@ -212,11 +212,11 @@ class WorkQueue:
         self._pump()
 
     def _log(self, key: Key, error: BaseException, wait: float) -> None:
-        """One line for what the API server said, a traceback for what nobody foresaw."""
+        """One line for an error of the API server, a traceback for an unexpected one."""
         expected = hasattr(error, "longest_wait")
         log.log(
             logging.WARNING if expected else logging.ERROR,
-            "%s/%s: %s: %s; looked at again in %.1f s",
+            "%s/%s: %s: %s; retried in %.1f s",
             *key, type(error).__name__, error, wait,
             exc_info=None if expected else error,
         )  # fmt: skip

@@ -29,7 +29,7 @@ from scalerl_operator.local.supervisor import LocalRuntime, LocalSettings
 from scalerl_operator.local.unit import Event, Failure
 from scalerl_operator.plan import forecaster
 from scalerl_operator.policy import budget
-from scalerl_operator.policy.stop_requests import REVOCABLE, has_to_be_told
+from scalerl_operator.policy.stop_requests import REVOCABLE, must_notify
 from scalerl_operator.workloads import Lifetime, Plan, Role
 
 _TROUBLES: Final = {
@@ -253,7 +253,7 @@ class LocalRun:
         if self._status is None:
             return
         wanted, given = self._wanted_stop() or "", self._status.stop_reason
-        if not has_to_be_told(wanted, given, self._revocable):
+        if not must_notify(wanted, given, self._revocable):
             return
         # Not heard: the next tick finds another stop_reason than is wanted and asks again.
         with contextlib.suppress(CoordinatorUnreachable):

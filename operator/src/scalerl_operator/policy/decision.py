@@ -1,4 +1,4 @@
-"""Decision: what a look sees of a run, what it hands to the next, and what follows. Decided in :mod:`.lifecycle`. Pure."""
+"""Input, memory and result of the lifecycle policy (:mod:`.lifecycle`). Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Ended:
 @dataclass(frozen=True)
 class Job:
     """ends: of containers that ended with something else than 0. ready: all its pods are. stale: of an earlier spec.
-    held: a queue has not let it begin, or has put it back. ending: it has pods that are told to end, and have not yet.
+    held: a queue has not let it begin, or has put it back. ending: it has pods that are being deleted.
     disrupted: it failed because its pods' places were taken away, or a node
     did not let them begin. failed_at: when, in unix seconds; 0 if that is not known.
     """
@@ -57,8 +57,8 @@ class Service:
 
 
 @dataclass(frozen=True)
-class Heard:
-    """The coordinator's last word."""
+class CoordinatorReport:
+    """The part of the coordinator's status that the lifecycle depends on."""
 
     phase: Word
     stop_reason: str
@@ -66,9 +66,9 @@ class Heard:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What is seen now. unix_seconds: the operator's clock, for back-off, drains and queues only. queued: the run is to
-    wait in a queue. serving: its coordinator or generators have been made. heard: None while the coordinator does not
+class LifecycleInput:
+    """What is observed now. unix_seconds: the operator's clock, for back-off, drains and queues only. queued: the run is to
+    wait in a queue. serving: its coordinator or generators have been made. coordinator_report: None while the coordinator does not
     answer. stop: why the autoscaler wants the run to end (its forecast, or that it is broken); empty while it does not.
     """
 
@@ -80,12 +80,12 @@ class Facts:
     prepare: Job = Job()
     trainer: Job = Job()
     coordinator: Service = Service()
-    heard: Heard | None = None
+    coordinator_report: CoordinatorReport | None = None
     stop: str = ""
     generators_wanted: int = 1
 
 
-class Rest(enum.StrEnum):
+class Suspension(enum.StrEnum):
     """Whether a run is held back."""
 
     NO = ""
@@ -110,7 +110,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Memory:
-    """What one look hands to the next, in the run's status.
+    """What one reconcile remembers for the next, in the run's status.
 
     attempt: the trainer's, counted from 1; 0 before the first. judged: the attempt whose end is in ``record`` already.
     ready_since: since when all ranks of this attempt have been up; None before. next_at: not before this time is the
@@ -130,19 +130,19 @@ class Memory:
     held_since: float | None = None
     drain_since: float | None = None
     unreachable_since: float | None = None
-    rest: Rest = Rest.NO
+    rest: Suspension = Suspension.NO
     resumed: bool = False
     outcome: Outcome | None = None
 
 
 @dataclass(frozen=True)
-class Course:
-    """What follows.
+class LifecycleDecision:
+    """What is to exist, and what is to be done.
 
-    tell: the reason that the coordinator has to stop for; empty takes a stop back; None says nothing.
-    frozen: what exists is left as it is, also where the spec wants it otherwise.
-    ask_suspend: ``spec.suspend`` is to become true. release: the finalizer can go.
-    again_seconds: look again after so long; None waits for something to change.
+    request_stop: the reason for which the coordinator is asked to stop; empty cancels the request; None sends nothing.
+    frozen: existing objects stay as they are, also where the spec has changed.
+    set_suspend: ``spec.suspend`` is to become true. release: the finalizer can be removed.
+    again_seconds: seconds until the next reconcile; None waits for a change.
     """
 
     phase: Phase
@@ -152,9 +152,9 @@ class Course:
     generators: int = 0
     trainer: int | None = None
     frozen: bool = False
-    tell: str | None = None
-    ask_suspend: bool = False
+    request_stop: str | None = None
+    set_suspend: bool = False
     release: bool = False
     again_seconds: float | None = None
     note: str = ""
-    """What the run waits for, in words."""
+    """What the run waits for, for people."""

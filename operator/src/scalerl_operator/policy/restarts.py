@@ -20,9 +20,9 @@ class RestartPolicy:
     """The n-th restart in a row waits ``first_delay · 2^(n−1)`` seconds, at most ``max_delay``; after an end before it was
     ready, of a unit that has been ready once, at most ``max_start_delay``.
 
-    reset_after_seconds: so long without an end, and the count starts anew.
+    reset_after_seconds: after so long without a failure the count starts over.
     max_failed_starts: ends in a row of a unit that was never ready.
-    max_restarts: restarts since the count last started anew.
+    max_restarts: restarts since the count last started over.
     """
 
     first_delay_seconds: float = 1.0
@@ -72,7 +72,7 @@ class End:
 class Record:
     """What failures are remembered between restarts.
 
-    diverged: steps in a row were skipped since the count last started anew. A crash in between changes nothing
+    diverged: steps in a row were skipped since the count last started over. A crash in between changes nothing
         about that: the trainer goes through the same batches from the same checkpoint again.
     worked: it has been ready once, as it is asked for now.
     disruptions: in a row; they count against nothing, and only make the next wait longer.

@@ -1,4 +1,4 @@
-"""Telling: when a coordinator has to hear of a stop, or of a stop that is taken back. Pure."""
+"""Decides when a coordinator is sent a stop request, or its cancellation. Pure."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from scalerl_api.wire import INTERRUPTED
 from scalerl_operator.policy import budget
 
 REVOCABLE: Final = (INTERRUPTED, *budget.REASONS)
-"""Reasons that hold only as long as somebody here wants them."""
+"""Reasons that are cancelled when the operator no longer wants them."""
 
 
-def has_to_be_told(wanted: str, given: str, revocable: Collection[str] = REVOCABLE) -> bool:
-    """Whether the coordinator, which stops for the reason ``given``, has to hear of the one that is ``wanted``.
+def must_notify(wanted: str, given: str, revocable: Collection[str] = REVOCABLE) -> bool:
+    """Whether the coordinator, which stops for the reason ``given``, is to be sent the reason ``wanted``.
 
     A stop outlives the command that asked for it: what no longer holds (resumed, more budget) is taken back, but not
     what the coordinator found by itself. A person's interrupt goes before any other reason: it ends the run without a
     last evaluation.
 
-    revocable: reasons that hold only as long as somebody here wants them.
+    revocable: reasons that can be cancelled.
 
     >>> has_to_be_told("maxSeconds", ""), has_to_be_told("", "maxSeconds"), has_to_be_told("", "maxSteps")
     (True, True, False)
