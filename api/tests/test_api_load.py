@@ -199,8 +199,15 @@ def test_defaults_survive_a_round_trip() -> None:
             "spec.trainer.replicas",
             49,
             "spec",
-            "(49) must be at most recipe.promptsPerStep (48): each rank takes a prompt or more",
+            "(49) and trainer.devices (0) must be at most recipe.promptsPerStep (48): each rank takes a prompt or more",
         ),
+        (
+            "spec.trainer",
+            {"replicas": 7, "devices": 7},
+            "spec",
+            "(7) and trainer.devices (7) must be at most recipe.promptsPerStep (48): each rank takes a prompt or more",
+        ),
+        ("spec.trainer.devices", 9, "spec.trainer.devices", "less than or equal to 8"),
         ("spec.generator.kvCache", "2GB", "spec.generator.kvCache", "like 512Mi or 2Gi"),
         ("spec.task.prompt", {"template": "x"}, "spec.task.prompt", "must contain {prompt}"),
         ("spec.task.prompt", {"system": "x"}, "spec.task.prompt", "format: Chat"),
@@ -224,9 +231,13 @@ def test_every_rank_takes_an_example_of_a_warm_start() -> None:
     run = copy.deepcopy(GOOD)
     run["spec"] |= {"trainer": {"replicas": 4}, "warmStart": {"steps": 1, "batchSize": 3}}
     assert problems(yaml.safe_dump(run)) == [
-        "spec: warmStart.batchSize (3) must be at least trainer.replicas (4): each rank takes an example or more"
+        "spec: warmStart.batchSize (3) must be at least the ranks of trainer.replicas (4) and trainer.devices (0): each rank takes an example or more"
     ]
     run["spec"]["warmStart"]["batchSize"] = 4
+    parse_run(yaml.safe_dump(run), "run.yaml")
+    run["spec"]["trainer"] = {"replicas": 2, "devices": 3}
+    assert any("(2) and trainer.devices (3)" in line for line in problems(yaml.safe_dump(run)))
+    run["spec"]["warmStart"]["batchSize"] = 6
     parse_run(yaml.safe_dump(run), "run.yaml")
 
 

@@ -80,6 +80,11 @@ def test_on_accelerators_the_host_needs_nothing_and_the_weights_are_shared() -> 
     assert server_memory(SIZE, run) == 2 * SIZE.parameters // 4
 
 
+def test_ranks_of_all_nodes_divide_the_optimizer_state() -> None:
+    run = spec(trainer={"replicas": 2, "devices": 4, "microBatchTokens": 64}, generator={"devices": 1})
+    assert trainer_rank_memory(SIZE, run).optimizer == 12 * SIZE.parameters // 8
+
+
 def test_an_untied_head_counts_twice() -> None:
     tied, own = (
         ModelSize.of_scratch(

@@ -282,7 +282,7 @@ def test_a_run_that_was_taken_before_there_was_a_rule_goes_on(server: Server) ->
             break
         assert time.monotonic() < deadline
         time.sleep(0.2)
-    assert "trainer.replicas must be at most" in said
+    assert "trainer.devices must be at most" in said
     run = server.write_status(created, {"phase": "Running", "step": 1})
     run = server.replace(merged(run, {"spec": {"suspend": True}}))
     assert run["spec"]["suspend"] is True

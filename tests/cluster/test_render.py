@@ -69,6 +69,7 @@ TEMPLATED: Object = {
 RUNS: dict[str, Callable[[Object], Object]] = {
     "tiny": lambda run: run,
     "devices": lambda run: with_spec(run, generator={"devices": 4, "replicas": 2}, trainer={"devices": 1, "replicas": 8}),
+    "nodes": lambda run: with_spec(run, generator={"devices": 4}, trainer={"devices": 8, "replicas": 2}),
     "pod-template": lambda run: with_spec(run, podTemplate=TEMPLATED),
     "claim": lambda run: with_spec(run, storage={"claimName": "shared"}),
     "long-name": lambda run: {**run, "metadata": {"name": "0" + "long-name" * 10 + ".9"}},

@@ -133,7 +133,7 @@ EDITS: Final[Mapping[str, Edit]] = {
     "generator.maxRestarts": Edit(Effect.AT_ONCE),
     "generator.podTemplate": Edit(Effect.GENERATOR),
     "trainer.replicas": Edit(Effect.ALL, "Checkpoints load at another number of ranks."),
-    "trainer.devices": Edit(Effect.ALL),
+    "trainer.devices": Edit(Effect.ALL, "Checkpoints load at another number of ranks."),
     "trainer.cpuThreads": Edit(Effect.ALL),
     "trainer.zeroStage": Edit(Effect.ALL, "Checkpoints load at another stage."),
     "trainer.microBatchTokens": Edit(Effect.ALL),

@@ -94,7 +94,7 @@ def trainer_rank_memory(size: ModelSize, spec: RunSpec) -> RankMemory:
         size,
         dtype=spec.model.dtype,
         zero_stage=spec.trainer.zero_stage,
-        world=spec.trainer.replicas,
+        world=spec.trainer.ranks,
         micro_batch_tokens=spec.micro_batch_tokens,
         activation_checkpointing=spec.trainer.activation_checkpointing,
     )
@@ -160,5 +160,5 @@ def host_memory(size: ModelSize, spec: RunSpec) -> dict[str, int]:
     if spec.generator.devices == 0:
         needs["generator"] = spec.generator.replicas * server_memory(size, spec)
     if spec.trainer.devices == 0:
-        needs["trainer"] = spec.trainer.replicas * trainer_rank_memory(size, spec).total
+        needs["trainer"] = spec.trainer.ranks * trainer_rank_memory(size, spec).total
     return needs

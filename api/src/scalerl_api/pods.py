@@ -17,7 +17,15 @@ from scalerl_api.fields import Matches, MemoryQuantity, Model, quantity_input
 
 RESERVED_VARIABLES = "SCALERL_"
 """Start of the names of the variables that a runtime gives."""
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RANK_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "NODE_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 """By these a rank of the trainer finds its place among the others: the runtime gives them too."""
 RESERVED_LABELS = ("scalerl.dev/", "app.kubernetes.io/", "batch.kubernetes.io/")
 """Start of the names of the labels and annotations by which a run's objects are found."""
@@ -197,7 +205,8 @@ class PodTemplate(Model):
     """Which nodes and neighbours are wanted, as Kubernetes' ``Affinity``."""
     env: Annotated[list[Variable], Field(max_length=64), AfterValidator(Unique("name"))] = []
     """Variables of every container of the role, as Kubernetes' ``EnvVar``. ``SCALERL_*`` are the operator's, and so are the
-    ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` of the trainer's ranks."""
+    ``RANK``, ``LOCAL_RANK``, ``NODE_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` of
+    the trainer's ranks."""
     volumes: Annotated[list[Volume], Field(max_length=32), AfterValidator(Unique("name"))] = []
     """Volumes beside the run's own, as Kubernetes' ``Volume``: data, a hub's cache, a secret."""
     volume_mounts: Annotated[list[Mount], Field(max_length=32), AfterValidator(Unique("mountPath"))] = []
@@ -215,7 +224,8 @@ class PodTemplate(Model):
     image_pull_secrets: Annotated[list[PullSecret], Field(max_length=16), AfterValidator(Unique("name"))] = []
     """Secrets with which the images are pulled."""
     shm_size: MemoryQuantity | None = None
-    """Most of ``/dev/shm``, taken from the container's memory; none: 1Gi, which NCCL between the devices of a pod outgrows."""
+    """Most of ``/dev/shm``, taken from the container's memory; none: 1Gi, in a trainer's pod 1Gi a rank. NCCL between
+    the devices of a generator outgrows 1Gi."""
 
     def over(self, base: PodTemplate | None) -> PodTemplate:
         """This role's template over the one for all roles: maps and named lists join, the role's entry wins;

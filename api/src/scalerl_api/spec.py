@@ -266,9 +266,10 @@ class TrainerSpec(Model):
     """The DeepSpeed ranks. One fails, all restart from the last checkpoint."""
 
     replicas: Annotated[int, Field(ge=1, le=4096)] = 1
-    """Ranks (one process each)."""
-    devices: Annotated[int, Field(ge=0, le=1)] = 0
-    """Accelerators a rank; 0 runs on CPU."""
+    """Nodes that train: a pod each on a cluster. The local runtime runs all ranks on one machine."""
+    devices: Annotated[int, Field(ge=0, le=8)] = 0
+    """Accelerators a node, with one rank (process) each; the ranks of a node share NVLink and ``/dev/shm``. 0 runs one
+    rank a node on CPU."""
     cpu_threads: Annotated[int, Field(ge=1, le=512)] | None = None
     """Compute threads of a rank on CPU; none leaves the choice to the runtime."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
@@ -284,6 +285,11 @@ class TrainerSpec(Model):
     worked fails after five; what nodes take away or do not let begin (drains, preemption, lost devices) does not count."""
     pod_template: PodTemplate | None = None
     """Over the run's own podTemplate, for the trainer and the preparation alone; ignored by the local runtime."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train together: one per accelerator, one per node on CPU."""
+        return self.replicas * max(1, self.devices)
 
 
 class WeightSyncSpec(Model):
@@ -404,10 +410,10 @@ class RunSpec(Model):
                 "trainer.zeroStage 0 keeps no float32 copy of bfloat16 weights, and small updates would be lost: "
                 "choose stage 1 or more, or model.dtype: float32"
             )
-        if self.warm_start is not None and self.warm_start.batch_size < self.trainer.replicas:
+        if self.warm_start is not None and self.warm_start.batch_size < self.trainer.ranks:
             raise ValueError(
-                f"warmStart.batchSize ({self.warm_start.batch_size}) must be at least trainer.replicas "
-                f"({self.trainer.replicas}): each rank takes an example or more"
+                f"warmStart.batchSize ({self.warm_start.batch_size}) must be at least the ranks of trainer.replicas "
+                f"({self.trainer.replicas}) and trainer.devices ({self.trainer.devices}): each rank takes an example or more"
             )
         if self.generator.lease_seconds <= self.task.verifier.timeout_seconds:
             raise ValueError(
@@ -415,10 +421,10 @@ class RunSpec(Model):
                 f"task.verifier.timeoutSeconds ({self.task.verifier.timeout_seconds}): one completion that hangs the "
                 "verifier would cost its whole group the lease"
             )
-        if self.trainer.replicas > self.recipe.prompts_per_step:
+        if self.trainer.ranks > self.recipe.prompts_per_step:
             raise ValueError(
-                f"trainer.replicas ({self.trainer.replicas}) must be at most recipe.promptsPerStep "
-                f"({self.recipe.prompts_per_step}): each rank takes a prompt or more"
+                f"the ranks of trainer.replicas ({self.trainer.replicas}) and trainer.devices ({self.trainer.devices}) "
+                f"must be at most recipe.promptsPerStep ({self.recipe.prompts_per_step}): each rank takes a prompt or more"
             )
         if self.recipe.prompts_per_step * self.recipe.completions_per_prompt > MAX_BATCH_COMPLETIONS:
             raise ValueError(

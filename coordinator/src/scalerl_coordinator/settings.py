@@ -94,5 +94,5 @@ class Settings:
             max_steps=spec.budget.max_steps,
             generator_devices=max(1, spec.generator.devices),
             context_tokens=spec.model.context_tokens,
-            trainer_devices=spec.trainer.replicas * max(1, spec.trainer.devices),
+            trainer_devices=spec.trainer.ranks,
         )

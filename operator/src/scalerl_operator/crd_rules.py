@@ -87,6 +87,8 @@ _ABSOLUTE: Final = Rule(
     "must be absolute on a cluster: a pod has no folder that it could be relative to",
 )
 
+_TRAINER_RANKS: Final = "self.trainer.replicas * (self.trainer.devices > 1 ? self.trainer.devices : 1)"
+
 OF_MODELS: Final[Mapping[type[BaseModel], tuple[Rule, ...]]] = {
     RunSpec: (
         Rule(
@@ -111,8 +113,9 @@ OF_MODELS: Final[Mapping[type[BaseModel], tuple[Rule, ...]]] = {
             field="trainer.zeroStage",
         ),
         Rule(
-            "!has(self.warmStart) || self.warmStart.batchSize >= self.trainer.replicas",
-            "warmStart.batchSize must be at least trainer.replicas: each rank takes an example or more",
+            f"!has(self.warmStart) || self.warmStart.batchSize >= {_TRAINER_RANKS}",
+            "warmStart.batchSize must be at least the ranks of trainer.replicas and trainer.devices: each rank takes an "
+            "example or more",
             field="warmStart.batchSize",
         ),
         Rule(
@@ -122,8 +125,9 @@ OF_MODELS: Final[Mapping[type[BaseModel], tuple[Rule, ...]]] = {
             field="generator.leaseSeconds",
         ),
         Rule(
-            "self.trainer.replicas <= self.recipe.promptsPerStep",
-            "trainer.replicas must be at most recipe.promptsPerStep: each rank takes a prompt or more",
+            f"{_TRAINER_RANKS} <= self.recipe.promptsPerStep",
+            "the ranks of trainer.replicas and trainer.devices must be at most recipe.promptsPerStep: each rank takes a "
+            "prompt or more",
             field="trainer.replicas",
         ),
         Rule(

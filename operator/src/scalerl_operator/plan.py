@@ -205,7 +205,14 @@ def _trainer(spec: RunSpec) -> Workload:
         startup=startup,
         liveness=liveness,
         readiness=readiness,
-        resources=Resources(trainer.devices, trainer.cpu_threads),
+        resources=Resources(min(1, trainer.devices), trainer.cpu_threads),
         volumes=_volumes(spec, sources=False),
     )
-    return Workload(Role.TRAINER, Lifetime.GANG, (container,), trainer.replicas, after=(Role.PREPARE,))
+    return Workload(
+        Role.TRAINER,
+        Lifetime.GANG,
+        (container,),
+        trainer.ranks,
+        per_node=max(1, trainer.devices),
+        after=(Role.PREPARE,),
+    )

@@ -103,6 +103,7 @@ class Container:
 class Workload:
     """Replicas of one role; the containers of a replica share its ports and its address.
 
+    per_node: replicas that share a node's devices; a cluster runs them as processes of one pod.
     essential: the run ends when it fails for good.
     """
 
@@ -110,6 +111,7 @@ class Workload:
     lifetime: Lifetime
     containers: tuple[Container, ...]
     replicas: int = 1
+    per_node: int = 1
     after: tuple[Role, ...] = ()
     essential: bool = True
 

@@ -62,6 +62,25 @@ def test_resources_follow_the_spec() -> None:
 
 
 @pytest.mark.parametrize(
+    ("trainer", "ranks", "per_node", "devices"),
+    [
+        ({"replicas": 3}, 3, 1, 0),
+        ({"replicas": 3, "devices": 1}, 3, 1, 1),
+        ({"replicas": 3, "devices": 2}, 6, 2, 1),
+        ({"devices": 8}, 8, 8, 1),
+    ],
+)
+def test_trainer_has_a_rank_per_device_of_each_node(
+    trainer: dict[str, int], ranks: int, per_node: int, devices: int
+) -> None:
+    made = plan(run_spec(trainer=trainer))
+    workload = made.workload(Role.TRAINER)
+    (rank,) = workload.containers
+    assert (workload.replicas, workload.per_node, rank.resources.devices) == (ranks, per_node, devices)
+    assert made.devices() == ranks * devices
+
+
+@pytest.mark.parametrize(
     ("model", "prepare_offline"),
     [({"scratch": {}}, True), ({"path": "/m"}, True), ({"hub": {"name": "a/b"}}, False)],
 )

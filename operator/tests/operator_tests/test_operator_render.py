@@ -23,6 +23,7 @@ from scalerl_api.load import SpecError, accepted_run, load_accepted_run, load_ru
 from scalerl_operator import names
 from scalerl_operator.build import names_of, render, secret
 from scalerl_operator.kube.types import Desired
+from scalerl_trainer.launch import rank_environments
 
 
 @pytest.mark.parametrize(
@@ -175,6 +176,45 @@ def test_the_trainer_is_a_gang_that_ends_as_one() -> None:
     assert env["WORLD_SIZE"] == "3"
     assert env["MASTER_ADDR"] == "math-trainer-7-0.math-trainer.ml.svc"
     assert env["SCALERL_TRAINER_HOST"] == "$(SCALERL_ADDRESS)"
+
+
+def test_trainer_has_a_pod_per_node_with_a_rank_per_device() -> None:
+    run = cluster_run(trainer={"replicas": 2, "devices": 4, "cpuThreads": 3})
+    job = rendered(run, Desired(trainer_attempt=7))["Job/trainer"]
+    assert (job["spec"]["completions"], job["spec"]["parallelism"]) == (2, 2)
+    trainer = container(job, "trainer")
+    assert trainer["command"][:6] == [
+        *("python", "-m", "scalerl_trainer.launch"),
+        *("python", "-m", "scalerl_trainer.main"),
+    ]
+    env = environment(trainer)
+    assert env["NODE_RANK"] == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    assert (env["LOCAL_WORLD_SIZE"], env["WORLD_SIZE"]) == ("4", "8")
+    assert (env["MASTER_ADDR"], env["OMP_NUM_THREADS"]) == ("math-trainer-7-0.math-trainer.ml.svc", "3")
+    assert env["SCALERL_NAME"] == "metadata.name"
+    assert not {"RANK", "LOCAL_RANK"} & set(env), "the launcher sets them"
+    assert "livenessProbe" in trainer
+
+
+def test_launcher_numbers_the_ranks_of_all_pods_in_the_rendered_environment() -> None:
+    """The pods' environments, as the launcher reads them, give each rank of the world once."""
+    job = rendered(cluster_run(trainer={"replicas": 3, "devices": 2}))["Job/trainer"]
+    env = environment(container(job, "trainer"))
+    pods = [env | {"NODE_RANK": str(index)} for index in range(job["spec"]["completions"])]
+    ranks = [rank_environments(pod) for pod in pods]
+    assert [list(each) for each in ranks] == [[0, 1], [2, 3], [4, 5]]
+    assert [r["LOCAL_RANK"] for each in ranks for r in each.values()] == ["0", "1"] * 3
+    assert env["WORLD_SIZE"] == "6"
+
+
+def test_trainer_pod_with_one_rank_is_that_rank() -> None:
+    for trainer in ({"replicas": 3}, {"replicas": 3, "devices": 1}):
+        found = container(rendered(cluster_run(trainer=trainer))["Job/trainer"], "trainer")
+        assert found["command"][:3] == ["python", "-m", "scalerl_trainer.main"]
+        assert (environment(found)["LOCAL_RANK"], environment(found)["SCALERL_NAME"]) == (
+            "0",
+            "trainer-$(RANK)",
+        )
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ RUNS = {
         storage={"claimName": "team-volume"},
         generator={"replicas": 4, "devices": 2, "podTemplate": {"shmSize": "16Gi"}},
         trainer={
-            "replicas": 8,
-            "devices": 1,
+            "replicas": 2,
+            "devices": 8,
             "zeroStage": 3,
             "podTemplate": {
                 "env": [

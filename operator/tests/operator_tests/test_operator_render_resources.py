@@ -13,6 +13,7 @@ from operator_tests.manifests import (
     rendered,
 )
 from scalerl_operator.build.quantities import canonical, value
+from scalerl_operator.kube.types import Object
 
 
 def test_devices_are_limited_and_requested_by_their_resources_name() -> None:
@@ -30,6 +31,38 @@ def test_devices_are_limited_and_requested_by_their_resources_name() -> None:
     }
     for key, name in (("Deployment/generator", "actor"), ("Job/prepare", "prepare")):
         assert "limits" not in container(objects[key], name)["resources"]
+
+
+def test_trainer_pod_requests_what_its_ranks_need_together() -> None:
+    """Also the shared memory, which counts against the container's memory: a GiB a rank where the spec names none."""
+    job = rendered(cluster_run(trainer={"replicas": 2, "devices": 4, "cpuThreads": 3}))["Job/trainer"]
+    assert container(job, "trainer")["resources"] == {
+        "requests": {"cpu": "12", "memory": "8Gi", "nvidia.com/gpu": "4"},
+        "limits": {"nvidia.com/gpu": "4"},
+    }
+    assert shared_memory(job) == {"medium": "Memory", "sizeLimit": "4Gi"}
+
+
+def test_trainer_pod_requests_the_shared_memory_of_the_spec() -> None:
+    template = {"shmSize": "16Gi", "resources": {"limits": {"cpu": "32"}}}
+    job = rendered(cluster_run(trainer={"devices": 8, "podTemplate": template}))["Job/trainer"]
+    assert container(job, "trainer")["resources"] == {
+        "requests": {"cpu": "32", "memory": "24Gi", "nvidia.com/gpu": "8"},
+        "limits": {"cpu": "32", "nvidia.com/gpu": "8"},
+    }
+    assert shared_memory(job) == {"medium": "Memory", "sizeLimit": "16Gi"}
+
+
+def test_pod_with_one_process_keeps_a_gib_of_shared_memory() -> None:
+    for key, workload in rendered(cluster_run(trainer={"devices": 1})).items():
+        if key in ("Job/trainer", "Deployment/generator", "Job/prepare"):
+            assert shared_memory(workload)["sizeLimit"] == "1Gi"
+
+
+def shared_memory(workload: Object) -> Object:
+    volumes = workload["spec"]["template"]["spec"]["volumes"]
+    found: Object = next(v for v in volumes if v["name"] == "scalerl-shm")["emptyDir"]
+    return found
 
 
 def test_threads_are_cores_and_told_to_the_process() -> None:

@@ -196,7 +196,7 @@ def check_model(directory: Path, spec: RunSpec, one_machine: bool) -> None:
 def _check_flash_attention(spec: RunSpec) -> None:
     if spec.trainer.devices == 0:
         raise PrepareError(
-            "model.attention: flash_attention_2 needs an accelerator (trainer.devices: 1); use sdpa"
+            "model.attention: flash_attention_2 needs an accelerator (trainer.devices above 0); use sdpa"
         )
     if importlib.util.find_spec("flash_attn") is None:
         raise PrepareError(
@@ -248,7 +248,7 @@ def check_memory(field: str, size: ModelSize, spec: RunSpec, one_machine: bool) 
     if there is not None and rank.total > there:
         raise PrepareError(
             f"{model}: one trainer rank needs about {rank}, there are {there / _GIB:.1f} {where}: choose a smaller "
-            "model, a higher trainer.zeroStage, more trainer.replicas, a smaller trainer.microBatchTokens or "
+            "model, a higher trainer.zeroStage, more trainer.devices or trainer.replicas, a smaller trainer.microBatchTokens or "
             "trainer.activationCheckpointing"
         )
     if spec.generator.devices and accelerator is not None:
@@ -262,7 +262,7 @@ def check_memory(field: str, size: ModelSize, spec: RunSpec, one_machine: bool) 
             )
     needs = host_memory(size, spec)
     if one_machine and sum(needs.values()) > host:
-        replicas = {"generator": spec.generator.replicas, "trainer": spec.trainer.replicas}
+        replicas = {"generator": spec.generator.replicas, "trainer": spec.trainer.ranks}
         words = {"generator": "servers", "trainer": "trainer ranks"}
         parts = ", ".join(f"{replicas[r]} {words[r]} {need / _GIB:.1f}" for r, need in needs.items())
         raise PrepareError(

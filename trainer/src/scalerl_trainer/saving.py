@@ -204,7 +204,7 @@ class Saver:
         if manifest.format == FIXED_SHAPE and manifest.shape != self._shape:
             raise Unusable(
                 f"checkpoint {step} was written by an earlier release with {manifest.shape}, this run has "
-                f"{self._shape}: resume with the same trainer.replicas, trainer.zeroStage and model.dtype, and change "
+                f"{self._shape}: resume with the same trainer.replicas, trainer.devices, trainer.zeroStage and model.dtype, and change "
                 "them after the next checkpoint"
             )
         return None

@@ -25,7 +25,7 @@ class LoadMeter:
 
     def __init__(self, spec: RunSpec) -> None:
         self._generator_devices = max(1, spec.generator.devices)
-        self._trainer_devices = spec.trainer.replicas * max(1, spec.trainer.devices)
+        self._trainer_devices = spec.trainer.ranks
         self._step_rollouts = spec.recipe.prompts_per_step * spec.recipe.completions_per_prompt
         self._start: _Totals | None = None
         self._generators: Generators | None = None

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from scalerl_api import endpoints
 from scalerl_api import process as api
+from scalerl_api.fields import quantity_bytes
 from scalerl_api.pods import PodResources, PodTemplate
 from scalerl_operator import names
 from scalerl_operator.names import PORTS, RUN_DIR, SPEC_DIR, SPEC_KEY, TOKEN_DIR, TOKEN_KEY
@@ -26,11 +27,13 @@ from scalerl_operator.build.quantities import canonical
 from scalerl_operator.build.resources import native, resources
 from scalerl_operator.build.shared import Scope, pod_template_of
 from scalerl_operator.kube.types import Object
-from scalerl_operator.workloads import ADDRESS, BIND, Container, Role, expand, port_variable
+from scalerl_operator.workloads import ADDRESS, BIND, Container, Role, Workload, expand, port_variable
 
 USER_ID: Final = 10001
-SHM_SIZE: Final = "1Gi"
+SHM_GIB_PER_PROCESS: Final = 1
 """Of ``/dev/shm`` where the spec names none; a container's own 64 MiB are too few for torch."""
+LAUNCHER: Final = ("python", "-m", "scalerl_trainer.launch")
+"""Before the command of a pod with several ranks: starts it once per rank."""
 HOME: Final = "/tmp/home"  # noqa: S108 - a volume of its own
 TMP_SIZES: Final = {"actor": "1Gi"}
 """Of ``/tmp``, by container: a completion that fills it loses its pod, not the node its disk. The others write what their
@@ -74,7 +77,7 @@ def pod_template(scope: Scope, settings: PodSettings) -> Object:
     annotations = settings.annotations | _scraping(settings.metrics_port) | given.annotations
     spec: Object = {
         "containers": [_container(scope, settings, given, container) for container in containers],
-        "volumes": [*_volumes(scope, given, containers), *given.volumes],
+        "volumes": [*_volumes(scope, given, scope.workload(role)), *given.volumes],
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": USER_ID,
@@ -125,15 +128,23 @@ def _placement(given: PodTemplate) -> Object:
 
 
 def _container(scope: Scope, settings: PodSettings, given: PodTemplate, container: Container) -> Object:
-    main = container is scope.workload(settings.role).containers[0]
+    workload = scope.workload(settings.role)
+    main = container is workload.containers[0]
+    shared = workload.per_node > 1
     policy = scope.spec.images.pull_policy or scope.images.pull_policy
     rendered: Object = {
         "name": container.name,
         "image": settings.image,
         "imagePullPolicy": policy,
-        "command": list(container.argv),
+        "command": [*(LAUNCHER if shared else ()), *container.argv],
         "env": _environment(scope, settings, given, container),
-        "resources": resources(container, _resources(settings.role, given, main), scope.spec.device_resource),
+        "resources": resources(
+            container,
+            _resources(settings.role, given, main),
+            scope.spec.device_resource,
+            processes=workload.per_node,
+            shm=quantity_bytes(_shm_size(given, workload)) if shared else 0,
+        ),
         **probes(container),
         "volumeMounts": [*_mounts(scope, container, main), *given.volume_mounts],
         "securityContext": {
@@ -209,15 +220,18 @@ def _tmp(container: Container) -> str:
     return f"scalerl-tmp-{container.name}"
 
 
-def _volumes(scope: Scope, given: PodTemplate, containers: Sequence[Container]) -> list[Object]:
+def _shm_size(given: PodTemplate, workload: Workload) -> str:
+    return canonical(given.shm_size or f"{SHM_GIB_PER_PROCESS * workload.per_node}Gi")
+
+
+def _volumes(scope: Scope, given: PodTemplate, workload: Workload) -> list[Object]:
     claim = scope.spec.storage.claim_name or scope.names.claim
-    shm = canonical(given.shm_size or SHM_SIZE)
     return [
         {"name": _RUN, "persistentVolumeClaim": {"claimName": claim}},
         {"name": _SPEC, "configMap": {"name": scope.names.spec}},
         {"name": _TOKEN, "secret": {"secretName": scope.names.token, "defaultMode": 0o440}},
-        {"name": _SHM, "emptyDir": {"medium": "Memory", "sizeLimit": shm}},
-        *({"name": _tmp(container), "emptyDir": _bounded(container)} for container in containers),
+        {"name": _SHM, "emptyDir": {"medium": "Memory", "sizeLimit": _shm_size(given, workload)}},
+        *({"name": _tmp(container), "emptyDir": _bounded(container)} for container in workload.containers),
     ]
 
 

@@ -24,20 +24,26 @@ _WAITING: Final = ("coordinator", "actor")
 NATIVE: Final = ("cpu", "memory", "ephemeral-storage")
 
 
-def resources(container: Container, given: PodResources, device_resource: str) -> Object:
-    """Requests and limits. ``given`` wins, but over the devices, which are the spec's; a limit without a request is
+def resources(
+    container: Container, given: PodResources, device_resource: str, *, processes: int = 1, shm: int = 0
+) -> Object:
+    """Requests and limits for so many processes of the container and ``shm`` bytes of ``/dev/shm`` that they share.
+
+    ``given`` wins, but over the devices, which are the spec's; a limit without a request is
     requested too, as the API server would have it; devices are requested as they are limited.
     """
     cpu, memory = _FLOORS[container.name]
     needs = container.resources
     if needs.cpu_threads is not None and container.name not in _WAITING:
         cpu = str(needs.cpu_threads)
-    requests = {"cpu": cpu, "memory": binary(memory + (needs.memory_bytes or 0))}
+    if processes > 1:
+        cpu = str(processes * int(cpu))
+    requests = {"cpu": cpu, "memory": binary(processes * (memory + (needs.memory_bytes or 0)) + shm)}
     requests |= given.limits
     requests |= given.requests
     limits = dict(given.limits)
     if needs.devices:
-        requests[device_resource] = limits[device_resource] = str(needs.devices)
+        requests[device_resource] = limits[device_resource] = str(processes * needs.devices)
     both = {"requests": _canonical(requests)}
     return both | ({"limits": _canonical(limits)} if limits else {})
 

@@ -1,4 +1,7 @@
-"""The trainer: an Indexed Job a start of the gang.
+"""The trainer: an Indexed Job a start of the gang, with a pod per node.
+
+NCCL takes a pod for a host: only ranks of one pod use NVLink and ``/dev/shm``. A pod with several ranks starts them with
+``scalerl_trainer.launch`` and exits as the rank that failed first; a pod with one rank is that rank.
 
 One rank that fails ends the Job, and with it all ranks; the next start is another Job, made when the failure policy
 says so. A rank that is evicted gets SIGTERM, tells the others at the next step, and all leave with a checkpoint and
@@ -20,7 +23,7 @@ from scalerl_operator.names import MASTER_PORT_NUMBER
 from scalerl_operator.build.pods import NEVER_EVICT, PodSettings, from_field, pod_template, variable
 from scalerl_operator.build.shared import Scope
 from scalerl_operator.kube.types import Object
-from scalerl_operator.workloads import Role
+from scalerl_operator.workloads import Role, Workload
 
 GRACE_SECONDS: Final = 300
 """The rest of a step, and a checkpoint."""
@@ -29,18 +32,17 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 def job(scope: Scope, attempt: int) -> Object:
     """Start ``attempt`` of the gang. ``suspend`` is never said: that field is Kueue's where there is one."""
-    ranks = scope.workload(Role.TRAINER).replicas
+    workload = scope.workload(Role.TRAINER)
+    nodes = workload.replicas // workload.per_node
     label = {names.ATTEMPT: str(attempt)}
     settings = PodSettings(
         role=Role.TRAINER,
         image=scope.spec.images.trainer or scope.images.trainer,
         grace_seconds=GRACE_SECONDS,
-        name="trainer-$(RANK)",
+        # The launcher names each of its ranks.
+        name="trainer-$(RANK)" if workload.per_node == 1 else None,
         variables=[
-            from_field("RANK", _INDEX),
-            variable("WORLD_SIZE", str(ranks)),
-            # Each rank sees its own device only, so the first it sees is the one.
-            variable("LOCAL_RANK", "0"),
+            *_position(workload),
             variable("MASTER_ADDR", scope.names.master(scope.namespace, attempt)),
             variable("MASTER_PORT", str(MASTER_PORT_NUMBER)),
         ],
@@ -59,8 +61,8 @@ def job(scope: Scope, attempt: int) -> Object:
         "metadata": metadata,
         "spec": {
             "completionMode": "Indexed",
-            "completions": ranks,
-            "parallelism": ranks,
+            "completions": nodes,
+            "parallelism": nodes,
             "backoffLimit": 0,
             "podReplacementPolicy": "Failed",
             "podFailurePolicy": {
@@ -74,3 +76,11 @@ def job(scope: Scope, attempt: int) -> Object:
             "template": pod_template(scope, settings),
         },
     }
+
+
+def _position(workload: Workload) -> list[Object]:
+    """Which rank a pod is, or which node where its launcher numbers the ranks."""
+    world = variable("WORLD_SIZE", str(workload.replicas))
+    if workload.per_node == 1:
+        return [from_field("RANK", _INDEX), world, variable("LOCAL_RANK", "0")]
+    return [from_field("NODE_RANK", _INDEX), world, variable("LOCAL_WORLD_SIZE", str(workload.per_node))]
