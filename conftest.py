@@ -10,7 +10,13 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
 # These share the cluster with a node: there is one of it on a machine.
-NODE = ("test_cluster_node.py", "test_cluster_images.py", "test_cluster_invalid.py", "test_runs.py")
+NODE = (
+    "test_cluster_node.py",
+    "test_cluster_images.py",
+    "test_cluster_invalid.py",
+    "test_cluster_trainer.py",
+    "test_runs.py",
+)
 SLOW = ("slow", "vllm", "local")
 MAY_SKIP_IN_CI = ("needs a GPU",)
 
