@@ -179,6 +179,8 @@ async def test_earlier_runs_count_and_what_is_no_curve_is_reported(start) -> Non
     assert [round(use["weight"], 1) for use in answer["earlier"]] == [0.0, 1.0, 0.0]
     assert "outside [0, 1]" in answer["earlier"][0]["reason"]
     assert "non-empty" in answer["earlier"][2]["reason"]
+    _, again = await post(url + wire.FORECAST, json.dumps({"points": head, "earlier": runs}).encode())
+    assert again == answer, "known runs are not read again, and count the same"
     assert answer["forecasts"] != alone["forecasts"]
 
 
