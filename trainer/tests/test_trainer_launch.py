@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -16,16 +16,18 @@ import pytest
 from scalerl_trainer import launch
 
 RANKS = {"NODE_RANK": "1", "LOCAL_WORLD_SIZE": "3", "SCALERL_NAME": "pod"}
-END = 1.0
-"""``END_SECONDS`` of the launchers here."""
+SHORT = 1.0
+"""``END_SECONDS`` where it passes; elsewhere it is as long as a slow machine may take."""
 WAIT = 120.0
-"""Each rank marks that it runs, and waits at most so long."""
+"""For what ends with its event. A rank that hangs does so for much longer."""
 PRELUDE = f"""
 import os, signal, sys, time
 from pathlib import Path
 local = int(os.environ["LOCAL_RANK"])
-def started(): Path(f"started-{{local}}").write_text(str(os.getpid()))
-def hang(): started(); time.sleep({WAIT})
+def started():
+    Path(f"new-{{local}}").write_text(str(os.getpid()))
+    Path(f"new-{{local}}").rename(f"started-{{local}}")
+def hang(): started(); time.sleep({10 * WAIT})
 def all_started():
     while not all(Path(f"started-{{i}}").exists() for i in range(3)): time.sleep(0.01)
 """
@@ -34,7 +36,7 @@ def all_started():
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
@@ -42,7 +44,7 @@ def until_started(directory: Path) -> list[int]:
     """Process ids of the ranks, once all have marked that they run."""
     files = [directory / f"started-{local}" for local in range(3)]
     deadline = time.monotonic() + WAIT
-    while not all(file.exists() and file.read_text() for file in files):
+    while not all(file.exists() for file in files):
         assert time.monotonic() < deadline, "not all ranks started"
         time.sleep(0.01)
     return [int(file.read_text()) for file in files]
@@ -56,10 +58,10 @@ def until_gone(pids: list[int]) -> None:
 
 
 @contextmanager
-def launched(directory: Path, code: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
-    start = (
-        f"import sys; from scalerl_trainer import launch; launch.END_SECONDS = {END}; sys.exit(launch.main())"
-    )
+def launched(
+    directory: Path, code: str, end_seconds: float = WAIT, **environ: str
+) -> Iterator[subprocess.Popen[str]]:
+    start = f"import sys; from scalerl_trainer import launch; launch.END_SECONDS = {end_seconds}; sys.exit(launch.main())"
     command = [sys.executable, "-c", start, sys.executable, "-c", PRELUDE + code]
     process = subprocess.Popen(
         command,
@@ -72,12 +74,15 @@ def launched(directory: Path, code: str, **environ: str) -> Iterator[subprocess.
         yield process
     finally:
         process.kill()
+        for file in directory.glob("started-*"):
+            with suppress(ProcessLookupError):
+                os.kill(int(file.read_text()), signal.SIGKILL)
         process.communicate()
 
 
-def outcome(directory: Path, code: str, **environ: str) -> tuple[int, list[str]]:
+def outcome(directory: Path, code: str, end_seconds: float = WAIT, **environ: str) -> tuple[int, list[str]]:
     """Exit code and lines of a launcher that ends by itself."""
-    with launched(directory, code, **environ) as process:
+    with launched(directory, code, end_seconds, **environ) as process:
         _, text = process.communicate(timeout=WAIT)
         return process.returncode, text.splitlines()
 
@@ -148,9 +153,9 @@ if local == 1: started(); all_started(); sys.exit(3)
 hang()
 """
     began = time.monotonic()
-    code, lines = outcome(tmp_path, body)
+    code, lines = outcome(tmp_path, body, SHORT)
     assert (code, lines[-1].rpartition(" rank ")[2]) == (3, "4 exited with code 3: no output")
-    assert time.monotonic() - began >= END
+    assert time.monotonic() - began >= SHORT
     until_gone(until_started(tmp_path))
 
 
@@ -161,13 +166,13 @@ def test_launch_passes_signals_on_and_waits_for_the_checkpoint(
     """Longer than the launcher waits after a failure: the grace period is the kubelet's."""
     body = f"""
 def save(*_):
-    time.sleep({END + 1} if local == 2 else 0)
+    time.sleep({SHORT + 1} if local == 2 else 0)
     Path(f"saved-{{local}}").touch()
     sys.exit(0)
 signal.signal({int(number)}, save)
 hang()
 """
-    with launched(tmp_path, body) as process:
+    with launched(tmp_path, body, SHORT) as process:
         until_started(tmp_path)
         process.send_signal(number)
         assert process.wait(WAIT) == 0
@@ -185,13 +190,13 @@ def test_launch_leaves_no_rank_when_it_is_killed(tmp_path: Path) -> None:
 
 def test_launch_does_not_wait_for_a_process_that_holds_the_pipe(tmp_path: Path) -> None:
     """A rank that succeeds leaves a process behind."""
-    with launched(tmp_path, "if local == 0 and os.fork() == 0: hang()") as process:
+    body = """
+if local == 0 and os.fork() == 0: hang()
+while not Path("started-0").exists(): time.sleep(0.01)
+"""
+    with launched(tmp_path, body, SHORT) as process:
         code = process.wait(WAIT)
-        left = int((tmp_path / "started-0").read_text())
-        try:
-            assert (code, alive(left)) == (0, True)
-        finally:
-            os.kill(left, signal.SIGKILL)
+        assert (code, alive(int((tmp_path / "started-0").read_text()))) == (0, True)
 
 
 @pytest.mark.parametrize(
