@@ -12,13 +12,15 @@ import json
 import re
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from installed import LEASE, OPERATORS, ROOT, Run, chart, helm, leader, say, take_off, until
 from testcluster import Cluster, KubectlError
+
+from scalerl_operator.names import RUN_DIR
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(2400)]
 
@@ -356,8 +358,19 @@ def in_volume(cluster: Cluster, claim: str, command: str) -> str:
 def test_a_run_is_stopped_by_its_forecast(installed: Cluster) -> None:
     """Auto, on the curve that it really has; suspended as its spec says, and every decision can be made again."""
     run = start(installed, "tiny-autostop")
+    decisions = ""
+
+    def over() -> bool:
+        """Reads the decisions too, while there is a coordinator to read them from."""
+        nonlocal decisions
+        for pod in run.pods("coordinator", ready=True):
+            words = ("-c", "coordinator", pod["metadata"]["name"], "--", "cat", f"{RUN_DIR}/decisions.jsonl")
+            with suppress(KubectlError):
+                decisions = installed.kubectl("exec", "-n", NAMESPACE, *words)
+        return run.phase() in ("Suspended", "Failed", "Completed")
+
     try:
-        took = until(lambda: run.phase() in ("Suspended", "Failed", "Completed"), 1100, "the stop", every=3)
+        took = until(over, 1100, "the stop", every=3)
         say("started, stopped by its forecast", took, 1100)
         assert run.condition("Suspended")[:2] == ("True", "SuspendedByForecast")
         status = run.status()
@@ -372,17 +385,14 @@ def test_a_run_is_stopped_by_its_forecast(installed: Cluster) -> None:
         assert status["step"] < run.object()["spec"]["budget"]["maxSteps"]
         assert status["decision"] == "STOP"
         assert run.object()["spec"]["suspend"] is True
-        maps = installed.kubectl(
-            "get", "configmaps", "-n", NAMESPACE, "-l", f"scalerl.dev/run={run.name}", "-o", "yaml"
-        )
         import tempfile
         from pathlib import Path
 
         from scalerl_cli.main import main as scalerl
 
         with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "decisions.yaml"
-            file.write_text(maps)
+            file = Path(folder) / "decisions.jsonl"
+            file.write_text(decisions[: decisions.rfind("\n") + 1])
             assert scalerl(["replay", str(file)]) == 0
     except AssertionError:
         print(run.tell())

@@ -320,8 +320,8 @@ class Reason(_Explained):
     )
     NOT_RECORDED = (
         "NotRecorded",
-        "A decision could not be written to its ConfigMap, so nothing is done about it; it is tried again. The message "
-        "has the API server's answer, or says what was changed by hand.",
+        "A decision could not be written to `decisions.jsonl` on the run's volume, so nothing is done about it; it is tried "
+        "again. The message has the answer of the coordinator, or the line that cannot be read.",
     )
     AUTOSCALER_FAILED = (
         "AutoscalerFailed",

@@ -14,6 +14,8 @@ PUBLISH_COMMIT = "/v1/trainer/publish/commit"
 CHECKPOINT_BEGIN = "/v1/trainer/checkpoint/begin"
 CHECKPOINT_COMMIT = "/v1/trainer/checkpoint/commit"
 STOP = "/v1/stop"
+DECISIONS = "/v1/decisions"
+"""GET: the log of the autoscaler's decisions. POST: one more line."""
 STATUS = "/v1/status"
 
 WEIGHTS_JOIN = "/v1/weights/join"

@@ -85,7 +85,7 @@ class RunPaths:
 
     @property
     def decisions(self) -> Path:
-        """One JSON object a decision of the autoscaler, with all its inputs; written by the operator."""
+        """One JSON object a decision of the autoscaler, with all its inputs; written by the operator, on a cluster by way of the coordinator."""
         return self.root / "decisions.jsonl"
 
     @property

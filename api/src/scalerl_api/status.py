@@ -1,7 +1,7 @@
 """``status`` of a run on a cluster: what the operator last saw, written by nobody else.
 
-Everything in it can be derived again: from the objects of the run, its coordinator, and the ConfigMaps
-``<run>-curve`` and ``<run>-decisions``, which hold all points and decisions. Numbers with fractions are
+Everything in it can be derived again: from the objects of the run, its coordinator, which has all decisions, and the ConfigMap
+``<run>-curve``, which holds all points. Numbers with fractions are
 strings, as in the spec.
 """
 
@@ -160,7 +160,7 @@ class ExportsStatus(StatusModel):
 
 
 class DecisionStatus(StatusModel):
-    """One decision of the autoscaler, in short; ``<run>-decisions`` has its inputs."""
+    """One decision of the autoscaler, in short; ``decisions.jsonl`` on the run's volume has its inputs."""
 
     sequence: Count
     """Its number in the record."""
@@ -212,7 +212,7 @@ class RunStatus(StatusModel):
     decision: Annotated[str, Field(max_length=32)] | None = None
     """State of the last decision."""
     decisions: Annotated[list[DecisionStatus], Field(max_length=RECENT_DECISIONS)] = []
-    """The last decisions, newest last; ``<run>-decisions`` has all."""
+    """The last decisions, newest last; ``decisions.jsonl`` on the run's volume has all."""
     replicas: Count = 0
     """Generators there are, for the scale subresource."""
     selector: Annotated[str, Field(max_length=1024)] = ""

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
-import yaml
 from msgspec.structs import replace
 
 from scalerl_api.autoscaling import AutoscalingSpec
@@ -178,112 +175,23 @@ def test_what_another_policy_would_have_done(
 # --- from a cluster --------------------------------------------------------------------------------
 
 
-def config_maps(content: bytes, chunks: int, run: str = "replayed", **metadata: str) -> list[dict[str, Any]]:
-    """As the operator writes them, and the API server has them."""
-    lines = content.decode().splitlines(keepends=True)
-    each = -(-len(lines) // chunks)
-    return [
-        {
-            "apiVersion": "v1",
-            "kind": "ConfigMap",
-            "metadata": {
-                "name": f"{run}-decisions" + (f"-{i + 1}" if i else ""),
-                "namespace": "team",
-                "labels": {"scalerl.dev/run": run},
-                "resourceVersion": str(100 + i),
-            }
-            | metadata,
-            "data": {"decisions.jsonl": "".join(lines[i * each : (i + 1) * each])},
-        }
-        for i in range(chunks)
-    ]
-
-
-CURVE = {
-    "kind": "ConfigMap",
-    "metadata": {"name": "replayed-curve"},
-    "data": {"curve.csv": "compute,reward\n"},
-}
-
-
-def as_list(objects: list[dict[str, Any]]) -> dict[str, Any]:
-    # By name, as kubectl lists them: -decisions-10 comes before -decisions-2.
-    listed = sorted([CURVE, *objects], key=lambda o: o["metadata"]["name"])
-    return {"apiVersion": "v1", "kind": "List", "items": listed}
-
-
-@pytest.mark.parametrize("form", ["yaml", "json", "documents", "file"])
-def test_what_kubectl_prints_is_replayed(
-    tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str], form: str
-) -> None:
-    path = tmp_path / "printed"
-    objects = config_maps(content, 11)
-    texts = {
-        "yaml": yaml.safe_dump(as_list(objects), allow_unicode=True),
-        "json": json.dumps(as_list(objects), indent=4),
-        "documents": "---\n".join(yaml.safe_dump(one) for one in objects[::-1]),
-        "file": content.decode(),
-    }
-    path.write_text(texts[form])
-    assert main(["replay", str(path)]) == 0
-    assert "13 decisions, each the same when made again" in capsys.readouterr().out
-    other = policy(tmp_path, "{mode: Auto, stopAfter: 5}")
-    assert main(["replay", str(path), "--policy", str(other)]) == 0
-    assert "2 of 13 decisions" in capsys.readouterr().out
-
-
-def test_what_was_changed_on_the_cluster_is_found(
-    tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
-) -> None:
-    changed = content.replace(b'"state":"STOP"', b'"state":"GROW"', 1)
-    path = tmp_path / "printed.yaml"
-    path.write_text(yaml.safe_dump(as_list(config_maps(changed, 3))))
-    assert main(["replay", str(path)]) == 1
-    assert "decision.state: recorded 'GROW', 'STOP' follows" in capsys.readouterr().err
-
-
 def test_standard_input(
     content: bytes, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = json.dumps(as_list(config_maps(content, 2))).encode()
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text)))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
     assert main(["replay", "-"]) == 0
     assert "-: 13 decisions" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("spoil", "says"),
-    [
-        (lambda objects: [], "no ConfigMap with decisions.jsonl in it; `kubectl get configmap -l"),
-        (lambda objects: objects[:1] + objects[2:], "ConfigMap team/replayed-decisions-2 is missing"),
-        (lambda objects: objects[1:], "ConfigMap team/replayed-decisions is missing"),
-        (
-            lambda objects: [*objects, *config_maps(b"", 1, "other")],
-            "the records of 2 runs (team/other, team/replayed): give one",
-        ),
-        (
-            lambda objects: config_maps(b"", 1, name="mine"),
-            "ConfigMap 'mine' is not called like one that the operator writes",
-        ),
-    ],
-)
-def test_a_record_that_is_not_whole_is_not_replayed(
-    tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str], spoil: Any, says: str
+@pytest.mark.parametrize("garbage", [b"", b"{", b"apiVersion: v1"])
+def test_a_garbage_line_in_the_middle_is_refused_with_its_number(
+    tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str], garbage: bytes
 ) -> None:
-    path = tmp_path / "printed.yaml"
-    path.write_text(yaml.safe_dump(as_list(spoil(config_maps(content, 3)))))
-    assert main(["replay", str(path)]) == 2
-    assert says in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["a: [", "just words", "", "{"])
-def test_what_kubectl_would_never_print(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
-) -> None:
-    path = tmp_path / "printed.yaml"
-    path.write_text(text)
-    assert main(["replay", str(path)]) == 2
-    assert str(path) in capsys.readouterr().err
+    path = tmp_path / "decisions.jsonl"
+    lines = content.split(b"\n")
+    path.write_bytes(b"\n".join([*lines[:4], garbage, *lines[5:]]))
+    assert main(["replay", str(path)]) == 1
+    assert f"{path}: line 5: line: " in capsys.readouterr().err
 
 
 def test_bad_input_is_said_and_nothing_replayed(

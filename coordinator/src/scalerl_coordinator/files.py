@@ -16,6 +16,7 @@ from scalerl_api.exports import Exports, read_exports
 from scalerl_api.paths import RunPaths
 from scalerl_api.wire import EvaluationPoint
 from scalerl_coordinator.accounting import Row
+from scalerl_coordinator.decisions import DecisionLog
 
 
 class RunFiles:
@@ -25,6 +26,7 @@ class RunFiles:
         self._metrics = paths.metrics
         self._curve = paths.curve
         self._exports = paths.exports
+        self.decisions = DecisionLog(paths.decisions)
         self._present: set[int] | None = None
         """Steps of the rows last written; None if the file's contents are uncertain."""
 

@@ -27,6 +27,7 @@ from scalerl_api.exports import Exports
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.clock import LogicalClock
 from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal
+from scalerl_coordinator.decisions import MAX_LINE_BYTES, Superseded
 from scalerl_coordinator.files import RunFiles
 from scalerl_coordinator.frames import CorruptJournal
 from scalerl_coordinator.generator_requests import GeneratorRequests
@@ -428,6 +429,27 @@ class Server:
         await self._decided(lambda now: self._core.stop(request.reason, now))
         return wire.Ack()
 
+    async def _record_decision(self, request: wire.DecisionLine) -> wire.Ack:
+        decisions = self._files.decisions
+        await self._on_decisions(lambda: decisions.append(request.offset, request.line))
+        return wire.Ack()
+
+    async def _decision_lines(self, request: web.Request) -> web.Response:
+        content = await self._on_decisions(self._files.decisions.read)
+        return respond(msgspec.msgpack.encode(wire.DecisionLines(content=content)))
+
+    async def _on_decisions(self, access: Callable[[], T]) -> T:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._files_thread, access)
+        except Superseded as problem:
+            raise ErrorResponse(409, "superseded", str(problem)) from problem
+        except ValueError as problem:
+            raise ErrorResponse(400, "bad-request", str(problem)) from problem
+        except OSError as problem:
+            raise ErrorResponse(
+                507, "no-space", f"decisions.jsonl: {problem.strerror}; try again later"
+            ) from problem
+
     async def _status(self, request: web.Request) -> web.Response:
         # A slow disk must not delay the status: the exports are those of the last tick.
         status, error = (
@@ -495,9 +517,13 @@ class Server:
             (endpoints.CHECKPOINT_BEGIN, wire.CheckpointBegin, SMALL_BODY_BYTES, self._checkpoint_begin),
             (endpoints.CHECKPOINT_COMMIT, wire.CheckpointCommit, SMALL_BODY_BYTES, self._checkpoint_commit),
             (endpoints.STOP, wire.Stop, SMALL_BODY_BYTES, self._stop),
+            (endpoints.DECISIONS, wire.DecisionLine, MAX_LINE_BYTES + 1024, self._record_decision),
         ):
             app.router.add_post(path, self._guard.endpoint(path, kind, limit, handler))
         app.router.add_get(endpoints.STATUS, self._guard.guarded(endpoints.STATUS, self._status))
+        app.router.add_get(
+            endpoints.DECISIONS, self._guard.guarded(endpoints.DECISIONS, self._decision_lines)
+        )
         app.router.add_get(endpoints.HEALTH, self._health)
         app.router.add_get(endpoints.READY, self._ready)
         app.router.add_get(endpoints.METRICS, self._metrics_text)

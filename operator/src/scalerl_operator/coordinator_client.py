@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Final, Self, TypeVar
 import msgspec
 
 from scalerl_api import endpoints
-from scalerl_api.wire import CONTENT_TYPE, WIRE_HEADER, WIRE_VERSION, Ack, Problem, Status, Stop
+from scalerl_api.wire import (
+    CONTENT_TYPE,
+    WIRE_HEADER,
+    WIRE_VERSION,
+    Ack,
+    DecisionLine,
+    DecisionLines,
+    Problem,
+    Status,
+    Stop,
+)
 
 if TYPE_CHECKING:
     import aiohttp  # imported at the first use: the first child of a local run starts half a second sooner
@@ -27,6 +37,14 @@ class CoordinatorUnreachable(Exception):
 
 class CoordinatorRefused(Exception):
     """An answer that asking again will not change."""
+
+
+class EndpointMissing(CoordinatorRefused):
+    """The coordinator is of a release that does not have the endpoint."""
+
+
+class OffsetSuperseded(CoordinatorRefused):
+    """The log of decisions does not end at the given offset."""
 
 
 class CoordinatorClient:
@@ -71,6 +89,22 @@ class CoordinatorClient:
         """
         await self._call("POST", endpoints.STOP, Stop(reason=reason), Ack)
 
+    async def decisions(self) -> bytes:
+        """``GET /v1/decisions``: the whole lines of ``decisions.jsonl``.
+
+        Raises:
+            CoordinatorUnreachable, CoordinatorRefused, EndpointMissing
+        """
+        return (await self._call("GET", endpoints.DECISIONS, None, DecisionLines)).content
+
+    async def record_decision(self, offset: int, line: bytes) -> None:
+        """``POST /v1/decisions``: write a line; it is on the run's volume when this returns.
+
+        Raises:
+            CoordinatorUnreachable, CoordinatorRefused, EndpointMissing, OffsetSuperseded
+        """
+        await self._call("POST", endpoints.DECISIONS, DecisionLine(offset=offset, line=line), Ack)
+
     async def _call(self, method: str, path: str, body: msgspec.Struct | None, answer: type[T]) -> T:
         if self._session is None:
             raise RuntimeError("use CoordinatorClient as an async context manager")
@@ -91,7 +125,8 @@ class CoordinatorClient:
         if code >= 500:
             raise CoordinatorUnreachable(f"{method} {path}: HTTP {code}: {_problem(content)}")
         if code >= 300:
-            raise CoordinatorRefused(f"{method} {path}: HTTP {code}: {_problem(content)}")
+            refusal = {404: EndpointMissing, 409: OffsetSuperseded}.get(code, CoordinatorRefused)
+            raise refusal(f"{method} {path}: HTTP {code}: {_problem(content)}")
         try:
             return msgspec.msgpack.decode(content, type=answer)
         except msgspec.DecodeError as error:

@@ -315,6 +315,7 @@ async def reconciler(parts: Parts) -> AsyncIterator[Reconcile]:
             lambda: ClusterAutoscaler(
                 run,
                 uid,
+                made.coordinators,
                 parts.api,
                 sidecar,
                 wake=lambda: parts.wake(key),

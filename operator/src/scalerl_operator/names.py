@@ -26,7 +26,7 @@ RUN_UID: Final = f"{GROUP}/run-uid"
 ATTEMPT: Final = f"{GROUP}/attempt"
 """Label on a trainer Job and its pods: which start of the gang, from 1."""
 DECISIONS: Final = "decisions"
-"""As a component: the ConfigMaps of a record. They grow to a megabyte each, and are read by their writer alone."""
+"""As a component: ConfigMaps in which earlier releases kept decisions. They have up to a megabyte, and nothing reads them."""
 COMPONENT: Final = "app.kubernetes.io/component"
 """Label: the role; ``run`` on what belongs to no role."""
 SPEC_HASH: Final = f"{GROUP}/spec-hash"
@@ -130,10 +130,6 @@ class Names:
     def curve(self) -> str:
         """ConfigMap with the points of the curve."""
         return f"{self.stem}-curve"
-
-    def decisions(self, chunk: int = 1) -> str:
-        """ConfigMap with recorded decisions; the second and later ones when one is full."""
-        return f"{self.stem}-decisions" + (f"-{chunk}" if chunk > 1 else "")
 
     @property
     def network(self) -> str:

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import unused_port
 
-from operator_tests.config_maps import DOWN, LOST, UID, ConfigMaps, cluster_run
+from operator_tests.decision_service import DOWN, LOST, UID, DecisionService, cluster_run
 from operator_tests.scaling import evaluations, flat_curve, status
 from scalerl_api import forecast as wire
 from scalerl_api.conditions import Reason
@@ -26,10 +26,10 @@ ONE = Generators(wanted=1, ready=1)
 
 
 class AutoscalerReport:
-    """A steering with its API server, its clock and its wakes in hand."""
+    """A steering with its coordinator, its clock and its wakes in hand."""
 
-    def __init__(self, url: str, api: ConfigMaps | None = None, **autoscaling: Any) -> None:
-        self.api = api or ConfigMaps()
+    def __init__(self, url: str, api: DecisionService | None = None, **autoscaling: Any) -> None:
+        self.api = api or DecisionService()
         self.run = self.as_run(**autoscaling)
         self.now = 0.0
         self.woken = asyncio.Event()
@@ -37,6 +37,7 @@ class AutoscalerReport:
         self.steering = ClusterAutoscaler(
             self.run,
             UID,
+            self.api,
             self.api,
             sidecar,
             wake=self.woken.set,
@@ -262,14 +263,14 @@ async def test_without_a_sidecar_nothing_is_stopped_and_it_is_said(url: str) -> 
 
 
 async def test_a_record_that_cannot_be_read_is_said_and_read_later(url: str) -> None:
-    api = ConfigMaps([DOWN, DOWN])
+    api = DecisionService([DOWN, DOWN])
     autoscaler_report = AutoscalerReport(url, api)
     for _ in range(2):
         autoscaler_report.look(flat_curve())
         await autoscaler_report.woken.wait()
         word = autoscaler_report.look(flat_curve())
         assert (word.known, word.reason) == (False, Reason.NOT_RECORDED)
-        assert "team/test-decisions cannot be read" in word.message
+        assert "decisions.jsonl of team/test cannot be read" in word.message
         assert autoscaler_report.steering._task is None, "not before its time"
         autoscaler_report.woken.clear()
         autoscaler_report.now += 2 * FIRST_RETRY_SECONDS

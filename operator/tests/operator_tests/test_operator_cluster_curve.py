@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from operator_tests.config_maps import UID, cluster_run
+from operator_tests.decision_service import UID, cluster_run
 from operator_tests.scaling import evaluations
 from scalerl_api.curve import CURVE_COLUMNS, curve_csv
 from scalerl_operator.build import curve

@@ -26,6 +26,7 @@ from scalerl_operator.controller.coordinator_poller import (
     _Poller,
 )
 from scalerl_operator.controller.observe import PodView
+from scalerl_operator.coordinator_client import CoordinatorUnreachable, EndpointMissing
 from scalerl_operator.kube.errors import Fenced
 from scalerl_operator.names import PORTS
 
@@ -310,3 +311,15 @@ async def test_only_news_wake_a_run_that_waits_for_no_answer(monkeypatch: pytest
         assert await ours.poll("u", [pod], token, 2) == Answer(False)
         await asked(there, 2)
         assert woken, "a look waits, for the same"
+
+
+async def test_decisions_are_sent_by_the_leader_to_a_coordinator_that_is_up() -> None:
+    there = Coordinator()
+    async with there.serving() as pod, coordinators(leads=False) as ours:
+        with pytest.raises(CoordinatorUnreachable, match="no pod"):
+            await ours.decisions("u")
+        await coordinator_report(ours, "u", [pod], Tokens(), 1)
+        with pytest.raises(Fenced, match="record a decision of run u"):
+            await ours.record_decision("u", 0, b"{}\n")
+        with pytest.raises(EndpointMissing, match="GET /v1/decisions: HTTP 404"):
+            await ours.decisions("u")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from operator_tests.children import run_spec
-from operator_tests.config_maps import UID, ConfigMaps, cluster_run
+from operator_tests.decision_service import UID, DecisionService, cluster_run
 from operator_tests.scaling import answer, chain, evaluations, flat_curve, run, seen, spec, status
 from operator_tests.watched import Watched
 from scalerl_api.curve import curve_csv
@@ -221,14 +221,17 @@ async def test_a_thousand_finished_runs_are_bounded() -> None:
 
 
 async def test_the_operator_asks_with_the_runs_of_its_cache(url: str) -> None:
-    there, api, woken = Namespace(), ConfigMaps(), asyncio.Event()
+    there, api, woken = Namespace(), DecisionService(), asyncio.Event()
     curve = flat_curve()
     there.add("before", table=curve_csv(evaluations([p.reward for p in curve] + [0.6] * 60)))
     settings = Settings(images=Images("trainer:1", "generator:1", "coordinator:1"), sidecar_url=url)
     parts = Parts(settings, cast(Any, api), there.cache, Metrics(), lambda key: woken.set())
     async with reconciler(parts) as reconcile:
         autoscaler_report = cluster_run(autoscaling={"mode": "Advisory"}, budget={"maxSeconds": 1_000_000})
-        scaling = cast(Any, reconcile).__self__._make_scaling(autoscaler_report, UID)
+        made = cast(Any, reconcile).__self__
+        await made.coordinators.close()
+        made.coordinators = api
+        scaling = made._make_scaling(autoscaler_report, UID)
         for _ in ("opens the record", "asks"):
             woken.clear()
             scaling.steer(autoscaler_report, RunStatus(), status(curve), 1, resumed=False)

@@ -17,7 +17,6 @@ def every_name(run: str) -> list[str]:
     n = Names(run)
     return [
         *(n.claim, n.spec, n.token, n.curve, n.network, n.prepare, n.coordinator, n.generator, n.trainer),
-        *(n.decisions(chunk) for chunk in (1, 2, 99)),
         *(n.trainer_job(attempt) for attempt in (1, 99_999)),
     ]
 

@@ -29,6 +29,24 @@ class Stop(Struct, frozen=True, kw_only=True):
     """Empty: take an earlier stop back."""
 
 
+class DecisionLine(Struct, frozen=True, kw_only=True):
+    """``POST /v1/decisions``: one line of ``decisions.jsonl``, with its newline. On disk when it is acknowledged.
+
+    The same line at the same offset again is acknowledged and not written twice; another is refused with 409.
+    """
+
+    offset: int
+    """Bytes of the log before it."""
+    line: bytes
+
+
+class DecisionLines(Struct, frozen=True, kw_only=True):
+    """Answer of ``GET /v1/decisions``."""
+
+    content: bytes
+    """All whole lines."""
+
+
 class EvaluationPoint(Struct, frozen=True, kw_only=True):
     """One point of the curve."""
 

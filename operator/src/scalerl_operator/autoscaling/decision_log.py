@@ -98,20 +98,23 @@ class Known:
         self.last = line
         if line.policy == "autoscale":
             self.looked = line
-        decision = line.decision
-        self.recent.append(
-            Brief(
-                sequence=line.sequence,
-                time=line.time,
-                state=decision.state,
-                action=decision.action,
-                reason=decision.reasons[0] if decision.reasons else "",
-            )
-        )
+        self.recent.append(brief(line))
         self.sequence = line.sequence + 1
         del self.points[line.kept :]
         self.points.extend(line.added)
         self.history = line.decision.history
+
+
+def brief(line: Line) -> Brief:
+    """The line's decision in short."""
+    decision = line.decision
+    return Brief(
+        sequence=line.sequence,
+        time=line.time,
+        state=decision.state,
+        action=decision.action,
+        reason=decision.reasons[0] if decision.reasons else "",
+    )
 
 
 def read(content: bytes) -> Iterator[Read]:

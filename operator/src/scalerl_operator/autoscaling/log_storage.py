@@ -1,4 +1,4 @@
-"""Where the lines of a record are kept: bytes that only grow, in a file here, in ConfigMaps on a cluster."""
+"""Where the lines of a record are kept: bytes that only grow, in a file here, with the coordinator on a cluster."""
 
 from __future__ import annotations
 

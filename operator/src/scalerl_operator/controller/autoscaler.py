@@ -11,8 +11,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import Final
 
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.conditions import Reason
@@ -26,16 +24,19 @@ from scalerl_operator.autoscaling.autoscaler import (
     Autoscaler,
     Step,
 )
-from scalerl_operator.autoscaling.decision_log import Brief, DecisionRecord, Line, as_recorded
+from scalerl_operator.autoscaling.decision_log import DecisionRecord, Line, as_recorded
 from scalerl_operator.autoscaling.forecast_request import NO_ANSWER, UNBELIEVABLE, Sidecar
 from scalerl_operator.autoscaling.history import ReadEarlier
 from scalerl_operator.autoscaling.log_storage import RecordError
 from scalerl_operator.autoscaling.models import Generators, State
 from scalerl_operator.autoscaling.vote import ENOUGH_POINTS
-from scalerl_operator.controller.decision_config_maps import ConfigMaps, ConfigMapStorage
-
-_TEXT: Final = 1000
-"""Characters of a reason in the status."""
+from scalerl_operator.controller.decision_storage import (
+    REASON_CHARACTERS,
+    Coordinators,
+    CoordinatorStorage,
+    StatusWriter,
+    shown,
+)
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class Word:
 class ClusterAutoscaler:
     """The autoscaler of one run.
 
-    api: for the record. sidecar: may be shared by all runs. wake: called when there is something new to look at.
+    coordinators, api: for the record. sidecar: may be shared by all runs. wake: called when there is something new to look at.
     earlier: reads the finished runs that are a prior of the forecast; None: no run is.
     unix: the machine's clock. monotonic: one that only goes forward.
     """
@@ -78,7 +79,8 @@ class ClusterAutoscaler:
         self,
         run: ScaleRLRun,
         uid: str,
-        api: ConfigMaps,
+        coordinators: Coordinators,
+        api: StatusWriter,
         sidecar: Sidecar,
         *,
         wake: Callable[[], None],
@@ -86,7 +88,7 @@ class ClusterAutoscaler:
         unix: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._storage = ConfigMapStorage(run, uid, api)
+        self._storage = CoordinatorStorage(run, uid, coordinators, api)
         self._sidecar = sidecar
         self._wake = wake
         self._earlier = earlier
@@ -218,12 +220,12 @@ class ClusterAutoscaler:
             generators=known.last.decision.action.generators
             if known.last is not None and _acted_on(spec, known.last)
             else None,
-            decisions=tuple(_shown(brief) for brief in known.recent),
+            decisions=tuple(shown(brief) for brief in known.recent),
             state=known.recent[-1].state.value if known.recent else None,
             forecast=_forecast(looked),
             ready=ready,
             reason=reason,
-            message=message[:_TEXT],
+            message=message[:REASON_CHARACTERS],
             event=event,
             alarming=alarming,
         )
@@ -235,19 +237,6 @@ def _acted_on(spec: AutoscalingSpec, line: Line | None) -> bool:
         return False
     # A field that the release which made it did not have: it decided as the default says.
     return as_recorded(AutoscalingSpec()) | line.spec == as_recorded(spec)
-
-
-def _shown(brief: Brief) -> DecisionStatus:
-    action = brief.action
-    words = f"scale to {action.generators}" if action.kind == "scale" else action.kind
-    moment = datetime.fromisoformat(brief.time).astimezone(UTC)
-    return DecisionStatus(
-        sequence=brief.sequence,
-        time=moment.strftime("%Y-%m-%dT%H:%M:%SZ"),
-        state=brief.state.value,
-        action=words,
-        reason=brief.reason[:_TEXT],
-    )
 
 
 def _answer(line: Line | None) -> ForecastAnswer | None:

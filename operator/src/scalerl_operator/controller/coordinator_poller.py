@@ -199,6 +199,25 @@ class CoordinatorPollers:
         await self.ask(uid)  # the answer from before the request is out of date
         return True
 
+    async def decisions(self, uid: str) -> bytes:
+        """The log of decisions; see :meth:`.CoordinatorClient.decisions`."""
+        return await self._client(uid).decisions()
+
+    async def record_decision(self, uid: str, offset: int, line: bytes) -> None:
+        """Write a line of the log of decisions; see :meth:`.CoordinatorClient.record_decision`.
+
+        Raises:
+            Fenced: another may lead by now.
+        """
+        self._fence(f"record a decision of run {uid}")
+        await self._client(uid).record_decision(offset, line)
+
+    def _client(self, uid: str) -> CoordinatorClient:
+        held = self._pollers.get(uid)
+        if held is None:
+            raise CoordinatorUnreachable("no pod of the coordinator is up")
+        return held.client
+
     async def _run(self, uid: str, held: _Poller) -> None:
         """Polls until cancelled: periodically, and at once when something else is observed of the run."""
         while True:

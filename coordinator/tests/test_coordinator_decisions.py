@@ -1,0 +1,123 @@
+"""The log of decisions that the operator sends: acknowledged lines are kept once, in order, and whole."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+from coordinator_client import Client, ErrorAnswer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scalerl_api import endpoints, wire
+from scalerl_coordinator.decisions import MAX_LINE_BYTES, DecisionLog, Superseded
+from scalerl_operator.coordinator_client import CoordinatorClient, CoordinatorRefused, OffsetSuperseded
+
+
+async def post(visitor: Client, offset: int, line: bytes) -> None:
+    await visitor.post(endpoints.DECISIONS, wire.DecisionLine(offset=offset, line=line), wire.Ack)
+
+
+async def test_the_operators_client_reads_what_it_wrote(local) -> None:
+    async with CoordinatorClient(local.url, "secret") as client:
+        assert await client.decisions() == b""
+        await client.record_decision(0, b'{"a":1}\n')
+        await client.record_decision(8, b'{"b":2}\n')
+        await client.record_decision(8, b'{"b":2}\n')
+        with pytest.raises(OffsetSuperseded, match="has 16 bytes, not 8; read it again"):
+            await client.record_decision(8, b'{"c":3}\n')
+        with pytest.raises(OffsetSuperseded):
+            await client.record_decision(0, b'{"a":1}\n')
+        with pytest.raises(CoordinatorRefused, match="one line of at most"):
+            await client.record_decision(16, b"{}\n{}\n")
+        assert await client.decisions() == b'{"a":1}\n{"b":2}\n'
+    assert local.paths.decisions.read_bytes() == b'{"a":1}\n{"b":2}\n'
+
+
+async def test_decisions_need_the_token(local, visitor) -> None:
+    visitor.headers["Authorization"] = "Bearer wrong"
+    with pytest.raises(ErrorAnswer) as refused:
+        await post(visitor, 0, b"{}\n")
+    assert refused.value.status == 401
+    async with visitor.session.get(local.url + endpoints.DECISIONS, headers=visitor.headers) as response:
+        assert response.status == 401
+    assert not local.paths.decisions.exists()
+
+
+async def test_a_long_line_is_taken_and_a_longer_one_refused(local, visitor) -> None:
+    await post(visitor, 0, b"x" * (MAX_LINE_BYTES - 1) + b"\n")
+    for line, status in ((b"x" * MAX_LINE_BYTES + b"\n", 400), (b"x" * (MAX_LINE_BYTES + 1024) + b"\n", 413)):
+        with pytest.raises(ErrorAnswer) as refused:
+            await post(visitor, MAX_LINE_BYTES, line)
+        assert refused.value.status == status
+    assert local.paths.decisions.stat().st_size == MAX_LINE_BYTES
+
+
+async def test_a_torn_line_is_cut_off_after_a_restart(tmp_path: Path, serving_on) -> None:
+    async with serving_on(tmp_path) as first, aiohttp.ClientSession() as session:
+        await post(Client(session, first.url), 0, b"{}\n")
+    with first.paths.decisions.open("ab") as file:
+        file.write(b'{"torn')
+    async with serving_on(tmp_path) as again, aiohttp.ClientSession() as session:
+        await post(Client(session, again.url), 3, b"[]\n")
+    assert again.paths.decisions.read_bytes() == b"{}\n[]\n"
+
+
+@pytest.mark.parametrize("line", [b"", b"\n\n", b"{}", b"{}\n{}\n", b"{}\n{}"])
+def test_a_decision_is_one_line(tmp_path: Path, line: bytes) -> None:
+    with pytest.raises(ValueError, match="one line of at most"):
+        DecisionLog(tmp_path / "decisions.jsonl").append(0, line)
+
+
+def test_a_line_is_on_disk_before_it_is_acknowledged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_size), real(fd)))
+    log = DecisionLog(tmp_path / "decisions.jsonl")
+    log.append(0, b"{}\n")
+    assert synced[0] == 3
+    assert len(synced) == 2, "and the directory"
+    log.append(3, b"[]\n")
+    assert synced[2:] == [6]
+
+
+@pytest.fixture
+def little_space() -> Iterator[None]:
+    """Files can grow to 10 bytes and no further."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_leaves_the_log_whole(tmp_path: Path, little_space: None) -> None:
+    log = DecisionLog(tmp_path / "decisions.jsonl")
+    log.append(0, b"12345\n")
+    with pytest.raises(OSError, match="File too large"):
+        log.append(6, b"123456789\n")
+    assert (tmp_path / "decisions.jsonl").read_bytes() == b"12345\n"
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.sampled_from([b"a\n", b"bb\n"]), st.booleans()), max_size=12))
+@settings(max_examples=40, deadline=None)
+def test_of_two_writers_every_acknowledged_line_is_kept_once(
+    tmp_path_factory: pytest.TempPathFactory, turns: list[tuple[int, bytes, bool]]
+) -> None:
+    """Each writer goes on from what it read last; a lost answer is repeated."""
+    log = DecisionLog(tmp_path_factory.mktemp("log") / "decisions.jsonl")
+    known, acknowledged = [b"", b""], b""
+    for who, line, lost in turns:
+        try:
+            for _ in range(1 + lost):
+                log.append(len(known[who]), line)
+        except Superseded:
+            known[who] = log.read()
+            continue
+        known[who] += line
+        acknowledged = log.read()
+        assert acknowledged.startswith(known[who]) or acknowledged.endswith(line)
+    assert log.read() == acknowledged

@@ -1,0 +1,133 @@
+"""The log of decisions of a run on a cluster: ``decisions.jsonl`` on the run's volume, written by its coordinator.
+
+Two operators may write at once, when one has lost its lease and does not know yet. Every line therefore names the offset
+that it follows: of two lines at one offset the coordinator refuses the second, and its sender reads the log again.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from scalerl_api.spec import KIND, ScaleRLRun
+from scalerl_api.status import RECENT_DECISIONS, DecisionStatus
+from scalerl_operator.autoscaling.decision_log import Brief, Line, brief
+from scalerl_operator.autoscaling.log_storage import RecordError, RecordLost
+from scalerl_operator.coordinator_client import (
+    CoordinatorRefused,
+    CoordinatorUnreachable,
+    EndpointMissing,
+    OffsetSuperseded,
+)
+from scalerl_operator.kube import errors
+from scalerl_operator.kube.types import Object
+
+REASON_CHARACTERS: Final = 1000
+"""Of a reason in the status."""
+
+log = logging.getLogger(__name__)
+
+
+class Coordinators(Protocol):
+    """What is needed of :class:`~.coordinator_poller.Coordinators`."""
+
+    async def decisions(self, uid: str) -> bytes: ...
+
+    async def record_decision(self, uid: str, offset: int, line: bytes) -> None: ...
+
+
+class StatusWriter(Protocol):
+    """What is needed of :class:`scalerl_operator.kube.client.KubeApi`."""
+
+    async def patch(
+        self,
+        kind: str,
+        namespace: str | None,
+        name: str,
+        patch: dict[str, Any],
+        subresource: str | None = None,
+    ) -> Object: ...
+
+
+class CoordinatorStorage:
+    """The decisions of one run; see :class:`scalerl_operator.autoscaling.log_storage.Storage`.
+
+    The coordinator of a run that an earlier release started has no log of decisions: then ``status.decisions`` alone
+    keeps the last ones, and an operator that starts anew knows none of them.
+    """
+
+    def __init__(self, run: ScaleRLRun, uid: str, coordinators: Coordinators, api: StatusWriter) -> None:
+        self._namespace, self._run = run.metadata.namespace, run.metadata.name
+        self._uid = uid
+        self._coordinators = coordinators
+        self._api = api
+        self._status_only = False
+        self._recent: list[DecisionStatus] = []
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"decisions.jsonl of {self._namespace}/{self._run}"
+
+    async def read(self) -> bytes:
+        """All whole lines."""
+        try:
+            return await self._coordinators.decisions(self._uid)
+        except EndpointMissing:
+            if not self._status_only:
+                log.warning(
+                    "%s/%s: its coordinator, of an earlier release, keeps no log of decisions; the last %d are in the status",
+                    *(self._namespace, self._run, RECENT_DECISIONS),
+                )
+            self._status_only = True
+            return b""
+        except (CoordinatorUnreachable, CoordinatorRefused) as error:
+            raise RecordError(f"{self.name} cannot be read: {error}") from error
+
+    async def append(self, content: bytes, at: int) -> None:
+        """One line, acknowledged when this returns."""
+        if not content:
+            return  # the coordinator has cut a torn line itself
+        try:
+            if self._status_only:
+                await self._to_status(content)
+            else:
+                await self._coordinators.record_decision(self._uid, at, content)
+        except (CoordinatorUnreachable, OffsetSuperseded, errors.Unreachable) as error:
+            # Another operator wrote, or nobody knows whether this line was written.
+            raise RecordLost(f"{self.name} could not be written: {error}") from error
+        except (CoordinatorRefused, errors.ApiError) as error:
+            raise RecordError(f"{self.name} cannot be written: {error}") from error
+
+    async def set_aside(self, problem: str) -> str:
+        """Not here: a person has changed the file on the volume, and repairs it there."""
+        raise RecordError(
+            f"{self.name}: {problem}; repair it, or move it away on the run's volume to begin anew"
+        )
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    async def _to_status(self, content: bytes) -> None:
+        decided = shown(brief(msgspec.json.decode(content, type=Line)))
+        recent = [*self._recent, decided][-RECENT_DECISIONS:]
+        status = {"decisions": [one.model_dump(mode="json", by_alias=True) for one in recent]}
+        await self._api.patch(KIND, self._namespace, self._run, {"status": status}, "status")
+        self._recent = recent
+
+
+def shown(decided: Brief) -> DecisionStatus:
+    """A decision as the status has it."""
+    action = decided.action
+    words = f"scale to {action.generators}" if action.kind == "scale" else action.kind
+    moment = datetime.fromisoformat(decided.time).astimezone(UTC)
+    return DecisionStatus(
+        sequence=decided.sequence,
+        time=moment.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        state=decided.state.value,
+        action=words,
+        reason=decided.reason[:REASON_CHARACTERS],
+    )
