@@ -13,7 +13,7 @@ import msgspec
 from scalerl_api.mismatch import ALL, SOURCES
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.wire import INTERRUPTED
-from scalerl_cli.view import words
+from scalerl_cli.view import labels
 from scalerl_operator.local.run import Outcome
 
 _FILE_WIDTH = 140
@@ -80,13 +80,13 @@ def write(path: Path, summary: dict[str, Any]) -> None:
 def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """The summary as a person reads it."""
     counts, startup = summary["counts"], summary["startup"]
-    waited = ", ".join(f"{what} {words.seconds(s)}" for what, s in startup["waited_seconds"].items())
+    waited = ", ".join(f"{what} {labels.seconds(s)}" for what, s in startup["waited_seconds"].items())
     found = [
         ("ended by", summary["stop_reason"]),
         ("steps", f"{summary['steps']:,}"),
         ("reward, first", _reward(summary, "first")),
         ("reward, last", _reward(summary, "last")),
-        ("time since the first lease", words.seconds(summary["wall_seconds"])),
+        ("time since the first lease", labels.seconds(summary["wall_seconds"])),
         ("device-hours", f"{summary['device_hours']:.3f}"),
         ("tokens generated", f"{summary['tokens_generated']:,}"),
         ("tokens trained", f"{summary['tokens_trained']:,}"),
@@ -98,7 +98,7 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         (
             "mismatch (KL)",
-            f"{words.divergence(summary['sampled_kl'])} sampled, {words.divergence(summary['probe_kl'])} probe",
+            f"{labels.divergence(summary['sampled_kl'])} sampled, {labels.divergence(summary['probe_kl'])} probe",
         ),
         (
             "rollouts",
@@ -108,7 +108,7 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         (
             "start to first lease",
-            words.seconds(startup["first_lease_seconds"]) + (f" ({waited})" if waited else ""),
+            labels.seconds(startup["first_lease_seconds"]) + (f" ({waited})" if waited else ""),
         ),
         ("peak memory", f"{summary['peak_memory_bytes'] / 2**30:.2f} GiB"),
     ]
@@ -140,7 +140,7 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _reward(summary: dict[str, Any], which: str) -> str:
     value, error = summary[f"{which}_reward"], summary[f"{which}_reward_standard_error"]
-    return words.UNKNOWN if value is None else f"{value:.3f} ± {1.96 * error:.3f}"
+    return labels.UNKNOWN if value is None else f"{value:.3f} ± {1.96 * error:.3f}"
 
 
 def table(summary: dict[str, Any]) -> str:

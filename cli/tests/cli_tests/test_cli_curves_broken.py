@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from scalerl_api.autoscaling import AutoscalingSpec
-from scalerl_cli.curves import canvas
+from scalerl_cli.curves import plotting
+from scalerl_cli.curves.analysis import HEALTHY_TRUNCATED, State, analyse
 from scalerl_cli.curves.source import read_curve
-from scalerl_cli.curves.study import HEALTHY_TRUNCATED, State, study
 from scalerl_cli.main import main
 from scalerl_curvefit.guard import LEAST
 from scalerl_operator.autoscaling import alarm
@@ -37,7 +37,7 @@ def test_an_alarm_stands_until_the_run_has_come_back(
     assert (got["state"], got["identifiable"], got["forecasts"]) == ("BROKEN", False, [])
     assert main(["fit", str(fallen)]) == 0
     assert "below the best of 3 in a row, ." in capsys.readouterr().out
-    assert study(read_curve(back)).fall is None
+    assert analyse(read_curve(back)).fall is None
     assert main(["plan", "--from", str(fallen)]) == 0
     assert "no plan: the reward fell below its best" in capsys.readouterr().out
 
@@ -49,13 +49,13 @@ def test_the_fit_of_a_broken_run_is_the_one_before_the_fall(
     ill = write_run(tmp_path / "ill.csv", collapse=0.15)
     for name in ("A", "Cmid", "B"):
         assert answer(capsys, str(ill))[name]["median"] == pytest.approx(well[name]["median"], rel=0.06)
-    made = study(read_curve(ill))
+    made = analyse(read_curve(ill))
     assert made.fall is not None
     assert (made.fallen, made.fall.points) == (3, len(made.file.segment.curve) - 3)
     assert made.now == made.file.curve.now > made.fitted.now
     assert main(["fit", str(ill), "--plot", str(tmp_path / "out.png")]) == 0
     assert "fitted are the 37 before the fall" in capsys.readouterr().out
-    assert has_colour(tmp_path / "out.png", canvas.VERMILLION)
+    assert has_colour(tmp_path / "out.png", plotting.VERMILLION)
 
 
 def test_truncation_has_words_of_its_own_and_is_over_below_its_lower_bound(
@@ -69,7 +69,7 @@ def test_truncation_has_words_of_its_own_and_is_over_below_its_lower_bound(
         for row, rate in zip(rows[-len(rates) :], rates, strict=True):
             row[8] = str(rate)
         path.write_text("\n".join(",".join(row) for row in rows) + "\n")
-        return study(read_curve(path)).state
+        return analyse(read_curve(path)).state
 
     assert with_last(0.2, 0.04) is State.OK
     assert with_last(0.2, 0.07) is State.BROKEN
@@ -92,7 +92,7 @@ def test_truncation_counts_in_an_evaluation_of_mixed_weights_too(
     rows = [line.split(",") for line in path.read_text().splitlines()]
     rows[-2][8], rows[-1][8], rows[-1][9] = before, newest, "true"
     path.write_text("\n".join(",".join(row) for row in rows) + "\n")
-    assert study(read_curve(path)).state is state
+    assert analyse(read_curve(path)).state is state
 
 
 def test_the_bounds_are_those_of_the_autoscaler() -> None:
@@ -108,6 +108,6 @@ def test_a_past_forecast_far_above_what_came_is_a_doubt(tmp_path: Path) -> None:
     path = tmp_path / "c.csv"
     noisy = reward + random.normal(0.0, 0.006, 40)
     path.write_text("compute,reward\n" + "".join(f"{c},{r}\n" for c, r in zip(compute, noisy, strict=True)))
-    made = study(read_curve(path))
+    made = analyse(read_curve(path))
     assert (made.state, made.fitted.doubts) == (State.INSUFFICIENT, ())
     assert "lies below 99% of the forecast made at 5,000" in made.doubts[0]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from scalerl_cli.curves import canvas, words
+from scalerl_cli.curves import formatting, plotting
 from scalerl_cli.main import main
 from scalerl_curvefit import Estimate
 
@@ -158,7 +158,7 @@ def test_the_text_says_what_the_json_says(tmp_path: Path, capsys: pytest.Capture
     path = str(write_plain(tmp_path / "c.csv"))
     got, shown = answer(capsys, path), text(capsys, path, "--unit", "GPU-hours")
     first = got["forecasts"][0]
-    headline = words.rewards(Estimate(first["median"], first["low"], first["high"]))
+    headline = formatting.rewards(Estimate(first["median"], first["low"], first["high"]))
     assert f"reward at 2× compute: {headline}" in shown
     for name in ("A", "B", "Cmid", "R0"):
         assert any(line.split()[:1] == [name] and "(" in line for line in shown.splitlines())
@@ -180,7 +180,7 @@ def test_a_run_of_ours_knows_its_rate(
 ) -> None:
     shown = text(capsys, str(write_run(tmp_path / "c.csv")), *more)
     assert ("at the margin, per device-hour" in shown) is per_device_hour
-    rate = "500" if "--rate" in more else words.amount(RATE)
+    rate = "500" if "--rate" in more else formatting.amount(RATE)
     assert f"a device-hour does {rate} completion tokens" in shown
     assert ("reached at all with probability" in shown) is ("--target" in more)
 
@@ -214,7 +214,7 @@ def test_the_picture_has_points_bands_and_marks(tmp_path: Path, capsys: pytest.C
     for picture in pictures:
         text(capsys, curve, "--plot", str(picture), "--budget", "1.5e7", "--target", "0.55")
     assert ink(pictures[0]) > 0.02
-    for colour in (canvas.BLUE, canvas.VERMILLION, canvas.GREEN, canvas.PURPLE, canvas.INK):
+    for colour in (plotting.BLUE, plotting.VERMILLION, plotting.GREEN, plotting.PURPLE, plotting.INK):
         assert has_colour(pictures[0], colour), colour
     assert pictures[0].read_bytes() == pictures[1].read_bytes()
 
@@ -224,7 +224,7 @@ def test_what_the_picture_says_in_words(tmp_path: Path, monkeypatch: pytest.Monk
     from matplotlib.figure import Figure
 
     figures: list[Figure] = []
-    monkeypatch.setattr(canvas, "save", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(plotting, "save", lambda figure, path: figures.append(figure))
     curve = str(write_run(tmp_path / "c.csv"))
     assert main(["fit", curve, "--plot", str(tmp_path / "out.png"), "--budget", "1.5e7", "--log"]) == 0
     (figure,) = figures
@@ -250,7 +250,7 @@ def test_pictures_for_print(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
 
 def test_error_bars_are_wilson_intervals() -> None:
     """8 of 10 and 0 of 10 at 90 %, against the closed form; a rate of 0 keeps a bar."""
-    low, high = canvas.wilson(np.array([0.8, 0.0]), np.array([10.0, 10.0]))
+    low, high = plotting.wilson(np.array([0.8, 0.0]), np.array([10.0, 10.0]))
     np.testing.assert_allclose(low, [0.541, 0.0], atol=2e-3)
     np.testing.assert_allclose(high, [0.931, 0.213], atol=2e-3)
 
@@ -273,7 +273,7 @@ def test_error_bars_are_wilson_intervals() -> None:
     ],
 )
 def test_amounts(value: float, shown: str) -> None:
-    assert words.amount(value) == shown
+    assert formatting.amount(value) == shown
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_amounts(value: float, shown: str) -> None:
     ],
 )
 def test_rewards(interval: tuple[float, float, float], shown: str) -> None:
-    assert words.rewards(Estimate(*interval)) == shown
+    assert formatting.rewards(Estimate(*interval)) == shown
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_rewards(interval: tuple[float, float, float], shown: str) -> None:
     ],
 )
 def test_intervals_of_amounts(interval: tuple[float, float, float], shown: str) -> None:
-    assert words.amounts(Estimate(*interval)) == shown
+    assert formatting.amounts(Estimate(*interval)) == shown
 
 
 INF = float("inf")
@@ -317,7 +317,7 @@ INF = float("inf")
 def test_compute_that_is_further_than_the_code_looks(
     interval: tuple[float, float, float], shown: str
 ) -> None:
-    assert words.reached(Estimate(*interval), 50.0) == shown
+    assert formatting.reached(Estimate(*interval), 50.0) == shown
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_compute_that_is_further_than_the_code_looks(
     ],
 )
 def test_numbers_below_one_have_no_zero(text: str, shown: str) -> None:
-    assert words.plain(text) == shown
+    assert formatting.plain(text) == shown
 
 
 # --- scales --------------------------------------------------------------------------------------

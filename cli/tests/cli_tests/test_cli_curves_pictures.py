@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from scalerl_cli.curves import axis, canvas
+from scalerl_cli.curves import axis, plotting
+from scalerl_cli.curves.analysis import analyse
 from scalerl_cli.curves.source import read_curve
-from scalerl_cli.curves.study import study
 from scalerl_cli.main import main
 
 from .curve_files import write_plain, write_run
@@ -20,7 +20,7 @@ from .curve_files import write_plain, write_run
 
 @pytest.fixture
 def axes() -> Any:
-    with canvas.style():
+    with plotting.style():
         yield Figure(figsize=(7.6, 5.2)).add_subplot()
 
 
@@ -62,7 +62,7 @@ def test_the_unit_may_be_unknown(axes: Any) -> None:
 
 def test_names_of_many_near_computes_stand_one_above_the_other(axes: Any) -> None:
     axis.compute_axis(axes, "tokens", 0.0, 100.0)
-    rows = axis.mark_computes(axes, [(50.0 + i, f"choice number {i}", canvas.INK) for i in range(7)])
+    rows = axis.mark_computes(axes, [(50.0 + i, f"choice number {i}", plotting.INK) for i in range(7)])
     axes.figure.canvas.draw()
     boxes = [text.get_window_extent() for text in axes.texts]
     assert rows == len(boxes) == 7
@@ -72,7 +72,7 @@ def test_names_of_many_near_computes_stand_one_above_the_other(axes: Any) -> Non
 def drawn(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Figure:
     """The figure of a command."""
     figures: list[Figure] = []
-    monkeypatch.setattr(canvas, "save", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(plotting, "save", lambda figure, path: figures.append(figure))
     assert main([*arguments, "--plot", "out.png"]) == 0
     (figure,) = figures
     return figure
@@ -93,7 +93,7 @@ def hollow(figure: Figure, n: int) -> list[bool]:
 def test_points_of_the_burn_in_are_hollow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted from the first at compute above 0, on every picture."""
     path = write_run(tmp_path / "c.csv")
-    burnt = study(read_curve(path)).fitted.burn_in_points
+    burnt = analyse(read_curve(path)).fitted.burn_in_points
     assert burnt > 0
     for command in (["fit", str(path)], ["plan", "--from", str(path)]):
         figure = drawn(monkeypatch, *command)
@@ -110,7 +110,7 @@ def test_points_of_the_burn_in_are_hollow(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_curve_without_a_burn_in_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_plain(tmp_path / "c.csv", n=6)
-    assert study(read_curve(path)).fitted.burn_in_points == 0
+    assert analyse(read_curve(path)).fitted.burn_in_points == 0
     assert "burn-in" not in legend(drawn(monkeypatch, "fit", str(path)))
 
 

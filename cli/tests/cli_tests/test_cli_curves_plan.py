@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from scalerl_cli.curves import canvas
+from scalerl_cli.curves import plotting
 from scalerl_cli.curves.pace import pace_of
 from scalerl_cli.curves.plan import run_plan
 from scalerl_cli.curves.source import read_curve
@@ -168,13 +168,13 @@ def test_the_picture_is_one_panel_a_column_wide(tmp_path: Path, monkeypatch: pyt
     from matplotlib.figure import Figure
 
     figures: list[Figure] = []
-    save = canvas.save
-    monkeypatch.setattr(canvas, "save", lambda figure, path: (figures.append(figure), save(figure, path)))
+    save = plotting.save
+    monkeypatch.setattr(plotting, "save", lambda figure, path: (figures.append(figure), save(figure, path)))
     curve, picture = str(write_run(tmp_path / "c.csv")), tmp_path / "out.png"
     more = ["--price", "1", "--value-per-point", "2", "--generators", "1,2", "--elasticity", "0.8"]
     assert run_plan(arguments(curve, "--plot", str(picture), *more), WHEN) == 0
     (choices,) = figures[0].axes
-    assert tuple(figures[0].get_size_inches()) == canvas.COLUMN
+    assert tuple(figures[0].get_size_inches()) == plotting.COLUMN
     assert "completion tokens" in choices.get_xlabel()
     written = " | ".join(text.get_text() for text in choices.texts)
     for part in ("stop now", "2×: .6", ", cost 5", "4×: .6", ", cost 15", "pays best: +"):

@@ -1,7 +1,7 @@
 """``scalerl fit`` and ``scalerl plan``: a curve in a file, what it says, and what more compute would buy.
 
 Lives here: reading such a file and saying what is wrong with it (``source``), pace and prices
-(``pace``), one study from which text, JSON and picture all come (``study``), the tables a person
+(``pace``), one analysis from which text, JSON and picture all come (``analysis``), the tables a person
 reads and the pictures.
 
 Never lives here: statistics. Every number about the curve comes from ``scalerl_curvefit``; what is

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from scalerl_cli.curves import words
+from scalerl_cli.curves import formatting
 from scalerl_cli.curves.scale import RewardScale
 
 _RAISED: Final = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -28,7 +28,7 @@ def compute_axis(axes: Any, unit: str, low: float, high: float, *, log: bool = F
     axes.set_xlim(low, high)
     power = int(np.floor(np.log10(high))) if high >= UNWIELDY and not log else 0
     number = (
-        words.amount
+        formatting.amount
         if high >= UNWIELDY and log
         else lambda value: tick(value / 10.0**power, high / 10.0**power)
     )
@@ -53,7 +53,7 @@ def tick(value: float, high: float) -> str:
     )
     if letter and 0 < value < size:
         return tick(value, value * 10.0)
-    return f"{words.significant(value / size, 4)}{letter if value else ''}"
+    return f"{formatting.significant(value / size, 4)}{letter if value else ''}"
 
 
 def reward_axis(axes: Any, values: Sequence[float], scale: RewardScale = UNIT) -> None:
@@ -67,7 +67,7 @@ def reward_axis(axes: Any, values: Sequence[float], scale: RewardScale = UNIT) -
     step = float(np.diff(locator.tick_values(*axes.get_ylim()))[0])
     digits = max(scale.digits(2), int(np.ceil(-np.log10(step) - 1e-9)))
     axes.yaxis.set_major_locator(locator)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: words.reward(float(value), digits)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: formatting.reward(float(value), digits)))
     axes.set_ylabel(f"mean evaluation reward ({scale.low:g} to {scale.high:g})")
 
 

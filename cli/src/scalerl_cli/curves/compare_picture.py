@@ -7,14 +7,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from scalerl_cli.curves import axis, canvas, words
+from scalerl_cli.curves import axis, formatting, plotting
+from scalerl_cli.curves.analysis import Analysis, State
 from scalerl_cli.curves.comparison import Pair, verdict
-from scalerl_cli.curves.study import State, Study
 from scalerl_curvefit import pool
 from scalerl_curvefit.compare import SAME_A
 from scalerl_curvefit.curve import FloatArray
 
-PENS: Final = ((canvas.BLUE, "o"), (canvas.VERMILLION, "s"))
+PENS: Final = ((plotting.BLUE, "o"), (plotting.VERMILLION, "s"))
 
 
 def draw_comparison(both: Pair, path: Path) -> None:
@@ -23,7 +23,7 @@ def draw_comparison(both: Pair, path: Path) -> None:
     Raises:
         CurveProblem: if it cannot be written.
     """
-    with canvas.style():
+    with plotting.style():
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(10.4, 5.2), layout="constrained")
@@ -31,9 +31,9 @@ def draw_comparison(both: Pair, path: Path) -> None:
         _panel(linear, both, log=False)
         _panel(log, both, log=True)
         log.set_ylabel("")
-        canvas.legend(figure, linear)
+        plotting.legend(figure, linear)
         figure.suptitle(_title(both), x=0.01, ha="left", fontsize=11)
-        canvas.save(figure, path)
+        plotting.save(figure, path)
 
 
 def _title(both: Pair) -> str:
@@ -62,32 +62,32 @@ def _panel(axes: Any, both: Pair, *, log: bool) -> None:
         grid = _grid(made, low, high, log=log)
         drawn = scale.level(pool(fitted).reward(grid))
         bands = np.quantile(drawn, (0.05, 0.25, 0.5, 0.75, 0.95), axis=0)
-        canvas.draw_bands(axes, grid, bands, colour)
+        plotting.draw_bands(axes, grid, bands, colour)
         curve = made.file.segment.curve
-        canvas.draw_points(
+        plotting.draw_points(
             axes,
             curve,
             scale,
             0.0,
             colour,
-            f"{name}{canvas.samples_words(curve)}",
+            f"{name}{plotting.samples_words(curve)}",
             marker,
             fitted.burn_in_points,
         )
-        marks.append((fitted.Cmid.median, f"Cmid {words.amounts(fitted.Cmid)}", colour))
+        marks.append((fitted.Cmid.median, f"Cmid {formatting.amounts(fitted.Cmid)}", colour))
         marks.append((fitted.now, "now", colour))
         asymptote = scale.levels(fitted.A)
-        shown += [*canvas.extent(curve, scale), *bands.ravel(), asymptote.low, asymptote.high]
+        shown += [*plotting.extent(curve, scale), *bands.ravel(), asymptote.low, asymptote.high]
         name_a = "A" if both.ruled.shared_a is None else "common A"
         value = (
             scale.rewards(fitted.A) if both.ruled.shared_a is None else scale.reward(both.ruled.shared_a, 3)
         )
-        levels.append((asymptote, f"{name_a} {value}\nB {words.amounts(fitted.B)}", colour))
+        levels.append((asymptote, f"{name_a} {value}\nB {formatting.amounts(fitted.B)}", colour))
     if not log:
         if any(fitted.burn_in_points for fitted in fits):
-            axes.plot([], [], "o", ms=3.6, mfc="white", color=canvas.FAINT, label="hollow: burn-in")
-        axes.plot([], [], color=canvas.FAINT, lw=1.6, label="median, up to 2× the compute so far")
-        axes.fill_between([], [], [], color=canvas.FAINT, alpha=0.4, lw=0, label="50 % and 90 % intervals")
+            axes.plot([], [], "o", ms=3.6, mfc="white", color=plotting.FAINT, label="hollow: burn-in")
+        axes.plot([], [], color=plotting.FAINT, lw=1.6, label="median, up to 2× the compute so far")
+        axes.fill_between([], [], [], color=plotting.FAINT, alpha=0.4, lw=0, label="50 % and 90 % intervals")
     axis.compute_axis(axes, both.first.file.unit, low, high, log=log)
     axis.reward_axis(axes, shown, scale)
     axis.mark_computes(axes, marks)
@@ -120,8 +120,8 @@ def _asymptotes(axes: Any, levels: list[Any]) -> None:
         axes.text(1.034, place, text, transform=edge, color=colour, fontsize=9, va="center")
 
 
-def _grid(made: Study, low: float, high: float, *, log: bool) -> FloatArray:
+def _grid(made: Analysis, low: float, high: float, *, log: bool) -> FloatArray:
     end = min(made.fitted.now if made.state is State.BROKEN else 2.0 * made.fitted.now, high)
     first = float(made.file.segment.curve.compute[made.file.segment.curve.compute > 0][0]) / 4.0
     begin = max(first, low)
-    return np.geomspace(begin, end, canvas.GRID) if log else np.linspace(begin, end, canvas.GRID)
+    return np.geomspace(begin, end, plotting.GRID) if log else np.linspace(begin, end, plotting.GRID)

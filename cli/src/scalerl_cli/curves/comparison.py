@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from scalerl_cli.curves import words
+from scalerl_cli.curves import formatting
+from scalerl_cli.curves.analysis import Analysis, State, interval_json
 from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.report import left_out
-from scalerl_cli.curves.study import State, Study, interval_json
 from scalerl_curvefit import Better, Comparison, CurveError, compare
 from scalerl_curvefit.compare import SAME_A
 
@@ -21,8 +21,8 @@ SETTLED: Final = 0.9
 class Pair:
     """Two studies and what the rule says of them."""
 
-    first: Study
-    second: Study
+    first: Analysis
+    second: Analysis
     ruled: Comparison
 
     @property
@@ -79,18 +79,18 @@ class Pair:
         }
 
 
-def _bounds(made: Study) -> Iterator[str]:
+def _bounds(made: Analysis) -> Iterator[str]:
     """What a bound of the prior, and not the points, says of the curve. ρ is noise, not the curve."""
     for edge in made.fitted.edges:
         if edge.parameter != "rho":
             at = f"{edge.parameter} is at its {edge.side} bound, {made.bound(edge)}"
-            yield f"{at}, with probability {words.probability(edge.mass)}"
+            yield f"{at}, with probability {formatting.probability(edge.mass)}"
     highest = made.fitted.settings.a_highest
     if highest <= made.fitted.point.A:
-        yield f"the least-squares A is at its high bound, {words.amount(made.scale.level(highest))}"
+        yield f"the least-squares A is at its high bound, {formatting.amount(made.scale.level(highest))}"
 
 
-def pair(first: Study, second: Study) -> Pair:
+def pair(first: Analysis, second: Analysis) -> Pair:
     """Compare by the paper's rule.
 
     Raises:
@@ -111,8 +111,8 @@ def comparison_report(both: Pair) -> Iterator[str]:
     rows += [
         ["A", *(scale.rewards(fitted.A) for fitted in fits)],
         ["A, least squares", *(scale.reward(fitted.point.A, 3) for fitted in fits)],
-        ["B", *(words.amounts(fitted.B) for fitted in fits)],
-        ["Cmid", *(words.amounts(fitted.Cmid) for fitted in fits)],
+        ["B", *(formatting.amounts(fitted.B) for fitted in fits)],
+        ["Cmid", *(formatting.amounts(fitted.Cmid) for fitted in fits)],
         ["R0", *(scale.rewards(fitted.R0) for fitted in fits)],
         [
             "at 2×",
@@ -127,10 +127,10 @@ def comparison_report(both: Pair) -> Iterator[str]:
     refits = ruled.first, ruled.second
     if ruled.same_asymptote and ruled.shared_a is not None:
         shared = scale.reward(ruled.shared_a, 3)
-        rows.append([f"B at A = {shared}", *(words.amounts(fitted.B) for fitted in refits)])
-        rows.append(["  least squares", *(words.significant(fitted.point.B) for fitted in refits)])
+        rows.append([f"B at A = {shared}", *(formatting.amounts(fitted.B) for fitted in refits)])
+        rows.append(["  least squares", *(formatting.significant(fitted.point.B) for fitted in refits)])
     yield f"{one} against {two}, median (90 % interval)"
-    yield from words.table(rows)
+    yield from formatting.table(rows)
     for name, made in zip(both.names, (both.first, both.second), strict=True):
         yield from (f"  {name}: {line.strip()}" for line in left_out(made))
     yield ""
@@ -154,14 +154,14 @@ def _asked(both: Pair) -> Iterator[list[str]]:
     forecasts = both.first.forecasts[1:], both.second.forecasts[1:]
     for i, point in enumerate(forecasts[0] or forecasts[1]):
         cells = [both.first.scale.rewards(made[i]) if made else "–" for made in forecasts]
-        yield [f"at {words.amount(point.compute)}", *cells]
+        yield [f"at {formatting.amount(point.compute)}", *cells]
 
 
 def verdict(both: Pair) -> str:
     """Which is better, by what, with what probability."""
     ruled = both.ruled
     values = [getattr(fitted.point, ruled.by) for fitted in (ruled.first, ruled.second)]
-    shown = [both.first.scale.reward(v, 3) if ruled.by == "A" else words.significant(v) for v in values]
+    shown = [both.first.scale.reward(v, 3) if ruled.by == "A" else formatting.significant(v) for v in values]
     if both.probability is None:
         why = "a run is BROKEN" if both.better is not ruled.better else "a run is below its own midpoint"
         return f"undecided: {why}, so that the rule does not apply; {ruled.by} {shown[0]} against {shown[1]} (least squares) says nothing yet"
@@ -171,5 +171,5 @@ def verdict(both: Pair) -> str:
     settled = "" if both.probability >= SETTLED else " (not settled)"
     return (
         f"better: {both.names[best]}, by {ruled.by} {shown[best]} against {shown[rest]} (least squares), "
-        f"with probability {words.probability(both.probability)}{settled}"
+        f"with probability {formatting.probability(both.probability)}{settled}"
     )

@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 
-from scalerl_cli.curves.canvas import check_target
+from scalerl_cli.curves.analysis import Analysis, State, analyse
 from scalerl_cli.curves.columns import Columns
 from scalerl_cli.curves.comparison import comparison_report, pair
 from scalerl_cli.curves.pace import pace_of
+from scalerl_cli.curves.plotting import check_target
 from scalerl_cli.curves.prior import read_prior
 from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.report import report
 from scalerl_cli.curves.source import CurveFile, read_curve
-from scalerl_cli.curves.study import State, Study, study
 from scalerl_cli.exits import BAD_INPUT, DONE
 from scalerl_cli.output import say
 
@@ -25,7 +25,7 @@ def run_fit(arguments: argparse.Namespace) -> int:
         _check_together(arguments)
         file = _read(arguments)
         prior = read_prior(arguments.prior, file, arguments.scale, arguments.unit, _columns(arguments))
-        made = study(file, arguments.at, prior)
+        made = analyse(file, arguments.at, prior)
         text = _compared(arguments, made) if arguments.compare else _alone(arguments, made)
     except CurveProblem as problem:
         say(str(problem), error=True)
@@ -62,7 +62,7 @@ def _columns(arguments: argparse.Namespace) -> Columns:
     return Columns(arguments.x, arguments.y, arguments.samples)
 
 
-def _alone(arguments: argparse.Namespace, made: Study) -> str:
+def _alone(arguments: argparse.Namespace, made: Analysis) -> str:
     pace = pace_of(made.file, arguments.rate)
     lines = report(made, pace, arguments.target, arguments.budget, arguments.alternatives)
     if arguments.plot:
@@ -85,8 +85,8 @@ def _alone(arguments: argparse.Namespace, made: Study) -> str:
     return json.dumps(shown, allow_nan=False)
 
 
-def _compared(arguments: argparse.Namespace, made: Study) -> str:
-    both = pair(made, study(_read(arguments, other=True), arguments.at))
+def _compared(arguments: argparse.Namespace, made: Analysis) -> str:
+    both = pair(made, analyse(_read(arguments, other=True), arguments.at))
     lines = list(comparison_report(both))
     if arguments.plot:
         from scalerl_cli.curves.compare_picture import draw_comparison

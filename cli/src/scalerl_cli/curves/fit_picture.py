@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from scalerl_cli.curves import axis, canvas, words
-from scalerl_cli.curves.study import State, Study
+from scalerl_cli.curves import axis, formatting, plotting
+from scalerl_cli.curves.analysis import Analysis, State
 from scalerl_curvefit import power_law
 
 
 def draw_fit(
-    made: Study,
+    made: Analysis,
     path: Path,
     *,
     budget: float | None = None,
@@ -27,18 +27,18 @@ def draw_fit(
     Raises:
         CurveProblem: if it cannot be written.
     """
-    with canvas.style():
+    with plotting.style():
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=canvas.COLUMN, layout="constrained")
+        figure = Figure(figsize=plotting.COLUMN, layout="constrained")
         axes = figure.add_subplot()
         _draw(axes, made, budget, target, alternatives, log)
-        canvas.legend(figure, axes)
-        canvas.save(figure, path)
+        plotting.legend(figure, axes)
+        plotting.save(figure, path)
 
 
 def _draw(
-    axes: Any, made: Study, budget: float | None, target: float | None, alternatives: bool, log: bool
+    axes: Any, made: Analysis, budget: float | None, target: float | None, alternatives: bool, log: bool
 ) -> None:
     file, fitted = made.file, made.fitted
     broken = made.state is State.BROKEN
@@ -49,10 +49,10 @@ def _draw(
     low, high = (first / 1.15 if log else 0.0), max(beyond) * (1.15 if log else 1.04)
     end = made.now if broken else high
     begin = max(made.start + (first - made.start) / 4.0, low)
-    grid = np.geomspace(begin, end, canvas.GRID) if log else np.linspace(begin, end, canvas.GRID)
+    grid = np.geomspace(begin, end, plotting.GRID) if log else np.linspace(begin, end, plotting.GRID)
     scale = made.scale
     bands = scale.level(made.bands(grid))
-    canvas.draw_bands(axes, grid, bands, canvas.BLUE, "median: fitted curve, then forecast")
+    plotting.draw_bands(axes, grid, bands, plotting.BLUE, "median: fitted curve, then forecast")
     if file.segments > 1:
         before = file.curve.head(len(file.curve) - len(file.segment.curve))
         axes.plot(
@@ -61,24 +61,24 @@ def _draw(
             "o",
             ms=3,
             mew=0,
-            color=canvas.FAINT,
+            color=plotting.FAINT,
             alpha=0.5,
             label="earlier recipe or evaluation, not fitted",
         )
     n = len(file.segment.curve)
-    canvas.draw_points(
+    plotting.draw_points(
         axes,
         file.segment.curve,
         scale,
         made.start,
-        canvas.INK,
-        f"{n:,} evaluations{canvas.samples_words(file.segment.curve)}",
+        plotting.INK,
+        f"{n:,} evaluations{plotting.samples_words(file.segment.curve)}",
         burn_in=fitted.burn_in_points,
-        burn_in_label=canvas.burn_in_words(fitted.burn_in_points),
+        burn_in_label=plotting.burn_in_words(fitted.burn_in_points),
     )
-    canvas.draw_fallen(axes, file.segment.curve, scale, made.start, made.fallen)
+    plotting.draw_fallen(axes, file.segment.curve, scale, made.start, made.fallen)
     if made.forecasts:
-        canvas.draw_forecasts(
+        plotting.draw_forecasts(
             axes,
             [point.compute for point in made.forecasts],
             [scale.levels(point) for point in made.forecasts],
@@ -86,42 +86,42 @@ def _draw(
         )
     shown = [
         *scale.level(file.curve.reward),
-        *canvas.extent(file.segment.curve, scale),
+        *plotting.extent(file.segment.curve, scale),
         *bands.ravel(),
         *(scale.level(x) for p in made.forecasts for x in (p.low, p.high)),
     ]
     if alternatives and not broken:
         law = scale.level(power_law(file.segment.curve).reward(grid - made.start))
-        axes.plot(grid, law, color=canvas.FAINT, lw=1.2, ls="-.", label="power law A − D/C^B", zorder=1.9)
+        axes.plot(grid, law, color=plotting.FAINT, lw=1.2, ls="-.", label="power law A − D/C^B", zorder=1.9)
     if not broken:
         asymptote = scale.levels(fitted.A)
         shown += [asymptote.low, asymptote.high]
         text = f"A {scale.rewards(fitted.A)}".replace(" (", "\n(")
-        axis.mark_asymptote(axes, asymptote.median, asymptote.low, asymptote.high, text, canvas.BLUE)
+        axis.mark_asymptote(axes, asymptote.median, asymptote.low, asymptote.high, text, plotting.BLUE)
     if target is not None:
         shown.append(target)
-        axes.axhline(target, color=canvas.GREEN, lw=0.9, ls=(0, (4, 3)))
-        axis.name_level(axes, target, f"target {scale.reward(scale.rate(target))}", canvas.GREEN)
+        axes.axhline(target, color=plotting.GREEN, lw=0.9, ls=(0, (4, 3)))
+        axis.name_level(axes, target, f"target {scale.reward(scale.rate(target))}", plotting.GREEN)
     axis.compute_axis(axes, file.unit, low, high, log=log)
     axis.reward_axis(axes, shown, scale)
-    origin = f"{words.amount(made.start)} + " if made.start else ""
+    origin = f"{formatting.amount(made.start)} + " if made.start else ""
     marks = [
-        (made.now, "now", canvas.INK),
-        (cmid, f"{origin}Cmid {words.amounts(fitted.Cmid)}", canvas.PURPLE),
+        (made.now, "now", plotting.INK),
+        (cmid, f"{origin}Cmid {formatting.amounts(fitted.Cmid)}", plotting.PURPLE),
     ]
     if budget is not None:
-        marks.append((budget, f"budget {words.amount(budget)}", canvas.VERMILLION))
+        marks.append((budget, f"budget {formatting.amount(budget)}", plotting.VERMILLION))
     if cmid <= high:
-        axis.mark_midpoint(axes, fitted.Cmid.low + made.start, fitted.Cmid.high + made.start, canvas.PURPLE)
+        axis.mark_midpoint(axes, fitted.Cmid.low + made.start, fitted.Cmid.high + made.start, plotting.PURPLE)
     rows = axis.mark_computes(axes, marks)
     axes.set_title(_title(made, cmid > high), loc="left", pad=6.0 + 12.0 * rows)
 
 
-def _title(made: Study, cmid_outside: bool) -> str:
+def _title(made: Analysis, cmid_outside: bool) -> str:
     fitted = made.fitted
-    second = f"R0 {made.scale.rewards(fitted.R0)}   B {words.amounts(fitted.B)}"
+    second = f"R0 {made.scale.rewards(fitted.R0)}   B {formatting.amounts(fitted.B)}"
     if cmid_outside:
-        second += f"   Cmid {words.amounts(fitted.Cmid)}, beyond this axis"
+        second += f"   Cmid {formatting.amounts(fitted.Cmid)}, beyond this axis"
     name = made.file.path.stem
     if made.state is State.BROKEN:
         why = textwrap.fill("; ".join(made.guarded.reasons), 88)

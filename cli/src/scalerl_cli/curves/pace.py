@@ -7,8 +7,8 @@ from typing import Final
 
 import numpy as np
 
+from scalerl_cli.curves.formatting import amount
 from scalerl_cli.curves.source import CurveFile
-from scalerl_cli.curves.words import amount
 
 LEAST_CHANGE: Final = 1.25
 """Ratio of the most to the fewest devices from which an elasticity can be measured."""

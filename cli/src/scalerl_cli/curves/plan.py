@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from scalerl_cli.curves import words
-from scalerl_cli.curves.canvas import check_target
+from scalerl_cli.curves import formatting
+from scalerl_cli.curves.analysis import Analysis, State, analyse, interval_json
 from scalerl_cli.curves.columns import Columns
-from scalerl_cli.curves.money import Growth, Money, Option, growths, options, paying_block
+from scalerl_cli.curves.costs import Growth, Option, Prices, growths, options, paying_block
 from scalerl_cli.curves.pace import Pace, pace_of
+from scalerl_cli.curves.plotting import check_target
 from scalerl_cli.curves.prior import read_prior
 from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.report import left_out, prior
 from scalerl_cli.curves.source import read_curve
-from scalerl_cli.curves.study import State, Study, interval_json, study
 from scalerl_cli.exits import BAD_INPUT, DONE
 from scalerl_cli.output import say
 from scalerl_curvefit import Block
@@ -28,9 +28,9 @@ from scalerl_curvefit import Block
 class Outlook:
     """All that the plan says; ``when`` is the moment it is counted from."""
 
-    made: Study
+    made: Analysis
     pace: Pace
-    money: Money
+    prices: Prices
     elasticity: float | None
     when: datetime
     options: list[Option]
@@ -61,42 +61,42 @@ def _outlook(arguments: argparse.Namespace, when: datetime) -> Outlook:
     file = read_curve(
         arguments.curve, arguments.scale, arguments.unit, arguments.device_hours_column, columns
     )
-    made = study(file, prior=read_prior(arguments.prior, file, arguments.scale, arguments.unit, columns))
+    made = analyse(file, prior=read_prior(arguments.prior, file, arguments.scale, arguments.unit, columns))
     pace = pace_of(file, arguments.rate, arguments.devices)
-    money = Money(arguments.price, arguments.value_per_point)
-    if money.value is not None and money.price is None:
+    prices = Prices(arguments.price, arguments.value_per_point)
+    if prices.value is not None and prices.price is None:
         raise CurveProblem("--value-per-point: give --price too, or there is nothing to weigh it against")
-    choices = options(made, pace, money, arguments.budget)
+    choices = options(made, pace, prices, arguments.budget)
     grown = growths(
-        pace, money, choices, arguments.generators, arguments.devices_per_generator, arguments.elasticity
+        pace, prices, choices, arguments.generators, arguments.devices_per_generator, arguments.elasticity
     )
     elasticity = pace.elasticity if arguments.elasticity is None else arguments.elasticity
     return Outlook(
-        made, pace, money, elasticity, when, choices, grown, paying_block(made, pace, money, choices)
+        made, pace, prices, elasticity, when, choices, grown, paying_block(made, pace, prices, choices)
     )
 
 
 def plan_report(outlook: Outlook) -> Iterator[str]:
     """Lines of text."""
     made, pace = outlook.made, outlook.pace
-    yield f"{made.file.path}: now at {words.compute(made.now, made.file.unit)}"
+    yield f"{made.file.path}: now at {formatting.compute(made.now, made.file.unit)}"
     yield from left_out(made)
     yield from prior(made)
     if made.file.segments > 1:
         yield f"  only the last recipe or evaluation version is fitted, from line {made.file.first_line} on"
     yield (
-        f"  a device-hour does {words.amount(pace.rate)} of it ({pace.how})"
+        f"  a device-hour does {formatting.amount(pace.rate)} of it ({pace.how})"
         if pace.rate
         else f"  compute per device-hour: {pace.how}"
     )
     if pace.devices is not None:
-        yield f"  {words.significant(pace.devices)} devices work"
+        yield f"  {formatting.significant(pace.devices)} devices work"
     yield ""
     if made.state is State.BROKEN:
         yield f"no plan: {made.why_broken} (BROKEN)"
         yield from (f"  {reason}" for reason in made.guarded.reasons)
         return
-    yield from words.table(_rows(outlook))
+    yield from formatting.table(_rows(outlook))
     if made.start:
         yield "  2× and 4× are multiples of what this recipe has had"
     if outlook.block is not None:
@@ -120,20 +120,27 @@ def _rows(outlook: Outlook) -> list[list[str]]:
     rows += [
         [
             o.name,
-            words.amount(o.compute),
+            formatting.amount(o.compute),
             made.scale.rewards(o.forecast),
             "–" if o.gain is None else made.scale.gains(o.gain),
         ]
         for o in choices
     ]
     columns = [
-        ("device-hours", [None if o.device_hours is None else words.amount(o.device_hours) for o in choices]),
-        ("cost", [None if o.cost is None else words.amount(o.cost) for o in choices]),
-        ("value − cost", [None if o.net is None else words.amount(o.net) for o in choices]),
+        (
+            "device-hours",
+            [None if o.device_hours is None else formatting.amount(o.device_hours) for o in choices],
+        ),
+        ("cost", [None if o.cost is None else formatting.amount(o.cost) for o in choices]),
+        ("value − cost", [None if o.net is None else formatting.amount(o.net) for o in choices]),
         (
             "done by",
             [
-                None if o.wall_hours is None else words.date(outlook.when, o.wall_hours) if o.more else "now"
+                None
+                if o.wall_hours is None
+                else formatting.date(outlook.when, o.wall_hours)
+                if o.more
+                else "now"
                 for o in choices
             ],
         ),
@@ -151,20 +158,20 @@ def _block(outlook: Outlook) -> str:
         return "best further block: none; its price is above the value of any expected gain: stop"
     young = "; INSUFFICIENT: do not spend by it" if outlook.made.state is State.INSUFFICIENT else ""
     return (
-        f"best further block: {words.amount(block.compute / rate)} device-hours for {outlook.made.scale.difference(block.gain)} of reward, "
-        f"value − cost {words.amount(block.net)}{young}"
+        f"best further block: {formatting.amount(block.compute / rate)} device-hours for {outlook.made.scale.difference(block.gain)} of reward, "
+        f"value − cost {formatting.amount(block.net)}{young}"
     )
 
 
 def _grown(outlook: Outlook) -> Iterator[str]:
     how = "as measured in this run" if outlook.elasticity == outlook.pace.elasticity else "as given"
     yield (
-        f"with other numbers of generators (elasticity {words.significant(outlook.elasticity or 0.0, 2)}, {how}); "
+        f"with other numbers of generators (elasticity {formatting.significant(outlook.elasticity or 0.0, 2)}, {how}); "
         "the rewards stay the same, for growing changes how fast compute is spent, not the curve"
     )
     head = [""]
     for grown in outlook.growths:
-        head += [f"{grown.generators} gen., {words.significant(grown.speed)}× speed", "done by"]
+        head += [f"{grown.generators} gen., {formatting.significant(grown.speed)}× speed", "done by"]
         head += [
             name
             for name, known in zip(("cost", "value − cost"), grown.worth[0], strict=True)
@@ -176,10 +183,10 @@ def _grown(outlook: Outlook) -> Iterator[str]:
             row = [option.name]
             for grown in outlook.growths:
                 used, wall = grown.spent[i]
-                row += [f"{words.amount(used)} device-hours", words.date(outlook.when, wall)]
-                row += [words.amount(known) for known in grown.worth[i] if known is not None]
+                row += [f"{formatting.amount(used)} device-hours", formatting.date(outlook.when, wall)]
+                row += [formatting.amount(known) for known in grown.worth[i] if known is not None]
             rows.append(row)
-    yield from words.table(rows)
+    yield from formatting.table(rows)
 
 
 def as_json(outlook: Outlook) -> dict[str, Any]:
@@ -202,7 +209,7 @@ def as_json(outlook: Outlook) -> dict[str, Any]:
                 "cost": o.cost,
                 "net": o.net,
                 "wall_hours": o.wall_hours,
-                "date": None if o.wall_hours is None else words.date(outlook.when, o.wall_hours),
+                "date": None if o.wall_hours is None else formatting.date(outlook.when, o.wall_hours),
             }
             for o in outlook.options
         ],

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from scalerl_cli.curves import axis, canvas, words
-from scalerl_cli.curves.money import Option
-from scalerl_cli.curves.study import State
+from scalerl_cli.curves import axis, formatting, plotting
+from scalerl_cli.curves.analysis import State
+from scalerl_cli.curves.costs import Option
 
 if TYPE_CHECKING:
     from scalerl_cli.curves.plan import Outlook
@@ -21,14 +21,14 @@ def draw_plan(outlook: Outlook, path: Path) -> None:
     Raises:
         CurveProblem: if it cannot be written.
     """
-    with canvas.style():
+    with plotting.style():
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=canvas.COLUMN, layout="constrained")
+        figure = Figure(figsize=plotting.COLUMN, layout="constrained")
         axes = figure.add_subplot()
         _choices(axes, outlook)
-        canvas.legend(figure, axes)
-        canvas.save(figure, path)
+        plotting.legend(figure, axes)
+        plotting.save(figure, path)
 
 
 def _choices(axes: Any, outlook: Outlook) -> None:
@@ -37,39 +37,39 @@ def _choices(axes: Any, outlook: Outlook) -> None:
     last = made.now if broken else max(option.compute for option in outlook.options)
     curve = made.file.segment.curve
     first = float(curve.compute[curve.compute > 0][0])
-    grid = np.linspace(made.start + first / 4.0, last * (1.0 if broken else 1.03), canvas.GRID)
+    grid = np.linspace(made.start + first / 4.0, last * (1.0 if broken else 1.03), plotting.GRID)
     bands = scale.level(made.bands(grid))
-    canvas.draw_bands(axes, grid, bands, canvas.BLUE, "median: fitted curve, then forecast")
-    canvas.draw_points(
+    plotting.draw_bands(axes, grid, bands, plotting.BLUE, "median: fitted curve, then forecast")
+    plotting.draw_points(
         axes,
         curve,
         scale,
         made.start,
-        canvas.INK,
-        f"{len(curve):,} evaluations{canvas.samples_words(curve)}",
+        plotting.INK,
+        f"{len(curve):,} evaluations{plotting.samples_words(curve)}",
         burn_in=made.fitted.burn_in_points,
-        burn_in_label=canvas.burn_in_words(made.fitted.burn_in_points),
+        burn_in_label=plotting.burn_in_words(made.fitted.burn_in_points),
     )
-    canvas.draw_fallen(axes, curve, scale, made.start, made.fallen)
+    plotting.draw_fallen(axes, curve, scale, made.start, made.fallen)
     going = [option for option in outlook.options if option.more > 0]
     drawn = [scale.levels(option.forecast) for option in going]
     if going:
-        canvas.draw_forecasts(
+        plotting.draw_forecasts(
             axes, [option.compute for option in going], drawn, "choice, 90 % of an evaluation there"
         )
     axis.compute_axis(axes, made.file.unit, 0.0, last * 1.05)
     axis.reward_axis(
         axes,
-        [*canvas.extent(curve, scale), *bands.ravel(), *(x for o in drawn for x in (o.low, o.high))],
+        [*plotting.extent(curve, scale), *bands.ravel(), *(x for o in drawn for x in (o.low, o.high))],
         scale,
     )
-    marks = [(made.now, "stop now", canvas.INK)]
-    marks += [(option.compute, _name(outlook, option), canvas.VERMILLION) for option in going]
+    marks = [(made.now, "stop now", plotting.INK)]
+    marks += [(option.compute, _name(outlook, option), plotting.VERMILLION) for option in going]
     block, rate = outlook.block, outlook.pace.rate
     # A young run's best block is not to be spent by.
     if block is not None and rate is not None and block.compute > 0 and made.state is State.OK:
-        hours = words.amount(float(f"{block.compute / rate:.2g}"))
-        marks.append((made.now + block.compute, f"pays best: +{hours} h", canvas.GREEN))
+        hours = formatting.amount(float(f"{block.compute / rate:.2g}"))
+        marks.append((made.now + block.compute, f"pays best: +{hours} h", plotting.GREEN))
     rows = axis.mark_computes(axes, marks)
     state = {
         State.BROKEN: " (BROKEN: no plan)",
@@ -82,5 +82,5 @@ def _choices(axes: Any, outlook: Outlook) -> None:
 def _name(outlook: Outlook, option: Option) -> str:
     """``2×: .61, cost 1,200``."""
     name = option.name.removesuffix(" compute").replace("device-hours", "h")
-    cost = "" if option.cost is None else f", cost {words.amount(option.cost)}"
+    cost = "" if option.cost is None else f", cost {formatting.amount(option.cost)}"
     return f"{name}: {outlook.made.scale.reward(option.forecast.median)}{cost}"

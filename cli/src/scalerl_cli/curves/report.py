@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from scalerl_cli.curves import words
+from scalerl_cli.curves import formatting
+from scalerl_cli.curves.analysis import Analysis, State
 from scalerl_cli.curves.pace import Pace
-from scalerl_cli.curves.study import State, Study
 from scalerl_curvefit import gain, marginal_gain
 
 MEANINGS = {
@@ -20,7 +20,7 @@ MEANINGS = {
 
 
 def report(
-    made: Study, pace: Pace, target: float | None, budget: float | None, alternatives: bool
+    made: Analysis, pace: Pace, target: float | None, budget: float | None, alternatives: bool
 ) -> list[str]:
     """Lines of text.
 
@@ -44,14 +44,14 @@ def report(
     return lines
 
 
-def _points(made: Study) -> Iterator[str]:
+def _points(made: Analysis) -> Iterator[str]:
     file, fitted = made.file, made.fitted
-    yield f"{file.path}: {words.count(fitted.points_used + made.fallen, 'point')} up to {words.compute(made.now, file.unit)}"
+    yield f"{file.path}: {formatting.count(fitted.points_used + made.fallen, 'point')} up to {formatting.compute(made.now, file.unit)}"
     yield from left_out(made)
     yield from prior(made)
     if made.fallen:
         yield (
-            f"  fitted are the {fitted.points_used} before the fall, up to {words.amount(fitted.now + made.start)}: "
+            f"  fitted are the {fitted.points_used} before the fall, up to {formatting.amount(fitted.now + made.start)}: "
             "what came after is not of their curve"
         )
     if len(fitted.curve) > fitted.points_used:
@@ -62,58 +62,58 @@ def _points(made: Study) -> Iterator[str]:
             "recipe or evaluation version was measured"
         )
         if made.start:
-            yield f"  Cmid counts from the start of this recipe at {words.amount(made.start)}"
+            yield f"  Cmid counts from the start of this recipe at {formatting.amount(made.start)}"
     if not made.scale.is_unit:
         yield f"  rewards are on the scale of the file, {made.scale.low:g} to {made.scale.high:g}"
 
 
-def left_out(made: Study) -> Iterator[str]:
+def left_out(made: Analysis) -> Iterator[str]:
     """The columns, where they are not those of a run's own file, and rows that are not on the curve."""
     file = made.file
     if file.named:
         yield f"  compute is column {file.x}, reward is column {file.y}"
     if file.skipped:
-        yield f"  {words.count(file.skipped, 'row')} skipped, empty in {file.x} or {file.y}"
+        yield f"  {formatting.count(file.skipped, 'row')} skipped, empty in {file.x} or {file.y}"
     if file.mixed:
-        yield f"  {words.count(file.mixed, 'evaluation')} left out, for the weights changed meanwhile (mixed_versions)"
+        yield f"  {formatting.count(file.mixed, 'evaluation')} left out, for the weights changed meanwhile (mixed_versions)"
 
 
-def prior(made: Study) -> Iterator[str]:
+def prior(made: Analysis) -> Iterator[str]:
     """Which earlier runs count, for how much where it is not nearly all, and which do not."""
     if not made.earlier:
         return
     counting = [use for use in made.earlier if use.weight > 0]
     names = f" ({', '.join(use.name for use in counting)})" if counting else ""
-    yield f"  prior: {words.count(len(counting), 'earlier run')}{names}"
+    yield f"  prior: {formatting.count(len(counting), 'earlier run')}{names}"
     for use in made.earlier:
         if use.reason:
-            how = f"counts for {words.reward(use.weight)}" if use.weight > 0 else "left out"
+            how = f"counts for {formatting.reward(use.weight)}" if use.weight > 0 else "left out"
             yield f"    {use.name} {how}: {use.reason}"
 
 
-def _headline(made: Study) -> Iterator[str]:
+def _headline(made: Analysis) -> Iterator[str]:
     if made.state is State.BROKEN:
         yield f"no forecast: {made.why_broken}"
         return
     first, *others = made.forecasts
     yield f"reward at 2× compute: {made.scale.rewards(first)}"
     for point in others:
-        yield f"reward at {words.amount(point.compute)}: {made.scale.rewards(point)}"
+        yield f"reward at {formatting.amount(point.compute)}: {made.scale.rewards(point)}"
 
 
-def parameters(made: Study) -> list[str]:
+def parameters(made: Analysis) -> list[str]:
     """The curve as the paper writes it, with 90 % intervals."""
     fitted = made.fitted
     rows = [
         ["A", made.scale.rewards(fitted.A), MEANINGS["A"]],
-        ["B", words.amounts(fitted.B), MEANINGS["B"]],
-        ["Cmid", words.amounts(fitted.Cmid), MEANINGS["Cmid"]],
+        ["B", formatting.amounts(fitted.B), MEANINGS["B"]],
+        ["Cmid", formatting.amounts(fitted.Cmid), MEANINGS["Cmid"]],
         ["R0", made.scale.rewards(fitted.R0), MEANINGS["R0"]],
     ]
-    return ["R(C) = R0 + (A − R0) / (1 + (Cmid/C)^B), median (90 % interval)", *words.table(rows)]
+    return ["R(C) = R0 + (A − R0) / (1 + (Cmid/C)^B), median (90 % interval)", *formatting.table(rows)]
 
 
-def _verdict(made: Study) -> Iterator[str]:
+def _verdict(made: Analysis) -> Iterator[str]:
     if made.state is State.BROKEN:
         yield "state: BROKEN"
         yield from (f"  {reason}" for reason in made.guarded.reasons)
@@ -127,13 +127,13 @@ def _verdict(made: Study) -> Iterator[str]:
     else:
         yield (
             f"state: OK: the asymptote is identifiable (its interval is {made.scale.width(made.fitted.A)} wide; "
-            f"now is {words.amount(float(f'{made.fitted.now / made.fitted.Cmid.median:.2g}'))} × Cmid), if the equation holds"
+            f"now is {formatting.amount(float(f'{made.fitted.now / made.fitted.Cmid.median:.2g}'))} × Cmid), if the equation holds"
         )
     if not made.guarded.checked:
         yield "  too few points for the collapse guard"
 
 
-def _ahead(made: Study, pace: Pace, target: float | None, budget: float | None) -> Iterator[str]:
+def _ahead(made: Analysis, pace: Pace, target: float | None, budget: float | None) -> Iterator[str]:
     reach = None if target is None else made.reach(target)
     spent = None if budget is None else made.ahead([budget], "--budget")[0]
     if made.state is State.BROKEN:
@@ -146,22 +146,24 @@ def _ahead(made: Study, pace: Pace, target: float | None, budget: float | None) 
     ]
     if pace.rate is not None:
         per = Scaled(margin.median, margin.low, margin.high, pace.rate)
-        rows.append(["at the margin, per device-hour", f"+{words.amounts(made.scale.changes(per))}"])
+        rows.append(["at the margin, per device-hour", f"+{formatting.amounts(made.scale.changes(per))}"])
     else:
-        rows.append(["at the margin, per unit of compute", f"+{words.amounts(made.scale.changes(margin))}"])
+        rows.append(
+            ["at the margin, per unit of compute", f"+{formatting.amounts(made.scale.changes(margin))}"]
+        )
     yield "still to be gained"
-    yield from words.table(rows)
+    yield from formatting.table(rows)
     if pace.rate is not None:
-        yield f"  a device-hour does {words.amount(pace.rate)} {made.file.unit or 'of compute'} ({pace.how})"
+        yield f"  a device-hour does {formatting.amount(pace.rate)} {made.file.unit or 'of compute'} ({pace.how})"
     if reach is not None:
         yield ""
         yield (
-            f"compute to a reward of {made.scale.reward(reach.target, 3)}: {words.reached(reach, fitted.now, made.start)}; "
-            f"reached at all with probability {words.probability(reach.probability)}"
+            f"compute to a reward of {made.scale.reward(reach.target, 3)}: {formatting.reached(reach, fitted.now, made.start)}; "
+            f"reached at all with probability {formatting.probability(reach.probability)}"
         )
     if spent is not None:
         yield ""
-        yield f"reward at the budget of {words.amount(spent.compute)}: {made.scale.rewards(spent)}"
+        yield f"reward at the budget of {formatting.amount(spent.compute)}: {made.scale.rewards(spent)}"
 
 
 class Scaled:
@@ -171,40 +173,40 @@ class Scaled:
         self.median, self.low, self.high = median * factor, low * factor, high * factor
 
 
-def _beside(made: Study) -> Iterator[str]:
+def _beside(made: Analysis) -> Iterator[str]:
     if made.state is State.BROKEN:
         return
     law = made.power_law
     twice = float(law.reward(np.array(2.0 * made.fitted.now)))
     yield "beside it, for comparison only"
     last = float(made.file.segment.curve.reward[-1])
-    yield from words.table(
+    yield from formatting.table(
         [
             [
                 "power law A − D/C^B",
-                f"A {made.scale.reward(law.A)}, B {words.significant(law.B)}, at 2× {made.scale.reward(twice)}",
+                f"A {made.scale.reward(law.A)}, B {formatting.significant(law.B)}, at 2× {made.scale.reward(twice)}",
             ],
             ["the last value stays", f"at 2× {made.scale.reward(last)}"],
         ]
     )
 
 
-def _trust(made: Study) -> Iterator[str]:
+def _trust(made: Analysis) -> Iterator[str]:
     fitted = made.fitted
     yield "what this rests on"
     if fitted.burn_in_points:
-        yield f"  the first {words.count(fitted.burn_in_points, 'point')} count less (burn-in)"
+        yield f"  the first {formatting.count(fitted.burn_in_points, 'point')} count less (burn-in)"
     noise = fitted.sigma
     yield (
-        f"  noise of one evaluation: sd {made.scale.differences(noise)}, correlation of neighbours {words.reward(fitted.rho)}"
+        f"  noise of one evaluation: sd {made.scale.differences(noise)}, correlation of neighbours {formatting.reward(fitted.rho)}"
     )
     yield f"  beyond now a forecast departs by an sd of {made.scale.difference(fitted.departure)} with each doubling"
     rate, size = fitted.pooled.mean_late_rise, fitted.trend.headroom
-    yield f"  late rise: with probability {words.reward(rate)} a doubling, by up to {made.scale.difference(size)}"
+    yield f"  late rise: with probability {formatting.reward(rate)} a doubling, by up to {made.scale.difference(size)}"
     for past in made.hindcasts:
         yield (
-            f"  hindcast: at {words.amount(past.made_at + made.start)} the forecast for "
-            f"{words.amount(past.until + made.start)} was {made.scale.rewards(past)}; {made.scale.reward(past.seen)} came"
+            f"  hindcast: at {formatting.amount(past.made_at + made.start)} the forecast for "
+            f"{formatting.amount(past.until + made.start)} was {made.scale.rewards(past)}; {made.scale.reward(past.seen)} came"
         )
     if not made.hindcasts:
         yield "  hindcasts: none, too few points at half of the compute"

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TypeVar
 
-from scalerl_cli.curves import words
+from scalerl_cli.curves import formatting
 from scalerl_curvefit import Estimate
 from scalerl_curvefit.curve import FloatArray
 
@@ -42,11 +42,11 @@ class RewardScale:
         """A pass rate from a reward of the file."""
         return (reward - self.low) / self.size
 
-    def levels(self, interval: words.Interval) -> Estimate:
+    def levels(self, interval: formatting.Interval) -> Estimate:
         """Median and bounds of a reward of the file."""
         return Estimate(*(self.level(v) for v in (interval.median, interval.low, interval.high)))
 
-    def changes(self, interval: words.Interval) -> Estimate:
+    def changes(self, interval: formatting.Interval) -> Estimate:
         """Median and bounds of a difference of rewards of the file."""
         return Estimate(*(self.change(v) for v in (interval.median, interval.low, interval.high)))
 
@@ -56,26 +56,26 @@ class RewardScale:
 
     def reward(self, rate: float, digits: int = 2) -> str:
         """``.62``, on a scale of 100 ``62``; digits are those of the pass rate."""
-        return words.reward(self.level(rate), self.digits(digits))
+        return formatting.reward(self.level(rate), self.digits(digits))
 
     def difference(self, rate: float, digits: int = 3) -> str:
         """``.037``, on a scale of 100 ``3.7``."""
-        return words.reward(self.change(rate), self.digits(digits))
+        return formatting.reward(self.change(rate), self.digits(digits))
 
-    def rewards(self, interval: words.Interval) -> str:
+    def rewards(self, interval: formatting.Interval) -> str:
         """``.62 (.60–.64)``, on a scale of 100 ``62 (60–64)``."""
-        n = self.digits(words.digits(interval.low, interval.high))
-        return words.rewards(self.levels(interval), n)
+        n = self.digits(formatting.digits(interval.low, interval.high))
+        return formatting.rewards(self.levels(interval), n)
 
-    def differences(self, interval: words.Interval) -> str:
+    def differences(self, interval: formatting.Interval) -> str:
         """As ``rewards``, of a difference."""
-        n = self.digits(words.digits(interval.low, interval.high))
-        return words.rewards(self.changes(interval), n)
+        n = self.digits(formatting.digits(interval.low, interval.high))
+        return formatting.rewards(self.changes(interval), n)
 
-    def gains(self, interval: words.Interval) -> str:
+    def gains(self, interval: formatting.Interval) -> str:
         """``+.02 (.00–.05)``."""
         return ("+" if interval.median >= 0 else "") + self.differences(interval)
 
-    def width(self, interval: words.Interval) -> str:
+    def width(self, interval: formatting.Interval) -> str:
         """Of an interval of rewards, with the digits it is printed with."""
-        return self.difference(interval.high - interval.low, words.digits(interval.low, interval.high))
+        return self.difference(interval.high - interval.low, formatting.digits(interval.low, interval.high))

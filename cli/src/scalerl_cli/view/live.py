@@ -9,7 +9,7 @@ from rich.text import Text
 
 from scalerl_api.mismatch import SAMPLED
 from scalerl_api.spec import ScaleRLRun
-from scalerl_cli.view import words
+from scalerl_cli.view import labels
 from scalerl_operator.local.snapshot import Snapshot
 from scalerl_operator.local.unit import Event, State
 
@@ -42,15 +42,15 @@ def render(run: ScaleRLRun, snapshot: Snapshot) -> RenderableType:
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="bold")
     facts.add_column()
-    facts.add_row("step", words.progress(snapshot, run.spec.budget.max_steps))
+    facts.add_row("step", labels.progress(snapshot, run.spec.budget.max_steps))
     if status is not None:
         if status.points:
             first = f"(first {status.points[0].reward:.3f})"
-            facts.add_row("reward", f"{words.reward(status.points[-1])}  {first}")
+            facts.add_row("reward", f"{labels.reward(status.points[-1])}  {first}")
         facts.add_row(
             "tokens/s",
-            f"{words.rate(rates.generated_tokens_per_second)} generated, "
-            f"{words.rate(rates.trained_tokens_per_second)} trained",
+            f"{labels.rate(rates.generated_tokens_per_second)} generated, "
+            f"{labels.rate(rates.trained_tokens_per_second)} trained",
         )
         busy = f"generators {status.generator_busy_fraction:.0%}, trainer {status.trainer_busy_fraction:.0%}"
         facts.add_row("busy", busy)
@@ -59,16 +59,16 @@ def render(run: ScaleRLRun, snapshot: Snapshot) -> RenderableType:
             f"{status.mean_staleness_steps:.2f} steps (max {status.max_staleness_steps}, "
             f"allowed {run.spec.recipe.max_staleness_steps})",
         )
-        mismatch = words.divergence(status.mismatch_kl(SAMPLED))
+        mismatch = labels.divergence(status.mismatch_kl(SAMPLED))
         facts.add_row("mismatch", f"{mismatch} (KL, trainer against generators)")
     if snapshot.decision is not None:
-        facts.add_row("forecast", words.decision(snapshot.decision))
-    facts.add_row("phase", words.waiting(snapshot))
+        facts.add_row("forecast", labels.decision(snapshot.decision))
+    facts.add_row("phase", labels.waiting(snapshot))
     facts.add_row(
-        "time", f"{words.seconds(snapshot.elapsed_seconds)}, left {words.seconds(snapshot.eta_seconds)}"
+        "time", f"{labels.seconds(snapshot.elapsed_seconds)}, left {labels.seconds(snapshot.eta_seconds)}"
     )
     roles = Table.grid(padding=(0, 2))
     for unit in snapshot.units:
-        roles.add_row(unit.name, Text(words.state(unit), style=_STYLES.get(unit.state, "")))
+        roles.add_row(unit.name, Text(labels.state(unit), style=_STYLES.get(unit.state, "")))
     title = Text(f"{run.metadata.name}", style="bold")
     return Group(title, facts, Text("roles", style="bold"), roles)

@@ -6,7 +6,7 @@ from datetime import datetime
 
 from scalerl_api.mismatch import SAMPLED
 from scalerl_api.spec import ScaleRLRun
-from scalerl_cli.view import words
+from scalerl_cli.view import labels
 from scalerl_operator.local.snapshot import Snapshot
 from scalerl_operator.local.unit import Event, State
 from scalerl_operator.workloads import Role
@@ -34,18 +34,20 @@ class PlainView:
             if self._states.get(unit.name) is not unit.state:
                 self._states[unit.name] = unit.state
                 if unit.state is State.READY or (unit.role is Role.PREPARE and unit.state is State.DONE):
-                    self._line(f"· {unit.name}: {unit.state} after {words.seconds(snapshot.elapsed_seconds)}")
+                    self._line(
+                        f"· {unit.name}: {unit.state} after {labels.seconds(snapshot.elapsed_seconds)}"
+                    )
         status = snapshot.status
         if status is not None:
             for point in status.points[self._points :]:
-                self._line(f"* evaluation: reward {words.reward(point)}")
+                self._line(f"* evaluation: reward {labels.reward(point)}")
             self._points = len(status.points)
         waited = snapshot.elapsed_seconds - self._said_at
         if status is not None and status.step > max(self._step, 0):
             self._step = status.step
             self._say(self._progress(snapshot), snapshot)
         elif status is None or status.waiting_for or snapshot.stopping:
-            text = words.waiting(snapshot)
+            text = labels.waiting(snapshot)
             if (text != self._said and waited >= _QUIET_SECONDS) or waited >= _WAITING_SECONDS:
                 self._say(text, snapshot)
         elif waited >= _QUIET_SECONDS:
@@ -57,14 +59,14 @@ class PlainView:
     def _progress(self, snapshot: Snapshot) -> str:
         status, rates = snapshot.status, snapshot.rates
         if status is None:
-            return words.waiting(snapshot)
+            return labels.waiting(snapshot)
         parts = [
-            f"step {words.progress(snapshot, self._max_steps)}",
-            f"generated {words.rate(rates.generated_tokens_per_second)} tok/s",
-            f"trained {words.rate(rates.trained_tokens_per_second)} tok/s",
+            f"step {labels.progress(snapshot, self._max_steps)}",
+            f"generated {labels.rate(rates.generated_tokens_per_second)} tok/s",
+            f"trained {labels.rate(rates.trained_tokens_per_second)} tok/s",
             f"staleness {status.mean_staleness_steps:.1f} (max {status.max_staleness_steps})",
-            f"mismatch {words.divergence(status.mismatch_kl(SAMPLED))}",
-            f"left {words.seconds(snapshot.eta_seconds)}",
+            f"mismatch {labels.divergence(status.mismatch_kl(SAMPLED))}",
+            f"left {labels.seconds(snapshot.eta_seconds)}",
         ]
         if status.points:
             parts.insert(1, f"reward {status.points[-1].reward:.3f} (first {status.points[0].reward:.3f})")

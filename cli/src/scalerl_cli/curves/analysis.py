@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from scalerl_cli.curves import words
+from scalerl_cli.curves import formatting
 from scalerl_cli.curves.prior import Prior, none_counts
 from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.scale import RewardScale
@@ -61,7 +61,7 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, eq=False)
-class Study:
+class Analysis:
     """A file, its fit, and the forecasts; all compute on the axis of the file.
 
     fitted: of all points of the segment; of those before the fall where the reward fell below its best, for what came
@@ -91,8 +91,8 @@ class Study:
         return (
             *(self._worded(doubt) for doubt in self.fitted.doubts),
             *(
-                f"the reward at {words.amount(past.until + self.start)}, {self.scale.reward(past.seen)}, lies below "
-                f"{1 - SAGS:.0%} of the forecast made at {words.amount(past.made_at + self.start)}"
+                f"the reward at {formatting.amount(past.until + self.start)}, {self.scale.reward(past.seen)}, lies below "
+                f"{1 - SAGS:.0%} of the forecast made at {formatting.amount(past.made_at + self.start)}"
                 for past in self.hindcasts
                 if past.below < SAGS
             ),
@@ -103,12 +103,12 @@ class Study:
         if doubt.startswith("90 % interval of A is "):
             widest = self.scale.difference(WIDEST_A, 2)
             return f"90 % interval of A is {self.scale.width(self.fitted.A)} wide, more than {widest}"
-        return words.plain(doubt)
+        return formatting.plain(doubt)
 
     def bound(self, edge: Edge) -> str:
         """The bound that was met; of A and of A − R0 on the scale of the file."""
         value = {"A": self.scale.level, "A - R0": self.scale.change}.get(edge.parameter, float)(edge.bound)
-        return words.amount(value)
+        return formatting.amount(value)
 
     @property
     def scale(self) -> RewardScale:
@@ -248,7 +248,7 @@ class Study:
         return shown
 
 
-def study(file: CurveFile, at: Sequence[float] = (), prior: Prior | None = None) -> Study:
+def analyse(file: CurveFile, at: Sequence[float] = (), prior: Prior | None = None) -> Analysis:
     """Fit the last segment with the runs of ``prior``, ask the guard, and forecast at 2× now and at each of ``at``.
 
     Raises:
@@ -270,7 +270,7 @@ def study(file: CurveFile, at: Sequence[float] = (), prior: Prior | None = None)
         few = f" ({file.skipped:,} rows are empty in {file.x} or {file.y})" if file.skipped else ""
         raise CurveProblem(f"{file.path}{part}: {error}{few}") from error
     reasons = [*_fallen(file, fall), *_truncated(file)]
-    made = Study(
+    made = Analysis(
         file,
         fitted,
         replace(guarded, broken=bool(reasons), reasons=tuple(reasons)),
@@ -292,7 +292,7 @@ def _fallen(file: CurveFile, fall: Fall | None) -> tuple[str, ...]:
     return (
         f"the mean of the last {CONSECUTIVE} evaluations, {scale.reward(fall.newest, 3)}, is "
         f"{scale.difference(fall.depth)} below the best of {CONSECUTIVE} in a row, {scale.reward(fall.best, 3)} at compute "
-        f"{words.amount(fall.best_compute + file.segment.start)}; noise explains {scale.difference(fall.noise)}",
+        f"{formatting.amount(fall.best_compute + file.segment.start)}; noise explains {scale.difference(fall.noise)}",
     )
 
 

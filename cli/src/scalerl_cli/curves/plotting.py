@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from scalerl_cli.curves import words
+from scalerl_cli.curves import formatting
 from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.scale import RewardScale
 from scalerl_cli.picture import NO_MATPLOTLIB
@@ -199,7 +199,7 @@ def samples_words(curve: Curve) -> str:
     if curve.samples is None or len(curve) > MOST_BARS:
         return ""
     low, high = int(curve.samples.min()), int(curve.samples.max())
-    count = words.amount(low) if low == high else f"{words.amount(low)}–{words.amount(high)}"
+    count = formatting.amount(low) if low == high else f"{formatting.amount(low)}–{formatting.amount(high)}"
     return f", 90 % binomial bars ({count} samples each)"
 
 

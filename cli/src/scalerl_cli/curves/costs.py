@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from scalerl_cli.curves import words
+from scalerl_cli.curves import formatting
+from scalerl_cli.curves.analysis import Analysis, State
 from scalerl_cli.curves.pace import Pace
 from scalerl_cli.curves.problem import CurveProblem
-from scalerl_cli.curves.study import State, Study
 from scalerl_curvefit import Block, Estimate, Forecast, best_block, gain
 
 MULTIPLES: Final = (2, 4)
@@ -18,7 +18,7 @@ POINTS: Final = 100.0
 
 
 @dataclass(frozen=True, slots=True)
-class Money:
+class Prices:
     """price: of a device-hour. value: of a point (.01) of reward. None if not given."""
 
     price: float | None
@@ -68,13 +68,13 @@ class Growth:
     worth: tuple[tuple[float | None, float | None], ...]
 
 
-def options(made: Study, pace: Pace, money: Money, budgets: Sequence[float]) -> list[Option]:
+def options(made: Analysis, pace: Pace, prices: Prices, budgets: Sequence[float]) -> list[Option]:
     """Stop now, 2×, 4× and each budget of further device-hours, by compute; none if the run is broken.
 
     Raises:
         CurveProblem: for a budget or a price without a known rate.
     """
-    if pace.rate is None and (budgets or money.price is not None):
+    if pace.rate is None and (budgets or prices.price is not None):
         given = "--budget" if budgets else "--price"
         raise CurveProblem(f"{given}: compute per device-hour is {pace.how}")
     if made.state is State.BROKEN:
@@ -82,29 +82,30 @@ def options(made: Study, pace: Pace, money: Money, budgets: Sequence[float]) -> 
     now = made.fitted.now
     wanted = [("stop now", 0.0), *((f"{k}× compute", (k - 1) * now) for k in MULTIPLES)]
     wanted += [
-        (f"+{words.significant(budget, 6)} device-hours", budget * (pace.rate or 0.0)) for budget in budgets
+        (f"+{formatting.significant(budget, 6)} device-hours", budget * (pace.rate or 0.0))
+        for budget in budgets
     ]
     wanted.sort(key=lambda choice: choice[1])
     ahead = made.ahead([made.now + more for _, more in wanted], "--budget")
     return [
-        _option(made, pace, money, name, more, point)
+        _option(made, pace, prices, name, more, point)
         for (name, more), point in zip(wanted, ahead, strict=True)
     ]
 
 
-def _option(made: Study, pace: Pace, money: Money, name: str, more: float, point: Forecast) -> Option:
+def _option(made: Analysis, pace: Pace, prices: Prices, name: str, more: float, point: Forecast) -> Option:
     # A budget of less than a float's last digit of now moves nothing.
     moves = made.fitted.now + more > made.fitted.now
     gained = gain(made.fitted, made.fitted.now + more) if moves else None
     device_hours = None if pace.rate is None else more / pace.rate
     wall_hours = None if device_hours is None or pace.devices is None else device_hours / pace.devices
-    cost, net = money.worth(gained, device_hours)
+    cost, net = prices.worth(gained, device_hours)
     return Option(name, point.compute, more, point, gained, device_hours, wall_hours, cost, net)
 
 
 def growths(
     pace: Pace,
-    money: Money,
+    prices: Prices,
     choices: Sequence[Option],
     generators: Sequence[int],
     devices_per_generator: float,
@@ -135,22 +136,22 @@ def growths(
         devices = pace.devices + (count - generators[0]) * devices_per_generator
         if devices <= 0:
             raise CurveProblem(
-                f"--generators: {count} of them leave {words.significant(devices)} devices of the {words.significant(pace.devices)} that work now; "
-                f"the first number is what the run has now, with {words.significant(devices_per_generator)} devices each"
+                f"--generators: {count} of them leave {formatting.significant(devices)} devices of the {formatting.significant(pace.devices)} that work now; "
+                f"the first number is what the run has now, with {formatting.significant(devices_per_generator)} devices each"
             )
         speed = (devices / pace.devices) ** given
         wall = [option.more / (pace.rate * pace.devices * speed) for option in choices]
         worth = [
-            money.worth(option.gain, hours * devices) for option, hours in zip(choices, wall, strict=True)
+            prices.worth(option.gain, hours * devices) for option, hours in zip(choices, wall, strict=True)
         ]
         spent = tuple((hours * devices, hours) for hours in wall)
         made.append(Growth(count, devices, speed, spent, tuple(worth)))
     return made
 
 
-def paying_block(made: Study, pace: Pace, money: Money, choices: Sequence[Option]) -> Block | None:
+def paying_block(made: Analysis, pace: Pace, prices: Prices, choices: Sequence[Option]) -> Block | None:
     """The block of further compute that pays best, up to the largest option; None without price and value."""
-    if money.price is None or money.value is None or pace.rate is None or not choices:
+    if prices.price is None or prices.value is None or pace.rate is None or not choices:
         return None
     horizon = made.fitted.now + max(option.more for option in choices)
-    return best_block(made.fitted, POINTS * money.value, money.price / pace.rate, horizon)
+    return best_block(made.fitted, POINTS * prices.value, prices.price / pace.rate, horizon)
