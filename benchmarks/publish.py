@@ -117,7 +117,7 @@ class Generator:
             )
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", self._control_port).start()
-            state.came_up()
+            state.mark_up()
             self._ready.set()
             await asyncio.Event().wait()
 
