@@ -10,7 +10,9 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import aiohttp
 import pytest
@@ -20,7 +22,9 @@ from aiohttp.test_utils import unused_port
 import scalerl_curvefit as cf
 from scalerl_api import endpoints
 from scalerl_api import forecast as wire
+from scalerl_curvefit import fitting
 from scalerl_curvefit.rises import p_late_rise
+from scalerl_curvefit.sidecar import answers, app
 from scalerl_curvefit.sidecar.app import Limits, Sidecar, runner
 from scalerl_curvefit.simulate import SCALERL, simulated
 from scalerl_operator.autoscaling.forecast_client import SidecarClient, SidecarRefused, SidecarUnavailable
@@ -182,6 +186,77 @@ async def test_earlier_runs_count_and_what_is_no_curve_is_reported(start) -> Non
     _, again = await post(url + wire.FORECAST, json.dumps({"points": head, "earlier": runs}).encode())
     assert again == answer, "known runs are not read again, and count the same"
     assert answer["forecasts"] != alone["forecasts"]
+
+
+def forecast_with_earlier_runs() -> wire.ForecastRequest:
+    whole = simulated(n=40, reach=8)
+    changed = points(whole, recipe=["a"] * 20 + ["b"] * 20)
+    runs = {
+        "like": points(whole),
+        "same": points(whole),
+        "other": points(simulated(n=40, reach=8, seed=2), eval_version="old"),
+        "flat": wire.Points(compute=[1.0, 2.0, 3.0, 4.0], reward=[0.1] * 4),
+        "changed": changed,
+        "broken": wire.Points(compute=[1.0, 2.0], reward=[0.1, -7.0]),
+    }
+    return wire.ForecastRequest(
+        points=points(whole.head(20), eval_version="new"),
+        earlier=[wire.EarlierRun(name=name, points=run) for name, run in runs.items()],
+    )
+
+
+def forget_earlier_runs() -> None:
+    answers._read_earlier.cache_clear()
+    fitting._summary_by_content.cache_clear()
+
+
+def test_cached_earlier_runs_leave_the_answer_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = forecast_with_earlier_runs()
+    forget_earlier_runs()
+    first = answers.answer_forecast(request)
+    monkeypatch.setattr(answers, "_read_earlier", answers._read_earlier.__wrapped__)
+    monkeypatch.setattr(fitting, "_summary_by_content", fitting._summary_by_content.__wrapped__)
+    uncached = answers.answer_forecast(request)
+    monkeypatch.undo()
+    read: list[wire.Points] = []
+    curve_of = answers._last_segment
+    monkeypatch.setattr(answers, "_last_segment", lambda points: (read.append(points), curve_of(points))[1])
+    known = answers.answer_forecast(request)
+    assert first == uncached == known
+    assert read == [request.points], "a known earlier run is checked again"
+    assert [use.weight > 0 for use in known.earlier] == [True, True, False, False, False, False]
+    assert "change of recipe in one" in known.earlier[4].reason
+
+
+def test_each_new_earlier_run_is_a_step() -> None:
+    request = forecast_with_earlier_runs()
+    forget_earlier_runs()
+    *steps, answer = answers.forecast_steps(request)
+    assert steps == [None] * 5, "two of six have the same points"
+    assert list(answers.forecast_steps(request)) == [answer]
+
+
+async def test_others_are_answered_between_the_steps_of_one_request(
+    start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, answered = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def steps(request: wire.ForecastRequest) -> Iterator[wire.ForecastAnswer | None]:
+        loop.call_soon_threadsafe(waits.set)
+        while not answered.is_set():
+            time.sleep(0.001)
+            yield None
+        yield answers.answer_forecast(request)
+
+    monkeypatch.setattr(app, "forecast_steps", steps)
+    url = await start(Sidecar(Limits(compute_seconds=120.0)).application())
+    slow = asyncio.create_task(post(url + wire.FORECAST, GOOD.encode()))
+    await asyncio.wait_for(waits.wait(), 120)
+    assert (await post(url + wire.FIT, GOOD.encode()))[0] == 200
+    assert not slow.done()
+    answered.set()
+    assert (await slow)[0] == 200
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,19 @@ class RunSummary:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SummarisedRun:
+    """An earlier run without its points, as `fit` uses it.
+
+    seed: hash of its points. eval_version: of its last point. summary: or the reason why there is none.
+    """
+
+    name: str
+    seed: int
+    eval_version: str | None
+    summary: RunSummary | str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Shape:
     """A, ln B, ln Cmid of the next run: Student's t with a centre and a spread each, (3,). trust: from 0 to 1."""
 

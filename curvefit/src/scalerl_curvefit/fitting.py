@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from .curve import Curve, FloatArray
-from .earlier import EarlierRun, EarlierUse, RunsPrior, RunSummary, runs_prior, summarise
+from .earlier import EarlierRun, EarlierUse, RunsPrior, RunSummary, SummarisedRun, runs_prior, summarise
 from .errors import ConstantRewardError, CurveError, RequestError, TooFewPointsError
 from .guard import guard
 from .moments import Moments, moments
@@ -114,7 +114,9 @@ class Fit:
         return departure_sd(self.trend, self.settings)
 
 
-def fit(curve: Curve, settings: FitSettings | None = None, earlier: Sequence[EarlierRun] = ()) -> Fit:
+def fit(
+    curve: Curve, settings: FitSettings | None = None, earlier: Sequence[EarlierRun | SummarisedRun] = ()
+) -> Fit:
     """Fit R(C) = R0 + (A − R0)/(1 + (Cmid/C)^B) (ScaleRL eq. 1 [P]) to the points of one segment.
 
     Deterministic: the same points and settings give the same Fit and the same draws. Takes about 5 ms
@@ -123,7 +125,7 @@ def fit(curve: Curve, settings: FitSettings | None = None, earlier: Sequence[Ear
 
     earlier: finished runs of the same task and model, on the same axis of compute, as a prior (`earlier`). Those of
     another evaluation version, and those too short to fit, are left out; `Fit.earlier` says so. The first time that one
-    is given costs a fit of its own.
+    is given costs a fit of its own; a `SummarisedRun`, made with the same settings, costs none.
 
     Raises
     ------
@@ -141,11 +143,8 @@ def fit(curve: Curve, settings: FitSettings | None = None, earlier: Sequence[Ear
     _require_points(curve)
     at = curve.first_trained
     local = trend(curve.compute[at:], curve.reward[at:], settings)
-    seeds = [content_seed(run.curve) for run in earlier]
-    summaries = [
-        (run.name, _summary(run.curve, seed, curve, settings))
-        for run, seed in zip(earlier, seeds, strict=True)
-    ]
+    known = [summarised(run, settings) if isinstance(run, EarlierRun) else run for run in earlier]
+    summaries = [(run.name, _summary_for(run, curve)) for run in known]
     prior = runs_prior(summaries, curve, local, settings) if earlier else None
     points = _prepare(curve, settings, prior)
     sums = points.moments(settings)
@@ -156,7 +155,7 @@ def fit(curve: Curve, settings: FitSettings | None = None, earlier: Sequence[Ear
     main = nodes[0]
     if prior is not None and prior.shape is not None:
         nodes = (prior.shape.weigh(main), *nodes[1:])
-    seed = content_seed(curve, settings, seeds)
+    seed = content_seed(curve, settings, [run.seed for run in known])
     random = np.random.default_rng(seed)
     drawn = sample(nodes[:1], np.ones(1), DRAWS, random)
     a, before = _estimate(drawn.A), float(np.mean(drawn.Cmid > curve.now))
@@ -219,16 +218,27 @@ def _pool(
     return drawn_pool(nodes, local, now, settings, n, random, prior.gains, prior.late_rise)
 
 
-def _summary(earlier: Curve, seed: int, curve: Curve, settings: FitSettings) -> RunSummary | str:
-    """An earlier run for the prior of `curve`, or why it is none."""
-    of = [c.eval_version[-1] if c.eval_version else None for c in (earlier, curve)]
+def summarised(run: EarlierRun, settings: FitSettings | None = None) -> SummarisedRun:
+    """Fit an earlier run, or read its fit from the cache. Raises nothing: an error becomes the reason."""
+    curve, seed = run.curve, content_seed(run.curve)
+    try:
+        curve.require_one_segment()
+        summary: RunSummary | str = _summary_by_content(_Content(seed, curve), settings or DEFAULTS)
+    except CurveError as error:
+        summary = str(error)
+    return SummarisedRun(run.name, seed, _eval_version(curve), summary)
+
+
+def _summary_for(run: SummarisedRun, curve: Curve) -> RunSummary | str:
+    """The summary of an earlier run for the prior of `curve`, or why it does not count."""
+    of = run.eval_version, _eval_version(curve)
     if None not in of and of[0] != of[1]:
         return f"its rewards are of evaluation version {of[0]}, this run's of {of[1]}"
-    try:
-        earlier.require_one_segment()
-        return _summary_by_content(_Content(seed, earlier), settings)
-    except CurveError as error:
-        return str(error)
+    return run.summary
+
+
+def _eval_version(curve: Curve) -> str | None:
+    return curve.eval_version[-1] if curve.eval_version else None
 
 
 @dataclass(unsafe_hash=True)

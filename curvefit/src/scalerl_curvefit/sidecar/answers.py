@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Final
 
 import msgspec
 
 from scalerl_api import forecast as wire
 
 from ..curve import Curve, Segment
-from ..earlier import EarlierRun, EarlierUse, RunsPrior
+from ..earlier import EarlierRun, EarlierUse, RunsPrior, SummarisedRun
 from ..errors import ConstantRewardError, CurveError, RequestError
-from ..fitting import Estimate, Fit, fit, unequal
+from ..fitting import Estimate, Fit, fit, summarised, unequal
 from ..forecasting import forecast
 from ..guard import WITHIN_NOISE, GuardResult, guard
 from ..outlook import (
@@ -29,11 +30,6 @@ from ..outlook import (
 )
 from ..rises import ENOUGH, flatness, late_rise_sizes, p_late_rise
 
-KNOWN_SEGMENTS: Final = 512
-"""Earlier runs kept as checked curves: a run under way sends the same ones after each evaluation."""
-KNOWN_BYTES: Final = 16 * 1024
-"""The longest encoded points that are kept: 600 of them, and with all kept some 20 MB."""
-
 
 def answer_fit(request: wire.FitRequest) -> wire.FitAnswer:
     """Fit the last segment. Raises CurveError."""
@@ -43,6 +39,11 @@ def answer_fit(request: wire.FitRequest) -> wire.FitAnswer:
 
 def answer_forecast(request: wire.ForecastRequest) -> wire.ForecastAnswer:
     """Fit, guard, forecasts and outlook of the last segment. Raises CurveError."""
+    return next(answer for answer in forecast_steps(request) if answer is not None)
+
+
+def forecast_steps(request: wire.ForecastRequest) -> Iterator[wire.ForecastAnswer | None]:
+    """`answer_forecast` in steps: None after the fit of each new earlier run, then the answer. Raises CurveError."""
     if len(request.at) > wire.MAX_FORECASTS:
         raise RequestError(
             f"{len(request.at)} computes to forecast at; at most {wire.MAX_FORECASTS} a request"
@@ -55,7 +56,18 @@ def answer_forecast(request: wire.ForecastRequest) -> wire.ForecastAnswer:
         raise RequestError(f"horizon is {request.horizon:g}; it must be a multiple of now above 1")
     _check_earlier(request)
     segment = _last_segment(request.points)
-    earlier, unread = _earlier_runs(request, segment.start)
+    earlier, unread = list[SummarisedRun](), dict[str, str]()
+    for run in request.earlier:
+        points = _HashedPoints.of(run.points)
+        read = _read_earlier(points)
+        if points.points is None:
+            yield None
+        if isinstance(read, str):
+            unread[run.name] = read
+        elif read.recipe_changed != (segment.start > 0):
+            unread[run.name] = "compute counts from a change of recipe in one of the two runs alone"
+        else:
+            earlier.append(replace(read.run, name=run.name))
     fitted = _fit(segment.curve, request, earlier)
     checked = guard(
         segment.curve,
@@ -80,7 +92,7 @@ def answer_forecast(request: wire.ForecastRequest) -> wire.ForecastAnswer:
             for point in forecast(fitted, at, request.draws)
         ]
         outlook = _outlook(fitted, segment.start, request)
-    return wire.ForecastAnswer(
+    yield wire.ForecastAnswer(
         fit=_fit_answer(fitted, segment.start),
         guard=_guard_answer(checked, segment.start),
         forecasts=ahead,
@@ -111,31 +123,37 @@ def _check_earlier(request: wire.ForecastRequest) -> None:
         )
 
 
-def _earlier_runs(request: wire.ForecastRequest, start: float) -> tuple[list[EarlierRun], dict[str, str]]:
-    """The runs of the request, and of those that are no curve the reason."""
-    runs, unread = list[EarlierRun](), dict[str, str]()
-    for run in request.earlier:
-        content = msgspec.msgpack.encode(run.points)
-        read = _known_segment if len(content) <= KNOWN_BYTES else _segment
-        segment = read(content)
-        if isinstance(segment, Segment) and (segment.start > 0) != (start > 0):
-            segment = "compute counts from a change of recipe in one of the two runs alone"
-        if isinstance(segment, Segment):
-            runs.append(EarlierRun(run.name, segment.curve))
-        else:
-            unread[run.name] = segment
-    return runs, unread
+@dataclass(unsafe_hash=True)
+class _HashedPoints:
+    """The points of an earlier run as a cache key. points: None after a cache miss, so that the cache holds none."""
+
+    digest: bytes
+    points: wire.Points | None = field(compare=False)
+
+    @classmethod
+    def of(cls, points: wire.Points) -> _HashedPoints:
+        encoded = msgspec.msgpack.encode(points)
+        return cls(hashlib.blake2b(encoded, digest_size=16).digest(), points)
 
 
-def _segment(content: bytes) -> Segment | str:
-    """The last segment of encoded points, or why they are no curve."""
+@dataclass(frozen=True, slots=True)
+class _EarlierSegment:
+    """run: the last segment of an earlier run, without its name. recipe_changed: a recipe ended before it."""
+
+    run: SummarisedRun
+    recipe_changed: bool
+
+
+@lru_cache(maxsize=1024)
+def _read_earlier(hashed: _HashedPoints) -> _EarlierSegment | str:
+    """An earlier run, or why its points are no curve. A hit builds no curve: a request with 50 runs repeats most of them."""
+    points, hashed.points = hashed.points, None
+    assert points is not None
     try:
-        return _last_segment(msgspec.msgpack.decode(content, type=wire.Points))
+        segment = _last_segment(points)
     except CurveError as error:
         return str(error)
-
-
-_known_segment = lru_cache(KNOWN_SEGMENTS)(_segment)
+    return _EarlierSegment(summarised(EarlierRun("", segment.curve)), segment.start > 0)
 
 
 def _earlier_uses(
@@ -149,7 +167,7 @@ def _earlier_uses(
     ]
 
 
-def _fit(curve: Curve, request: wire.ForecastRequest, earlier: list[EarlierRun]) -> Fit:
+def _fit(curve: Curve, request: wire.ForecastRequest, earlier: list[SummarisedRun]) -> Fit:
     """The fit of one segment; of equal rewards, where it is asked how flat the run is, with one of them changed by the smallest amount."""
     try:
         return fit(curve, earlier=earlier)

@@ -9,7 +9,8 @@
 | requests computing or waiting | `queue` | 503 `busy` |
 | seconds to wait and compute | `compute_seconds` | 503 `out_of_time` |
 
-Computing runs in one thread, so that health and metrics answer meanwhile, and one core is all it takes.
+Computing runs in one thread, so that health and metrics answer meanwhile, and one core is all it takes. The fit of each new
+earlier run is a task of its own in that thread: a request with 50 of them does not delay the others by 50 fits.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -29,7 +30,7 @@ from scalerl_api import endpoints
 from scalerl_api import forecast as wire
 
 from ..errors import CurveError
-from .answers import answer_fit, answer_forecast, error_code
+from .answers import answer_fit, error_code, forecast_steps
 from .metrics import Metrics
 from .openapi import document
 
@@ -39,6 +40,8 @@ LINGER_SECONDS = 1.0
 """For the rest of a body that nobody reads, after its answer."""
 
 Asked = TypeVar("Asked", wire.FitRequest, wire.ForecastRequest)
+Steps = Callable[[Asked], Iterator[msgspec.Struct | None]]
+"""Computes an answer: None after each step, then the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +122,12 @@ class Sidecar:
         return web.Response(body=self._openapi, content_type=JSON)
 
     async def _fit(self, request: web.Request) -> web.Response:
-        return await self._answer(request, wire.FitRequest, answer_fit)
+        return await self._answer(request, wire.FitRequest, lambda asked: iter([answer_fit(asked)]))
 
     async def _forecast(self, request: web.Request) -> web.Response:
-        return await self._answer(request, wire.ForecastRequest, answer_forecast)
+        return await self._answer(request, wire.ForecastRequest, forecast_steps)
 
-    async def _answer(
-        self, request: web.Request, asked: type[Asked], answer: Callable[[Asked], msgspec.Struct]
-    ) -> web.Response:
+    async def _answer(self, request: web.Request, asked: type[Asked], answer: Steps[Asked]) -> web.Response:
         started = time.perf_counter()
         try:
             self._authorise(request)
@@ -166,23 +167,28 @@ class Sidecar:
             seconds = self._limits.read_seconds
             raise Refused(503, "slow_body", f"the body did not arrive within {seconds:g} s") from error
 
-    async def _compute(
-        self, body: bytes, asked: type[Asked], answer: Callable[[Asked], msgspec.Struct]
-    ) -> bytes:
+    async def _compute(self, body: bytes, asked: type[Asked], answer: Steps[Asked]) -> bytes:
         if self._pending >= self._limits.queue:
             raise Refused(503, "busy", f"{self._pending} requests are being computed or wait for it")
 
-        def work() -> bytes:
+        def work() -> Iterator[bytes | None]:
             message = msgspec.json.decode(body, type=asked)
             self._metrics.points.observe(len(message.points.compute))
-            return msgspec.json.encode(answer(message))
+            for step in answer(message):
+                yield None if step is None else msgspec.json.encode(step)
 
-        future = asyncio.get_running_loop().run_in_executor(self._worker, work)
-        self._count(1)
-        # Counted until it is done, not until its caller has given up: a late one still holds the thread.
-        future.add_done_callback(lambda _: self._count(-1))
+        steps, loop = work(), asyncio.get_running_loop()
+        deadline = loop.time() + self._limits.compute_seconds
         try:
-            return await asyncio.wait_for(asyncio.shield(future), self._limits.compute_seconds)
+            while True:
+                future = loop.run_in_executor(self._worker, next, steps)
+                self._count(1)
+                # Counted until it is done, not until its caller has given up: a late one still holds the thread.
+                future.add_done_callback(lambda _: self._count(-1))
+                async with asyncio.timeout_at(deadline):
+                    encoded = await asyncio.shield(future)
+                if encoded is not None:
+                    return encoded
         except TimeoutError as error:
             future.cancel()
             seconds = self._limits.compute_seconds
