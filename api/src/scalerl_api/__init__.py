@@ -1,4 +1,11 @@
-"""The resource and wire types every other member speaks.
+"""The resource and wire types that all other members share.
+
+::
+
+    run.yaml ──▶ load_run() ──▶ ScaleRLRun ──▶ operator's plan          a problem: SpecError, with the field
+    object   ──▶ run_from_object()        └──▶ custom resource definition
+    process A ── wire.* messages ──▶ process B                          msgspec, a version in the handshake
+    coordinator ── EvaluationPoint ──▶ curve_csv() ──▶ curve.csv, ConfigMap
 
 Lives here: the ``ScaleRLRun`` resource (:mod:`.spec`, with its model and task in :mod:`.source`, its field types in
 :mod:`.fields`, what only a cluster uses of it in :mod:`.cluster` and :mod:`.pods`), its status there (:mod:`.status`, :mod:`.conditions`), how a

@@ -1,5 +1,15 @@
 """The ``scalerl`` command.
 
+``scalerl fit``, from a file to text, JSON and picture::
+
+    arguments ▶ main.main() ▶ run_fit()
+                               ├ read_curve()   tables.* rows ▶ columns.* which of them ▶ checked points
+                               ├ read_prior()   earlier runs, or why one does not count
+                               └ analyse()      the fit, the guard, the forecasts: one Analysis
+                                   ├ report.*   text      ├ JSON      └ fit_picture.* PNG
+
+``scalerl run`` hands the file to :mod:`scalerl_operator.local` and shows what that reports (``view``).
+
 Lives here: arguments, what a person reads (views, tables, pictures, error messages), exit codes, and
 the checks that need more than the spec: files, tasks, this machine.
 

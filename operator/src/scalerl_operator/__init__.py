@@ -1,5 +1,20 @@
 """Turns a ``ScaleRLRun`` into running workloads and keeps them as the run needs them.
 
+A reconcile, on a cluster::
+
+    watch event ▶ Cache.observe() ─┐                   ┌─ poll ── CoordinatorPollers.ask() ◀─── coordinator
+    timer, poll ▶ WorkQueue.wake() ┴▶ Reconciler.reconcile()
+                                        │
+       spec, as it was accepted         ├ observe()           Jobs, pods, claim → RunObservation       controller/observe
+       status of the last reconcile ──▶ ├ lifecycle.decide()  what is to exist, phase                  policy/lifecycle
+       forecast, by the autoscaler ───▶ │
+                                        ├ plan() ▶ render()   workloads → Kubernetes objects           plan, build
+                                        ├ RunObject.write()    what was decided, before it is done
+                                        ├ Applier.apply()     create, apply, remove                    controller/apply
+                                        └ report()            conditions, events                       controller/status
+
+On one machine :mod:`.local` does the same with processes: ``plan()`` ▶ supervisor, the same policies.
+
 Lives here: the plan (:mod:`.plan`: spec → :mod:`.workloads`, the same on a cluster and on a laptop), the policies
 (:mod:`.policy` and :mod:`.autoscaling`, pure), the Kubernetes objects of a plan (:mod:`.build`, pure), the reconcile of a
 run on a cluster (:mod:`.controller`, on :mod:`.kube`), and the same run as processes of one machine (:mod:`.local`).

@@ -1,5 +1,19 @@
 """The trainer: rollouts in, better weights out.
 
+A step and its publish, on rank 0 (``leader``) and on all ranks (``worker``)::
+
+    coordinator      Leader.lead()                    every rank: Worker.follow()                     generators
+       │ TRAIN step    Leader._train() ─ order ─▶      Worker.train()
+       ├─ shard ───────────────────────────────▶         rank_batch() ▶ pack() rows of tokens
+       │                                                 advantages() ▶ engine: Engine.step()
+       │                                                   losses, aggregation.per_token(); DeepSpeed's update
+       │◀ step report ──────────────────────── sums ──  Trained
+       │ PUBLISH       Leader._publish() ─ order ─▶    Worker.gather() whole parameters, a bucket at a time
+       │                 Publisher.publish()
+       │                   buckets ▶ open_group() ▶ fill() ▶ start_broadcast() ────────────────▶ │
+       │                   probe() the same tokens on both sides ◀────────────────────────── log-probs ────┤
+       │ every n steps Leader._save() ▶ saving: files of all ranks, committed by a rename
+
 What lives here
     ``algo``      losses, advantages, aggregation, mismatch: pure functions of tensors
     ``packing``   sequences to rows and micro-batches, and back to one flat order of tokens
