@@ -23,12 +23,12 @@ LATE_SECONDS = 30.0
 class Answer:
     """What came back from one member: the body of a yes, or what went wrong.
 
-    ``blameless``: it answered with a problem that may be another member's doing.
+    ``cleared``: it answered with an error that another member may have caused.
     """
 
     body: bytes | None = None
     error: str = ""
-    blameless: bool = False
+    cleared: bool = False
 
     @property
     def ok(self) -> bool:
@@ -122,6 +122,6 @@ class ActorControl:
                 problem = decode_problem(response)
                 answer = Answer(
                     error=f"POST {url}: {response.status_code} {problem.error}: {problem.message}",
-                    blameless=problem.error != "not-ready",  # that is its own server, gone
+                    cleared=problem.error != "not-ready",  # that is its own server, gone
                 )
         calls._arriving.put((member.member_id, answer))

@@ -4,13 +4,8 @@ A round: a group over the members (kept from the publish before when the set is 
 ``receive`` request to each while the buckets are broadcast; bucket n+1 is gathered, packed and summed
 while bucket n is on its way.
 
-What goes wrong, and what follows:
-
-- A member is to blame when it does not answer, says that its server is gone, or is the first to refuse
-  to join. It is failed at once, and the rest try again together.
-- One that answers with a problem may be well: when a peer dies in a broadcast, all lose it. So a round
-  in which nobody is to blame is repeated once; after a second one each member is tried in a group of
-  its own, so that one that breaks every group it is in fails nobody but itself.
+A member is the cause of a failed round when it does not answer, says that its server is gone, or is the first to refuse to
+join. What each answer decides is in :mod:`.rounds`.
 
 A publish is over after :attr:`Publisher.longest_seconds`, whatever its members do.
 """
@@ -31,6 +26,7 @@ from scalerl_trainer.publish.buckets import NamedTensors, fill
 from scalerl_trainer.publish.control import ActorControl, Answer, Calls
 from scalerl_trainer.publish.errors import GroupError
 from scalerl_trainer.publish.group import Backend, SenderGroup, Store, open_group
+from scalerl_trainer.publish.rounds import Rounds
 
 log = logging.getLogger(__name__)
 
@@ -111,41 +107,34 @@ class Publisher:
         deadline = time.monotonic() + self.longest_seconds
         buckets = lay_out(weights.manifest, self._settings.bucket_bytes)
         updated: dict[str, wire.WeightReceived] = {}
-        failed: list[str] = []
-        left = list(members)
-        clock = _Clock()
-        rounds = blameless = 0
-        while left:
-            rounds += 1
-            alone = blameless >= 2
-            before = len(failed)
-            again: list[wire.Member] = []
-            for group in [[member] for member in left] if alone else [left]:
+        by_id = {member.member_id: member for member in members}
+        rounds, clock = Rounds(tuple(by_id)), _Clock()
+        while groups := rounds.groups():
+            answers: dict[str, Answer] = {}
+            for group in groups:
                 clock = _Clock()
                 if time.monotonic() < deadline:
-                    answers = self._attempt(version, weights, buckets, group, deadline, clock)
+                    of = [by_id[member] for member in group]
+                    answers |= self._attempt(version, weights, buckets, of, deadline, clock)
                 else:
-                    answers = {m.member_id: Answer(error="the publish is out of time") for m in group}
-                for member in group:
-                    answer = answers[member.member_id]
-                    if answer.body is not None:
-                        updated[member.member_id] = _received(answer.body)
-                    elif answer.blameless and not alone:
-                        log.warning("version %d, %s, trying again: %s", version, member.name, answer.error)
-                        again.append(member)
-                    else:
-                        log.error("version %d, %s did not take it: %s", version, member.name, answer.error)
-                        failed.append(member.member_id)
-            blameless = 0 if len(failed) > before else blameless + 1
-            left = again
+                    answers |= {member: Answer(error="the publish is out of time") for member in group}
+            rounds = rounds.after(answers)
+            for member_id, answer in answers.items():
+                name = by_id[member_id].name
+                if answer.body is not None:
+                    updated[member_id] = _received(answer.body)
+                elif member_id in rounds.waiting:
+                    log.warning("version %d, %s, trying again: %s", version, name, answer.error)
+                else:
+                    log.error("version %d, %s did not take it: %s", version, name, answer.error)
         stats = _stats(list(updated.values()), clock, time.perf_counter() - started)
         stats |= {
-            "publish_rounds": float(rounds),
+            "publish_rounds": float(rounds.count),
             "publish_members": float(len(updated)),
-            "publish_failed_members": float(len(failed)),
+            "publish_failed_members": float(len(rounds.failed)),
             "publish_bytes": float(sum(bucket.payload_bytes for bucket in buckets)),
         }
-        return Outcome(version, list(updated), failed, stats)
+        return Outcome(version, list(updated), list(rounds.failed), stats)
 
     def _attempt(
         self,
@@ -204,15 +193,15 @@ class Publisher:
             )
         except GroupError as error:
             log.warning("%s", error)
-            # Whoever refused before the store was closed did so on its own account. Closing it ends the
+            # A member that refused before the store was closed is a cause. Closing it ends the
             # wait of those who have come to it; those on their way get the time to come first.
-            to_blame = {m for m, answer in calls.answers.items() if not answer.ok}
+            causes = {m for m, answer in calls.answers.items() if not answer.ok}
             time.sleep(GRACE_SECONDS)
             store.close()
             answers = _after_failure(calls)
             # Where somebody is gone, the others have lost their connection to it.
-            to_blame = {m for m, a in answers.items() if not (a.ok or a.blameless)} or to_blame
-            return {m: _without(a, str(error), m in to_blame) for m, a in answers.items()}
+            causes = {m for m, a in answers.items() if not (a.ok or a.cleared)} or causes
+            return {m: _without(a, str(error), m in causes) for m, a in answers.items()}
         answers = calls.wait()
         clock.open += time.perf_counter() - started
         if not all(answer.ok for answer in answers.values()):
@@ -322,11 +311,11 @@ def _after_failure(calls: Calls, busy_until: float = 0.0) -> dict[str, Answer]:
     return calls.wait()
 
 
-def _without(answer: Answer, reason: str, to_blame: bool) -> Answer:
-    """A member's answer to a join that came to nothing."""
-    if to_blame:
+def _without(answer: Answer, reason: str, is_cause: bool) -> Answer:
+    """A member's answer to a join that failed."""
+    if is_cause:
         return Answer(error=answer.error or reason)
-    return Answer(error=reason, blameless=True) if answer.ok else answer
+    return Answer(error=reason, cleared=True) if answer.ok else answer
 
 
 def _received(body: bytes) -> wire.WeightReceived:
