@@ -91,9 +91,10 @@ class AutoscalingSpec(Model):
     """New evaluations in a row that must agree before the run is stopped."""
     on_stop: Literal["Suspend", "Complete"] = "Suspend"
     """``Suspend`` can be taken back; the last checkpoint stays either way."""
-    on_broken: Literal["Hold", "Tell"] = "Hold"
+    on_broken: Literal["Hold", "Alert", "Tell"] = "Hold"
     """In ``Auto``, once ``stopAfter`` new evaluations in a row find the run broken: ``Hold`` suspends it after a
-    checkpoint, which can be taken back; ``Tell`` lets it go on."""
+    checkpoint, which can be taken back; ``Alert`` only reports it.
+    ``Tell`` is the earlier name of ``Alert``, read for one release."""
 
     @model_validator(mode="after")
     def _money_is_whole(self) -> Self:

@@ -44,6 +44,7 @@ def warnings_of(spec: RunSpec) -> list[SpecProblem]:
         *_of_storage(spec),
         *_of_pods(spec),
         *_of_unread_fields(spec),
+        *_of_renamed_values(spec),
     ]
 
 
@@ -67,6 +68,15 @@ def cluster_warnings_of(spec: RunSpec) -> list[SpecProblem]:
         *_of_trackers(spec),
         *_of_paths(paths, mounted),
     ]
+
+
+def _of_renamed_values(spec: RunSpec) -> Iterator[SpecProblem]:
+    if spec.autoscaling.on_broken == "Tell":
+        yield SpecProblem(
+            "spec.autoscaling.onBroken",
+            "Tell is now called Alert, and is read for one release",
+            "write Alert",
+        )
 
 
 def _of_trackers(spec: RunSpec) -> Iterator[SpecProblem]:

@@ -210,8 +210,8 @@ def test_an_alarm_that_stays_holds_the_run_and_is_given_again(bad: dict[str, Any
     looks = [seen(190, 0.5), *(seen(v, 0.5, **bad) for v in (200, 200, 210, 210, 220, 220, 230))]
     assert kinds(spec(), looks) == ["none"] * 5 + ["hold"] * 3
     assert kinds(spec(stopAfter=1), looks) == ["none", *["hold"] * 7]
-    assert kinds(spec(onBroken="Tell"), looks) == ["none"] * 8
-    assert states(chain(decide, spec(onBroken="Tell"), looks))[1:] == ["BROKEN"] * 7
+    assert kinds(spec(onBroken="Alert"), looks) == ["none"] * 8
+    assert states(chain(decide, spec(onBroken="Alert"), looks))[1:] == ["BROKEN"] * 7
     well = seen(215, 0.5, reward=0.56)
     assert set(kinds(spec(), [*looks[:5], well, *looks[5:]])) == {"none"}, (
         "what is well in between begins anew"
@@ -383,7 +383,7 @@ rules = st.builds(
     generators=st.sampled_from([None, {"min": 1, "max": 4}, {"min": 2, "max": 3}]),
     cooldownSeconds=st.sampled_from([1, 600]),
     stopAfter=st.sampled_from([1, 2, 3]),
-    onBroken=st.sampled_from(["Hold", "Hold", "Tell"]),
+    onBroken=st.sampled_from(["Hold", "Alert", "Tell"]),
     target=st.sampled_from([None, "0.7"]),
 )
 
