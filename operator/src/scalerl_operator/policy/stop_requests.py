@@ -21,11 +21,11 @@ def must_notify(wanted: str, given: str, revocable: Collection[str] = REVOCABLE)
 
     revocable: reasons that can be cancelled.
 
-    >>> has_to_be_told("maxSeconds", ""), has_to_be_told("", "maxSeconds"), has_to_be_told("", "maxSteps")
+    >>> must_notify("maxSeconds", ""), must_notify("", "maxSeconds"), must_notify("", "maxSteps")
     (True, True, False)
-    >>> has_to_be_told(INTERRUPTED, "maxSteps"), has_to_be_told("maxSeconds", "maxSteps")
+    >>> must_notify(INTERRUPTED, "maxSteps"), must_notify("maxSeconds", "maxSteps")
     (True, False)
-    >>> has_to_be_told("", "forecast"), has_to_be_told("", "forecast", ("forecast",))  # completed, suspended
+    >>> must_notify("", "forecast"), must_notify("", "forecast", ("forecast",))  # completed, suspended
     (False, True)
     """
     if wanted == given:
