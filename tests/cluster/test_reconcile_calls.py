@@ -21,7 +21,6 @@ from scalerl_operator.controller.preflight import TRIED_SECONDS
 from scalerl_operator.controller.reconcile import START_CHECK_SECONDS, Reconciler
 from scalerl_operator.controller.run_state import LONGEST_REPAIR_SECONDS
 from scalerl_operator.controller.scaling import RunScaling
-from scalerl_operator.kube import errors
 from scalerl_operator.names import QUEUE
 from scalerl_operator.policy.lifecycle import ASK_AGAIN_SECONDS, POLL_SECONDS
 
@@ -272,35 +271,71 @@ def update_trouble(ask: Any, verb: str, done: list[str]) -> Any:
     return asked
 
 
-async def test_the_autoscalers_number_is_written_before_the_generators_are_made(there: Stage) -> None:
-    await there.start(tiny(autoscaling={"mode": "Auto", "generators": {"min": 1, "max": 4}}))
+def one_that_says(there: Stage, word: Word) -> Reconciler:
+    return Reconciler(
+        there.api,
+        there.cache,
+        images=there.images,
+        operator_namespace="scalerl",
+        scaling=lambda run, uid: RunScaling(uid, lambda: Autoscaler(word)),
+        background=False,
+        clock=there.clock,
+    )
 
-    async def one_that_says(word: Word) -> None:
-        await there.reconciler.close()
-        there.reconciler = Reconciler(
-            there.api,
-            there.cache,
-            images=there.images,
-            operator_namespace="scalerl",
-            scaling=lambda run, uid: RunScaling(uid, lambda: Autoscaler(word)),
-            background=False,
-            clock=there.clock,
-        )
 
-    async def generators() -> tuple[int | None, int]:
-        run, [deployment] = await there.get("ScaleRLRun", "tiny-addition"), await there.all("Deployment")
-        assert run is not None
-        return run["status"]["generators"].get("chosen"), deployment["spec"]["replicas"]
+SCALED: dict[str, Any] = {"mode": "Auto", "generators": {"min": 1, "max": 4}}
 
-    await one_that_says(Word(known=True, generators=3))
-    there.writes_left = 1
-    with pytest.raises(errors.Fenced):
-        await there.look()
-    assert await generators() == (3, 1)
-    there.writes_left = None
-    await one_that_says(Word())
+
+async def replicas(there: Stage) -> tuple[int, int]:
+    """In the run's spec, and in the Deployment's."""
+    run, [deployment] = await there.get("ScaleRLRun", "tiny-addition"), await there.all("Deployment")
+    assert run is not None
+    return run["spec"]["generator"]["replicas"], deployment["spec"]["replicas"]
+
+
+async def test_autoscaler_patches_the_spec_once_a_decision(there: Stage) -> None:
+    """With a field manager of its own; a number that somebody sets afterwards stays until the next decision."""
+    await there.start(tiny(autoscaling=SCALED))
+    await there.reconciler.close()
+    there.reconciler = one_that_says(there, Word(known=True, generators=3, decision=7))
     await there.look()
-    assert await generators() == (3, 3), "one that starts anew and has yet to read its record"
+    await there.look()
+    assert await replicas(there) == (3, 3)
+    run = await there.get("ScaleRLRun", "tiny-addition")
+    assert run is not None
+    owner = [e for e in run["metadata"]["managedFields"] if e["manager"] == "scalerl-autoscaler"]
+    assert "f:replicas" in str(owner)
+    await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"generator": {"replicas": 2}}})
+    for _ in range(3):
+        await there.look()
+    assert await replicas(there) == (2, 2)
+    await there.reconciler.close()
+    there.reconciler = one_that_says(there, Word(known=True, generators=3, decision=7))
+    await there.look()
+    assert await replicas(there) == (2, 2), "an operator that starts later does not repeat the decision"
+    await there.reconciler.close()
+    there.reconciler = one_that_says(there, Word(known=True, generators=4, decision=9))
+    await there.look()
+    await there.look()
+    assert await replicas(there) == (4, 4)
+    assert run["status"]["trainer"]["attempt"] == 1
+
+
+@pytest.mark.parametrize(("base", "expected"), [(1, 3), (2, 1)], ids=["the autoscaler's", "a person's"])
+async def test_number_of_an_earlier_release_goes_into_the_spec(
+    there: Stage, base: int, expected: int
+) -> None:
+    """That release kept it in the status, and generators ran by it; no pod is drained by the upgrade."""
+    await there.start(tiny(autoscaling=SCALED))
+    status = {"status": {"generators": {"base": base, "chosen": 3}}}
+    await there.edit("ScaleRLRun", "tiny-addition", status, "status")
+    await there.fresh_operator()
+    for _ in range(3):
+        await there.look()
+    assert await replicas(there) == (expected, expected)
+    run = await there.get("ScaleRLRun", "tiny-addition")
+    assert run is not None
+    assert "chosen" not in run["status"]["generators"]
 
 
 class Autoscaler:

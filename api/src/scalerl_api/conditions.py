@@ -84,11 +84,6 @@ class ConditionType(_Explained):
         "The run goes on, nothing is stopped by its forecast, and generators are balanced. Wait for points, or see to the "
         "curve-fit service.",
     )
-    GENERATORS_PINNED = (
-        "GeneratorsPinned",
-        "Someone set the number of generators; the autoscaler leaves it alone.",
-        "Nothing, if it was meant; else set spec.generator.replicas to what it was before.",
-    )
     DEGRADED = (
         "Degraded",
         "The run goes on, but not as it should; the message says what is wrong.",
@@ -331,14 +326,6 @@ class Reason(_Explained):
         "Broken",
         "The curve, the truncation or the numbers went bad. See docs/autoscaling.md; the last good checkpoint is kept.",
     )
-
-    # GeneratorsPinned
-    SCALED_BY_SPEC = (
-        "ScaledBySpec",
-        "spec.generator.replicas was set while the autoscaler had chosen a number; it leaves the number alone. To hand "
-        "it back, set the value that stood there before.",
-    )
-    NOT_PINNED = "NotPinned", NOTHING_TO_DO
 
     # Degraded
     HEALTHY = "Healthy", NOTHING_TO_DO

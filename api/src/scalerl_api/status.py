@@ -62,9 +62,9 @@ class GeneratorsStatus(StatusModel):
     ready: Count = 0
     """Of those, how many work."""
     chosen: Count | None = None
-    """The autoscaler's number; it holds while spec.generator.replicas is ``base``."""
+    """Of an earlier release, read for one release: the autoscaler's number, while spec.generator.replicas was ``base``."""
     base: Count | None = None
-    """spec.generator.replicas when the autoscaler chose."""
+    """Of an earlier release: spec.generator.replicas when the autoscaler chose."""
 
 
 class TrainerStatus(StatusModel):

@@ -145,9 +145,7 @@ def problems(status: RunStatus) -> tuple[tuple[str, str], ...]:
 
 
 _BAD_IF_TRUE: Final = frozenset({ConditionType.DEGRADED, ConditionType.FAILED})
-_NEVER_BAD: Final = frozenset(
-    {ConditionType.COMPLETED, ConditionType.SUSPENDED, ConditionType.GENERATORS_PINNED}
-)
+_NEVER_BAD: Final = frozenset({ConditionType.COMPLETED, ConditionType.SUSPENDED})
 _FINE: Final = frozenset(
     {
         Reason.NOT_STARTED, Reason.RUN_SUSPENDED, Reason.RUN_COMPLETED, Reason.RUN_FAILED, Reason.NOT_RUNNING, Reason.PREPARED, Reason.READY,

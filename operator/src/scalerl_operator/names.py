@@ -18,6 +18,8 @@ from scalerl_api.spec import GROUP
 from scalerl_operator.workloads import Role
 
 FIELD_OWNER: Final = "scalerl-operator"
+AUTOSCALER: Final = "scalerl-autoscaler"
+"""Field manager of ``spec.generator.replicas``, as an HPA has its own."""
 
 RUN: Final = f"{GROUP}/run"
 """Label on every object of a run: the run's name (a long one shortened)."""
@@ -36,6 +38,8 @@ RENDERED_HASH: Final = f"{GROUP}/rendered"
 IMAGE: Final = f"{GROUP}/image"
 """Annotation of workloads: the operator's own image for the role when the run began; it counts while ``spec.images``
 names none."""
+SCALED_BY: Final = f"{GROUP}/scaled-by-decision"
+"""Annotation of a run: the number of the decision by which ``spec.generator.replicas`` was set last."""
 FINALIZER: Final = f"{GROUP}/drain"
 QUEUE: Final = "kueue.x-k8s.io/queue-name"
 QUEUE_LABELS: Final = (QUEUE, "kueue.x-k8s.io/priority-class")

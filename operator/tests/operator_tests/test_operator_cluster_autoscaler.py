@@ -25,7 +25,7 @@ from scalerl_operator.controller.autoscaler import ClusterAutoscaler, Word
 ONE = Generators(wanted=1, ready=1)
 
 
-class AutoscalerReport:
+class Stepped:
     """A steering with its coordinator, its clock and its wakes in hand."""
 
     def __init__(self, url: str, api: DecisionService | None = None, **autoscaling: Any) -> None:
@@ -81,16 +81,16 @@ class AutoscalerReport:
 
 
 async def test_a_flat_run_is_stopped_and_says_why(url: str) -> None:
-    autoscaler_report, curve = AutoscalerReport(url), flat_curve()
-    first = autoscaler_report.look(curve[:39])
+    stepped, curve = Stepped(url), flat_curve()
+    first = stepped.look(curve[:39])
     assert (first.known, first.stop, first.decisions) == (False, False, ())
-    early = await autoscaler_report.settled(curve[:5])
+    early = await stepped.settled(curve[:5])
     assert (early.ready, early.reason, early.state) == (False, Reason.TOO_FEW_POINTS, "INSUFFICIENT")
-    await autoscaler_report.settled(curve[:40])
-    assert not autoscaler_report.look(curve[:40]).stop
-    word = await autoscaler_report.settled(curve)
+    await stepped.settled(curve[:40])
+    assert not stepped.look(curve[:40]).stop
+    word = await stepped.settled(curve)
     assert word.event.startswith("STOP: P(gain at 2× the compute > 0.02)")
-    word = autoscaler_report.look(curve)
+    word = stepped.look(curve)
     assert (word.stop, word.hold, word.state, word.event) == (True, False, "STOP", "")
     assert (word.ready, word.reason) == (True, Reason.FORECASTING)
     assert word.forecast is not None
@@ -98,17 +98,17 @@ async def test_a_flat_run_is_stopped_and_says_why(url: str) -> None:
     assert word.forecast.count("-") == 1
     assert [d.sequence for d in word.decisions] == [0, 1, 2]
     assert (word.decisions[-1].action, word.decisions[-1].time) == ("stop", "2023-11-14T22:13:20Z")
-    assert verify(autoscaler_report.api.content())[1] == []
+    assert verify(stepped.api.content())[1] == []
 
 
 async def test_an_operator_that_starts_anew_knows_as_much(url: str) -> None:
-    autoscaler_report, curve = AutoscalerReport(url), flat_curve()
+    stepped, curve = Stepped(url), flat_curve()
     for count in (40, 41):
-        await autoscaler_report.settled(curve[:count])
-    before = autoscaler_report.look(curve)
+        await stepped.settled(curve[:count])
+    before = stepped.look(curve)
     assert before.stop
-    autoscaler_report.steering.close()
-    again = AutoscalerReport(url, autoscaler_report.api)
+    stepped.steering.close()
+    again = Stepped(url, stepped.api)
     again.look(curve, stop_reason=FORECAST)
     await asyncio.wait_for(again.woken.wait(), 120)
     assert again.look(curve, stop_reason=FORECAST) == before
@@ -116,39 +116,39 @@ async def test_an_operator_that_starts_anew_knows_as_much(url: str) -> None:
 
 
 async def test_a_stop_of_a_release_without_a_field_stands(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    autoscaler_report, curve = AutoscalerReport(url), flat_curve()
+    stepped, curve = Stepped(url), flat_curve()
     with monkeypatch.context() as before:
         old = {
             name: value
-            for name, value in as_recorded(autoscaler_report.run.spec.autoscaling).items()
+            for name, value in as_recorded(stepped.run.spec.autoscaling).items()
             if name != "prior"
         }
         before.setattr(decision_log, "as_recorded", lambda spec: old)
         for count in (40, 41):
-            await autoscaler_report.settled(curve[:count])
-    autoscaler_report.steering.close()
-    again = AutoscalerReport(url, autoscaler_report.api)
+            await stepped.settled(curve[:count])
+    stepped.steering.close()
+    again = Stepped(url, stepped.api)
     again.look(curve, stop_reason=FORECAST)
     await asyncio.wait_for(again.woken.wait(), 120)
     assert again.look(curve, stop_reason=FORECAST).stop
-    other = AutoscalerReport(url, autoscaler_report.api, prior="None")
+    other = Stepped(url, stepped.api, prior="None")
     other.look(curve, stop_reason=FORECAST)
     await asyncio.wait_for(other.woken.wait(), 120)
     assert not other.look(curve, stop_reason=FORECAST).stop, "made with another prior"
 
 
 async def test_a_stop_that_is_taken_back_stays_back(url: str) -> None:
-    autoscaler_report, curve = AutoscalerReport(url), flat_curve()
+    stepped, curve = Stepped(url), flat_curve()
     for count in (40, 41):
-        await autoscaler_report.settled(curve[:count])
+        await stepped.settled(curve[:count])
     # Also by an operator that had nothing to do with the stop.
-    for one in (autoscaler_report, AutoscalerReport(url, autoscaler_report.api)):
+    for one in (stepped, Stepped(url, stepped.api)):
         assert one.look(curve, resumed=True, stop_reason=FORECAST).stop is False
         await one.settled(curve, resumed=True, stop_reason=FORECAST)
         assert one.look(curve, resumed=True, stop_reason=FORECAST).stop is False
-    autoscaler_report.steering.close()
+    stepped.steering.close()
     assert not (await one.settled(curve)).stop, "the coordinator knows"
-    lines, _ = verify(autoscaler_report.api.content())
+    lines, _ = verify(stepped.api.content())
     assert (lines[-1].observation.resumed, lines[-1].decision.history.streak) == (True, 0)
     longer = evaluations([p.reward for p in curve] + [0.61, 0.61])
     assert not (await one.settled(longer[:42])).stop
@@ -157,9 +157,9 @@ async def test_a_stop_that_is_taken_back_stays_back(url: str) -> None:
 
 
 async def test_a_broken_run_is_held(url: str) -> None:
-    autoscaler_report = AutoscalerReport(url)
+    stepped = Stepped(url)
     curve = flat_curve()[:30]
-    await autoscaler_report.settled(curve)
+    await stepped.settled(curve)
     cut = evaluations([p.reward for p in curve] + [0.6] * 3)
     cut = [
         *curve,
@@ -168,34 +168,34 @@ async def test_a_broken_run_is_held(url: str) -> None:
             for p in cut[30:]
         ),
     ]
-    word = await autoscaler_report.settled(cut[:31])
+    word = await stepped.settled(cut[:31])
     assert (word.reason, word.alarming, word.event[:7]) == (Reason.BROKEN, True, "BROKEN:")
-    await autoscaler_report.settled(cut[:32])
-    word = autoscaler_report.look(cut[:32])
+    await stepped.settled(cut[:32])
+    word = stepped.look(cut[:32])
     assert (word.stop, word.hold, word.decisions[-1].action) == (False, True, "hold")
 
 
 async def test_another_spec_is_another_question(url: str) -> None:
     """What was decided under the old one is not acted on under the new, nor by whom may not act."""
-    autoscaler_report, curve = AutoscalerReport(url), flat_curve()
+    stepped, curve = Stepped(url), flat_curve()
     for count in (40, 41):
-        await autoscaler_report.settled(curve[:count])
-    assert autoscaler_report.look(curve).stop
+        await stepped.settled(curve[:count])
+    assert stepped.look(curve).stop
     for rules in ({"minGain": "0.001"}, {"mode": "Advisory"}, {"mode": "Off"}):
-        autoscaler_report.run = AutoscalerReport.as_run(**rules)
-        assert not autoscaler_report.look(curve).stop
-    autoscaler_report.run = AutoscalerReport.as_run(mode="Off")
-    assert autoscaler_report.look(curve) == Word()
+        stepped.run = Stepped.as_run(**rules)
+        assert not stepped.look(curve).stop
+    stepped.run = Stepped.as_run(mode="Off")
+    assert stepped.look(curve) == Word()
 
 
 @pytest.mark.parametrize("mode", ["Auto", "Advisory"])
 async def test_a_number_that_was_chosen_is_handed_out_until_the_next_decision(url: str, mode: str) -> None:
-    autoscaler_report = AutoscalerReport(url, mode=mode, generators={"max": 2}, cooldownSeconds=60)
+    stepped = Stepped(url, mode=mode, generators={"max": 2}, cooldownSeconds=60)
     curve, generators = flat_curve()[:12], ONE
     seen: list[tuple[int, int | None]] = []
     for second in range(0, 140, 5):
         wall = 2000.0 + second
-        word = await autoscaler_report.settled(
+        word = await stepped.settled(
             curve,
             generators,
             wall_seconds=wall,
@@ -209,9 +209,7 @@ async def test_a_number_that_was_chosen_is_handed_out_until_the_next_decision(ur
             seen.append((second, word.generators))
             assert word.event.startswith("1 → 2 generators: the trainer waits")
             # Before anything else is decided: the one who has to act on it may die first.
-            again = AutoscalerReport(
-                url, autoscaler_report.api, mode=mode, generators={"max": 2}, cooldownSeconds=60
-            )
+            again = Stepped(url, stepped.api, mode=mode, generators={"max": 2}, cooldownSeconds=60)
             again.look(curve)
             await asyncio.wait_for(again.woken.wait(), 120)
             assert again.look(curve).generators == 2
@@ -219,7 +217,7 @@ async def test_a_number_that_was_chosen_is_handed_out_until_the_next_decision(ur
             again.steering.close()
             generators = Generators(wanted=2, ready=2)
     assert seen == ([(60, 2)] if mode == "Auto" else [])
-    lines, _ = verify(autoscaler_report.api.content())
+    lines, _ = verify(stepped.api.content())
     assert [line.decision.action.kind for line in lines].count("scale") >= 1
     assert lines[-1].observation.generators == generators
 
@@ -236,24 +234,24 @@ async def test_a_slow_sidecar_holds_nothing_up(serve: Any) -> None:
 
     application = web.Application(client_max_size=wire.MAX_BODY_BYTES)
     application.router.add_post(wire.FORECAST, answer)
-    autoscaler_report = AutoscalerReport(await serve(application))
-    autoscaler_report.look([])
-    await autoscaler_report.woken.wait()
+    stepped = Stepped(await serve(application))
+    stepped.look([])
+    await stepped.woken.wait()
     for _ in range(20):
-        word = autoscaler_report.look(flat_curve())
+        word = stepped.look(flat_curve())
         assert not word.stop
         await asyncio.sleep(0.005)
     assert asked == 1
     gate.set()
-    word = await autoscaler_report.settled(flat_curve())
+    word = await stepped.settled(flat_curve())
     assert (word.ready, word.reason) == (False, Reason.SIDECAR_UNREACHABLE)
     assert "after 2 attempts" in word.message
-    autoscaler_report.steering.close()
+    stepped.steering.close()
 
 
 async def test_without_a_sidecar_nothing_is_stopped_and_it_is_said(url: str) -> None:
-    autoscaler_report = AutoscalerReport(f"http://127.0.0.1:{unused_port()}")
-    word = await autoscaler_report.settled(flat_curve())
+    stepped = Stepped(f"http://127.0.0.1:{unused_port()}")
+    word = await stepped.settled(flat_curve())
     assert (word.stop, word.ready, word.reason, word.forecast) == (
         False,
         False,
@@ -264,64 +262,64 @@ async def test_without_a_sidecar_nothing_is_stopped_and_it_is_said(url: str) -> 
 
 async def test_a_record_that_cannot_be_read_is_said_and_read_later(url: str) -> None:
     api = DecisionService([DOWN, DOWN])
-    autoscaler_report = AutoscalerReport(url, api)
+    stepped = Stepped(url, api)
     for _ in range(2):
-        autoscaler_report.look(flat_curve())
-        await autoscaler_report.woken.wait()
-        word = autoscaler_report.look(flat_curve())
+        stepped.look(flat_curve())
+        await stepped.woken.wait()
+        word = stepped.look(flat_curve())
         assert (word.known, word.reason) == (False, Reason.NOT_RECORDED)
         assert "decisions.jsonl of team/test cannot be read" in word.message
-        assert autoscaler_report.steering._task is None, "not before its time"
-        autoscaler_report.woken.clear()
-        autoscaler_report.now += 2 * FIRST_RETRY_SECONDS
-    assert (await autoscaler_report.settled(flat_curve())).known
+        assert stepped.steering._task is None, "not before its time"
+        stepped.woken.clear()
+        stepped.now += 2 * FIRST_RETRY_SECONDS
+    assert (await stepped.settled(flat_curve())).known
 
 
 @pytest.mark.parametrize("fate", [DOWN, LOST])
 async def test_a_decision_that_cannot_be_written_is_not_acted_on(url: str, fate: str) -> None:
     """Or rather: only what is in the record is, whatever the answer was."""
-    autoscaler_report, curve = AutoscalerReport(url), flat_curve()
-    await autoscaler_report.settled(curve[:40])
-    autoscaler_report.api.fate = [fate]
-    word = await autoscaler_report.settled(curve)
-    word = autoscaler_report.look(curve)
+    stepped, curve = Stepped(url), flat_curve()
+    await stepped.settled(curve[:40])
+    stepped.api.fate = [fate]
+    word = await stepped.settled(curve)
+    word = stepped.look(curve)
     assert (word.ready, word.reason) == (False, Reason.NOT_RECORDED)
     assert word.stop == (fate == LOST)
-    autoscaler_report.now += FIRST_RETRY_SECONDS
-    await autoscaler_report.settled(curve)
-    word = autoscaler_report.look(curve)
+    stepped.now += FIRST_RETRY_SECONDS
+    await stepped.settled(curve)
+    word = stepped.look(curve)
     assert (word.stop, word.ready) == (True, True)
-    assert verify(autoscaler_report.api.content())[1] == []
+    assert verify(stepped.api.content())[1] == []
 
 
 async def test_a_fault_of_its_own_is_said_and_the_run_goes_on(
     url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    autoscaler_report, curve = AutoscalerReport(url), flat_curve()
+    stepped, curve = Stepped(url), flat_curve()
 
     async def fail(*_: object) -> None:
         raise ZeroDivisionError("so")
 
     with monkeypatch.context() as patched:
         patched.setattr(Autoscaler, "step", fail)
-        word = await autoscaler_report.settled(curve[:12])
-        word = autoscaler_report.look(curve[:12])
+        word = await stepped.settled(curve[:12])
+        word = stepped.look(curve[:12])
     assert (word.stop, word.reason, word.message) == (
         False,
         Reason.AUTOSCALER_FAILED,
         "ZeroDivisionError: so",
     )
     assert "team/test: the autoscaler failed" in caplog.text
-    autoscaler_report.now += FIRST_RETRY_SECONDS
-    assert (await autoscaler_report.settled(curve[:12])).state is not None
+    stepped.now += FIRST_RETRY_SECONDS
+    assert (await stepped.settled(curve[:12])).state is not None
 
 
 async def test_closing_ends_what_is_under_way(url: str) -> None:
-    autoscaler_report = AutoscalerReport(url)
-    autoscaler_report.look(flat_curve())
-    task = autoscaler_report.steering._task
+    stepped = Stepped(url)
+    stepped.look(flat_curve())
+    task = stepped.steering._task
     assert task is not None
-    autoscaler_report.steering.close()
+    stepped.steering.close()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert not autoscaler_report.woken.is_set()
+    assert not stepped.woken.is_set()

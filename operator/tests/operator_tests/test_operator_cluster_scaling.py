@@ -10,7 +10,7 @@ from operator_tests.scaling import run as local_run
 from operator_tests.scaling import status as coordinator_report
 from scalerl_api.conditions import Reason
 from scalerl_api.spec import ScaleRLRun
-from scalerl_api.status import DecisionStatus, GeneratorsStatus, RunStatus
+from scalerl_api.status import DecisionStatus, RunStatus
 from scalerl_api.wire import BROKEN, FORECAST
 from scalerl_operator.controller.autoscaler import Word
 from scalerl_operator.controller.scaling import RunScaling
@@ -48,31 +48,13 @@ def auto() -> ScaleRLRun:
     return ScaleRLRun.model_validate(manifest)
 
 
-def test_what_is_chosen_holds_until_a_person_says_otherwise(auto: ScaleRLRun) -> None:
+def test_report_has_the_number_of_the_last_decision(auto: ScaleRLRun) -> None:
     steersman = Steersman()
     scaling = RunScaling("u", lambda: steersman)
-    steersman.word = Word(known=True, generators=3)
-    autoscaler_report = scaling.steer(auto, RunStatus(), coordinator_report([]), 1, resumed=False)
-    assert (
-        autoscaler_report.replicas,
-        autoscaler_report.base,
-        autoscaler_report.chosen,
-        autoscaler_report.pinned,
-    ) == (3, 1, 3, False)
-    before = RunStatus(generators=GeneratorsStatus(base=1, chosen=3))
-    steersman.word = Word(known=True)
-    assert scaling.steer(auto, before, coordinator_report([]), 3, resumed=True).replicas == 3
-    assert steersman.seen[-1][0].wanted == 3
-    assert steersman.seen[-1][1] is True
-    theirs = auto.model_copy(
-        update={
-            "spec": auto.spec.model_copy(
-                update={"generator": auto.spec.generator.model_copy(update={"replicas": 2})}
-            )
-        }
-    )
-    autoscaler_report = scaling.steer(theirs, before, coordinator_report([]), 3, resumed=False)
-    assert (autoscaler_report.replicas, autoscaler_report.pinned) == (2, True)
+    steersman.word = Word(known=True, generators=3, decision=7)
+    report = scaling.steer(auto, coordinator_report([]), 1, resumed=True)
+    assert (report.generators, report.decision) == (3, 7)
+    assert (steersman.seen[-1][0].wanted, steersman.seen[-1][1]) == (1, True)
 
 
 @pytest.mark.parametrize(
@@ -83,10 +65,10 @@ def test_why_a_run_is_to_end(auto: ScaleRLRun, word: Word, reason: str) -> None:
     steersman = Steersman()
     steersman.word = word
     scaling = RunScaling("u", lambda: steersman)
-    scaling.steer(auto, RunStatus(), coordinator_report([]), 1, resumed=False)
+    scaling.steer(auto, coordinator_report([]), 1, resumed=False)
     assert scaling.stop == reason
     off = auto.model_copy(update={"spec": local_run({"mode": "Off"})})
-    scaling.steer(off, RunStatus(), coordinator_report([]), 1, resumed=False)
+    scaling.steer(off, coordinator_report([]), 1, resumed=False)
     assert scaling.stop == "", "nobody may act any more"
 
 
@@ -96,7 +78,7 @@ def test_each_decision_is_counted_once_and_no_earlier_operators(auto: ScaleRLRun
 
     def look(word: Word) -> None:
         steersman.word = word
-        scaling.steer(auto, RunStatus(), coordinator_report([]), 1, resumed=False)
+        scaling.steer(auto, coordinator_report([]), 1, resumed=False)
 
     look(Word())
     look(Word(known=True, decisions=decisions("INSUFFICIENT", "CONTINUE")))
@@ -112,10 +94,10 @@ def test_the_status_stays_as_it_was_until_the_record_is_read(auto: ScaleRLRun) -
     before = RunStatus(
         forecast="0.50 (0.40-0.60)", decision="CONTINUE", decisions=list(decisions("CONTINUE"))
     )
-    scaling.steer(auto, before, coordinator_report([]), 1, resumed=False)
+    scaling.steer(auto, coordinator_report([]), 1, resumed=False)
     assert scaling.decorate(before) == before
     steersman.word = Word(known=True, state="STOP", forecast=None, ready=True, reason=Reason.FORECASTING)
-    scaling.steer(auto, before, coordinator_report([]), 1, resumed=False)
+    scaling.steer(auto, coordinator_report([]), 1, resumed=False)
     assert (scaling.decorate(before).decision, scaling.decorate(before).forecast) == ("STOP", None)
     scaling.close()
     assert steersman.closed

@@ -65,7 +65,7 @@ def conditions(
         found or observed(),
         decision,
         coordinator_report,
-        AutoscalerReport(1),
+        AutoscalerReport(),
         queue_missing=queue_missing,
     )
     return {c.type: c for c in report(run, before or RunStatus(), looked).conditions}

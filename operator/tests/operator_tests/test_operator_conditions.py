@@ -96,7 +96,7 @@ def test_the_memory_of_a_look_is_found_by_the_next_whatever_was_there_before(
     for memory in (first, second):
         before = RunStatus.model_validate(stored)
         looked = ReconcileResult(
-            1e9, 1, None, None, None, LifecycleDecision(Phase.RUNNING, memory), None, AutoscalerReport(1)
+            1e9, 1, None, None, None, LifecycleDecision(Phase.RUNNING, memory), None, AutoscalerReport()
         )
         new = report(None, before, looked).to_object()
         stored = merged(stored, merge_patch(stored, new))
@@ -114,35 +114,16 @@ def test_how_a_run_ended_is_remembered_also_in_words_of_a_later_release(end: End
         memory = remembered(before)
         assert memory.outcome == Outcome(end, Reason.OTHER_RELEASE, "ProphecyFulfilled: as foretold")
         looked = ReconcileResult(
-            1e9, 1, None, None, None, LifecycleDecision(Phase(end.value), memory), None, AutoscalerReport(1)
+            1e9, 1, None, None, None, LifecycleDecision(Phase(end.value), memory), None, AutoscalerReport()
         )
         stored = report(None, before, looked).to_object()
-
-
-@pytest.mark.parametrize(
-    ("autoscaler_report", "told"),
-    [
-        (AutoscalerReport(3, 1, 3), "the autoscaler chose 3; spec.generator.replicas says 1"),
-        (AutoscalerReport(2, 2, 2), "Nothing to do."),
-        (AutoscalerReport(2), "Nothing to do."),
-    ],
-)
-def test_a_number_that_the_autoscaler_chose_is_told_beside_the_specs(
-    autoscaler_report: AutoscalerReport, told: str
-) -> None:
-    looked = ReconcileResult(
-        1e9, 1, None, None, None, LifecycleDecision(Phase.RUNNING, Memory()), None, autoscaler_report
-    )
-    condition = report(RUN, RunStatus(), looked).condition("GeneratorsPinned")
-    assert condition is not None
-    assert (condition.status, condition.message) == ("False", told)
 
 
 @pytest.mark.parametrize("phase", Phase)
 def test_every_condition_says_what_is_so_or_what_to_do(phase: Phase) -> None:
     coordinator_report = msgspec.structs.replace(QUIET, step=0, waiting_for="the trainer to say hello")
     looked = ReconcileResult(
-        1e9, 1, None, None, None, LifecycleDecision(phase, Memory()), coordinator_report, AutoscalerReport(1)
+        1e9, 1, None, None, None, LifecycleDecision(phase, Memory()), coordinator_report, AutoscalerReport()
     )
     status = report(RUN, RunStatus(), looked)
     assert [c.type for c in status.conditions] == list(ConditionType)
@@ -167,7 +148,7 @@ def test_a_coordinator_that_does_not_listen_is_told_from_one_that_is_not_reached
     status = report(
         RUN,
         RunStatus(),
-        ReconcileResult(1e9, 1, None, None, observed, decision, None, AutoscalerReport(1), refused),
+        ReconcileResult(1e9, 1, None, None, observed, decision, None, AutoscalerReport(), refused),
     )
     for type_ in (ConditionType.COORDINATOR_READY, ConditionType.PROGRESSING):
         condition = status.condition(type_)

@@ -69,7 +69,7 @@ class Looks:
         observed = observe({}, UID, {Role.PREPARE: "", Role.TRAINER: ""})
         decision = LifecycleDecision(phase, Memory(attempt=1))
         word = None if silent else self.coordinator_report
-        looked = ReconcileResult(1e9 + at, 1, None, None, observed, decision, word, AutoscalerReport(1))
+        looked = ReconcileResult(1e9 + at, 1, None, None, observed, decision, word, AutoscalerReport())
         before = RunStatus.model_validate(self.stored)
         self.after = report(RUN, before, looked)
         self.quiet = waits_for_progress_only(before, self.after)

@@ -185,7 +185,7 @@ def test_a_job_is_not_judged_before_its_pods_have_said_why(
 def stored(memory: Memory, now: float) -> Memory:
     """As the next look finds it."""
     looked = ReconcileResult(
-        now, 1, None, None, None, LifecycleDecision(Phase.RUNNING, memory), None, AutoscalerReport(1)
+        now, 1, None, None, None, LifecycleDecision(Phase.RUNNING, memory), None, AutoscalerReport()
     )
     return remembered(report(None, RunStatus(), looked))
 
@@ -305,7 +305,7 @@ def test_on_what_the_next_attempt_waits_is_said() -> None:
             seen(leaving),
             LifecycleDecision(Phase.RUNNING, memory),
             None,
-            AutoscalerReport(1),
+            AutoscalerReport(),
         )
         condition = report(RUN, RunStatus(), looked).condition("TrainerReady")
         assert condition is not None

@@ -227,14 +227,14 @@ async def test_the_operator_asks_with_the_runs_of_its_cache(url: str) -> None:
     settings = Settings(images=Images("trainer:1", "generator:1", "coordinator:1"), sidecar_url=url)
     parts = Parts(settings, cast(Any, api), there.cache, Metrics(), lambda key: woken.set())
     async with reconciler(parts) as reconcile:
-        autoscaler_report = cluster_run(autoscaling={"mode": "Advisory"}, budget={"maxSeconds": 1_000_000})
+        run = cluster_run(autoscaling={"mode": "Advisory"}, budget={"maxSeconds": 1_000_000})
         made = cast(Any, reconcile).__self__
         await made.coordinators.close()
         made.coordinators = api
-        scaling = made._make_scaling(autoscaler_report, UID)
+        scaling = made._make_scaling(run, UID)
         for _ in ("opens the record", "asks"):
             woken.clear()
-            scaling.steer(autoscaler_report, RunStatus(), status(curve), 1, resumed=False)
+            scaling.steer(run, status(curve), 1, resumed=False)
             await asyncio.wait_for(woken.wait(), 120)
         scaling.close()
     (line,), differences = verify(api.content())

@@ -38,8 +38,6 @@ def said(type_: ConditionType, value: bool, reason: Reason) -> Condition:
         (ConditionType.FORECAST_READY, False, Reason.TOO_FEW_POINTS, False),
         (ConditionType.FORECAST_READY, False, Reason.SIDECAR_UNREACHABLE, True),
         (ConditionType.FORECAST_READY, False, Reason.BROKEN, True),
-        (ConditionType.GENERATORS_PINNED, True, Reason.SCALED_BY_SPEC, False),
-        (ConditionType.GENERATORS_PINNED, False, Reason.NOT_PINNED, False),
         (ConditionType.DEGRADED, False, Reason.HEALTHY, False),
         (ConditionType.DEGRADED, True, Reason.CHECKPOINT_FAILED, True),
         (ConditionType.SUSPENDED, True, Reason.SUSPENDED_BY_SPEC, False),

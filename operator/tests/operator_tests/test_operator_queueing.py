@@ -158,7 +158,7 @@ def nothing() -> RunObservation:
 
 def said(observed: RunObservation, phase: Phase, before: RunStatus, type_: ConditionType) -> tuple[str, str]:
     decision = LifecycleDecision(phase, Memory(attempt=1))
-    looked = ReconcileResult(1e9, 1, None, None, observed, decision, QUIET, AutoscalerReport(1))
+    looked = ReconcileResult(1e9, 1, None, None, observed, decision, QUIET, AutoscalerReport())
     condition = report(cluster_run(labels={QUEUE: "team"}), before, looked).condition(type_)
     assert condition is not None
     return condition.status, condition.reason

@@ -47,7 +47,7 @@ class Word:
 
     known: the record was read; until then the status keeps what it says.
     stop, hold: the run is to end because going on does not pay, or because it is broken. Never both.
-    generators: the number that was chosen last, until the next decision; None: nothing new.
+    generators: the number that the last decision set; None: it set none. decision: that decision's number.
     decisions: the last few, newest last. state: of the newest. forecast: reward at the horizon with its 90 % interval.
     ready, reason, message: of the condition ForecastReady.
     event: what a person should hear of, once; empty mostly. alarming: it is nothing good.
@@ -57,6 +57,7 @@ class Word:
     stop: bool = False
     hold: bool = False
     generators: int | None = None
+    decision: int = -1
     decisions: tuple[DecisionStatus, ...] = ()
     state: str | None = None
     forecast: str | None = None
@@ -220,6 +221,7 @@ class ClusterAutoscaler:
             generators=known.last.decision.action.generators
             if known.last is not None and _acted_on(spec, known.last)
             else None,
+            decision=-1 if known.last is None else known.last.sequence,
             decisions=tuple(shown(brief) for brief in known.recent),
             state=known.recent[-1].state.value if known.recent else None,
             forecast=_forecast(looked),

@@ -16,7 +16,6 @@ _LOUD: Final[dict[tuple[str, str], Literal["Normal", "Warning"]]] = {
     (ConditionType.ACCEPTED, "True"): "Normal",
     (ConditionType.ADMITTED, "False"): "Normal",
     (ConditionType.PREPARED, "True"): "Normal",
-    (ConditionType.GENERATORS_PINNED, "True"): "Normal",
     (ConditionType.COMPLETED, "True"): "Normal",
     (ConditionType.SUSPENDED, "True"): "Normal",
 }

@@ -20,7 +20,6 @@ from scalerl_api.load import SpecError, accepted_run, run_from_object
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import Status
-from scalerl_operator.autoscaling import replicas
 from scalerl_operator.build import render
 from scalerl_operator.build.shared import spec_hash
 from scalerl_operator.controller.accepted_spec import continues_with_accepted, kept, last_accepted, with_spec
@@ -44,12 +43,12 @@ from scalerl_operator.controller.status import (
     report,
     understood,
 )
-from scalerl_operator.controller.upgrade import adopt_spec_hashes
+from scalerl_operator.controller.upgrade import adopt_spec_hashes, number_of_earlier_release
 from scalerl_operator.controller.volume import Volume, abandons, observe_volume, without_steps
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.types import Desired, Images, Object
-from scalerl_operator.names import ABANDON, FINALIZER, QUEUE, selector
+from scalerl_operator.names import ABANDON, FINALIZER, QUEUE, SCALED_BY, selector
 from scalerl_operator.policy import lifecycle
 from scalerl_operator.policy.budget import Usage
 from scalerl_operator.policy.decision import CoordinatorReport, JobState, LifecycleDecision, LifecycleInput
@@ -160,6 +159,9 @@ class Reconciler:
             invalid, run = continues_with_accepted(invalid), accepted_run(with_spec(obj, spec))
         if not is_deleted(obj) and FINALIZER not in context.finalizers:
             await self._run.hold(context)
+        if invalid is None and (number := number_of_earlier_release(run, context)) is not None:
+            await self._run.scale(context, number, decision=-1)
+            return 0.0
         return await self._reconcile_run(run, context, spec, invalid)
 
     # --- observe ----------------------------------------------------------------------------------
@@ -211,9 +213,10 @@ class Reconciler:
             if not answer.known:
                 return LATEST_ANSWER_SECONDS
             coordinator_report = answer.status
-            autoscaler_report = AutoscalerReport(context.before.generators.replicas)
             decision = lifecycle.decide_deletion(
-                self._lifecycle_input(context, observed, coordinator_report, autoscaler_report),
+                self._lifecycle_input(
+                    context, observed, coordinator_report, context.before.generators.replicas
+                ),
                 context.memory,
             )
             if decision.release:
@@ -233,7 +236,7 @@ class Reconciler:
                 None,
                 decision,
                 coordinator_report,
-                AutoscalerReport(0),
+                AutoscalerReport(),
             ),
         )
         return decision.again_seconds
@@ -257,7 +260,7 @@ class Reconciler:
         decision = lifecycle.decide(
             run.spec,
             self._lifecycle_input(
-                context, observed, coordinator_report, autoscaler_report, suspend=run.spec.suspend
+                context, observed, coordinator_report, run.spec.generator.replicas, suspend=run.spec.suspend
             ),
             context.memory,
         )
@@ -295,7 +298,7 @@ class Reconciler:
             volume=volume.problem or not_enlarged(context),
         )
         if missing is None:
-            if not context.status_has(decision, autoscaler_report, spec):
+            if not context.status_has(decision, spec):
                 context = await self._record_decision(run, context, result)
             blocked = await self._apply(run, context, observed, plan, coordinator_report, gone=volume.gone)
             volume_problem = volume.problem or not_enlarged(context)
@@ -306,6 +309,10 @@ class Reconciler:
         put_off = await self._report(run, context, result)
         if decision.set_suspend and missing is None:
             await self._run.suspend(context)
+        elif missing is None and invalid is None and _scales(run, context, autoscaler_report):
+            assert autoscaler_report.generators is not None
+            await self._run.scale(context, autoscaler_report.generators, autoscaler_report.decision)
+            return 0.0  # our own write wakes no run
         repair = context.state.next_repair_seconds(context.unix_seconds)
         if decision.memory.outcome is not None:
             return _soonest(await self._run.expire(run, context), repair)
@@ -346,7 +353,7 @@ class Reconciler:
         context: RunContext,
         observed: RunObservation,
         coordinator_report: Status | None,
-        autoscaler_report: AutoscalerReport,
+        generators: int,
         *,
         suspend: bool = False,
     ) -> LifecycleInput:
@@ -369,7 +376,7 @@ class Reconciler:
             coordinator=observed.service(Role.COORDINATOR),
             coordinator_report=word,
             stop=scaling.stop if scaling is not None else "",
-            generators_wanted=autoscaler_report.replicas,
+            generators_wanted=generators,
         )
 
     def _autoscaler_report(
@@ -386,19 +393,14 @@ class Reconciler:
         if scaling is None:
             scaling = self._scalings[context.uid] = self._make_scaling(run, context.uid)
         ready = observed.service(Role.GENERATOR).ready
-        return scaling.steer(run, context.before, coordinator_report, ready, resumed=context.memory.resumed)
+        return scaling.steer(run, coordinator_report, ready, resumed=context.memory.resumed)
 
     def _last_autoscaler_report(self, run: ScaleRLRun, context: RunContext) -> AutoscalerReport:
-        before = context.before.generators
-        kept = replicas.decide(
-            run.spec.generator.replicas, run.spec.autoscaling, base=before.base, chosen=before.chosen
-        )
-        autoscaler_report = AutoscalerReport(kept.wanted, kept.base, kept.chosen, pinned=kept.pinned)
         said = context.before.condition(ConditionType.FORECAST_READY)
         if said is None or run.spec.autoscaling.mode == "Off":
-            return autoscaler_report
+            return AutoscalerReport()
         reason, message = understood(said)
-        return replace(autoscaler_report, ready=said.status == "True", reason=reason, message=message)
+        return AutoscalerReport(ready=said.status == "True", reason=reason, message=message)
 
     # --- render, apply ----------------------------------------------------------------------------
 
@@ -555,6 +557,15 @@ def _starts(decision: LifecycleDecision) -> bool:
     return (
         decision.prepare or decision.coordinator or bool(decision.generators) or decision.trainer is not None
     )
+
+
+def _scales(run: ScaleRLRun, context: RunContext, report: AutoscalerReport) -> bool:
+    """Whether the autoscaler's last decision set a number of generators and is yet to be carried out."""
+    allowed, number = run.spec.autoscaling.generators, report.generators
+    if number is None or allowed is None or not allowed.min <= number <= allowed.max:
+        return False
+    done = (context.run["metadata"].get("annotations") or {}).get(SCALED_BY) == str(report.decision)
+    return not done and number != run.spec.generator.replicas
 
 
 def _soonest(*waits: float | None) -> float | None:

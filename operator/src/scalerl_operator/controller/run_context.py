@@ -10,7 +10,6 @@ from scalerl_api.conditions import Phase
 from scalerl_api.status import RunStatus
 from scalerl_operator.controller.observe import belongs, label
 from scalerl_operator.controller.run_state import RunState
-from scalerl_operator.controller.status import AutoscalerReport
 from scalerl_operator.kube.types import Images, Object
 from scalerl_operator.names import COMPONENT, IMAGE, Names
 from scalerl_operator.policy.decision import LifecycleDecision, Memory, Suspension
@@ -73,16 +72,9 @@ class RunContext:
             found += [("Job", names.trainer_job(memory.attempt))]
         return found
 
-    def status_has(
-        self, decision: LifecycleDecision, autoscaler_report: AutoscalerReport, accepted_spec: str | None
-    ) -> bool:
+    def status_has(self, decision: LifecycleDecision, accepted_spec: str | None) -> bool:
         """Whether the status already holds what the next reconcile has to know."""
-        known = self.before.generators
-        return (
-            decision.memory == self.memory
-            and (autoscaler_report.base, autoscaler_report.chosen) == (known.base, known.chosen)
-            and accepted_spec == self.before.accepted_spec
-        )
+        return decision.memory == self.memory and accepted_spec == self.before.accepted_spec
 
 
 def is_deleted(obj: Object) -> bool:

@@ -17,7 +17,7 @@ from scalerl_operator.controller.status import merge_patch, waits_for_progress_o
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
-from scalerl_operator.names import FINALIZER
+from scalerl_operator.names import AUTOSCALER, FINALIZER, SCALED_BY
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +82,22 @@ class RunObject:
             context.name,
             {"spec": {"suspend": True}, "metadata": {"uid": context.uid}},
             resource_version=context.run["metadata"]["resourceVersion"],
+        )
+        self._cache.remember(made)
+
+    async def scale(self, context: RunContext, generators: int, decision: int) -> None:
+        """Sets ``spec.generator.replicas``, as an HPA does, and notes the decision's number: each is carried out once, and a
+        number that somebody else sets afterwards stays until the next one."""
+        made = await self._api.patch(
+            KIND,
+            context.namespace,
+            context.name,
+            {
+                "spec": {"generator": {"replicas": generators}},
+                "metadata": {"uid": context.uid, "annotations": {SCALED_BY: str(decision)}},
+            },
+            resource_version=context.run["metadata"]["resourceVersion"],
+            manager=AUTOSCALER,
         )
         self._cache.remember(made)
 

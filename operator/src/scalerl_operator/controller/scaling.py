@@ -9,7 +9,6 @@ from typing import Final, Protocol
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import BROKEN, FORECAST, Status
-from scalerl_operator.autoscaling import replicas
 from scalerl_operator.autoscaling.models import Generators
 from scalerl_operator.build.curve import curve_config_map
 from scalerl_operator.controller.autoscaler import Word
@@ -53,36 +52,21 @@ class RunScaling:
         self._word = NOTHING
 
     def steer(
-        self, run: ScaleRLRun, before: RunStatus, coordinator_report: Status, ready: int, *, resumed: bool
+        self, run: ScaleRLRun, coordinator_report: Status, ready: int, *, resumed: bool
     ) -> AutoscalerReport:
-        """What is thought of the run now; returns at once. ready: generators' pods that are."""
-        spec, known = run.spec, before.generators
+        """The autoscaler's report; returns at once. ready: generators' pods that are."""
+        spec = run.spec
         if self._make_steersman is None or spec.autoscaling.mode == "Off":
             self._word, self.stop = NOTHING, ""
-            return AutoscalerReport(spec.generator.replicas)
+            return AutoscalerReport()
         if self._steersman is None:
             self._steersman = self._make_steersman()
-        now = replicas.decide(spec.generator.replicas, spec.autoscaling, base=known.base, chosen=known.chosen)
-        facts = Generators(wanted=now.wanted, ready=ready, devices_each=max(1, spec.generator.devices))
+        wanted = spec.generator.replicas
+        facts = Generators(wanted=wanted, ready=ready, devices_each=max(1, spec.generator.devices))
         word = self._word = self._steersman.look(run, coordinator_report, facts, resumed=resumed)
         self.stop = BROKEN if word.hold else FORECAST if word.stop else ""
         self._count(word)
-        then = replicas.decide(
-            spec.generator.replicas,
-            spec.autoscaling,
-            base=known.base,
-            chosen=known.chosen,
-            new=word.generators,
-        )
-        return AutoscalerReport(
-            then.wanted,
-            then.base,
-            then.chosen,
-            pinned=then.pinned,
-            ready=word.ready,
-            reason=word.reason,
-            message=word.message,
-        )
+        return AutoscalerReport(word.generators, word.decision, word.ready, word.reason, word.message)
 
     def _count(self, word: Word) -> None:
         if not word.known:

@@ -49,12 +49,14 @@ PROGRESS: Final = frozenset(
 
 @dataclass(frozen=True)
 class AutoscalerReport:
-    """What autoscaling says of the run. forecast: reason and message of ForecastReady."""
+    """What the autoscaler wants of the run, and what it says of it.
 
-    replicas: int
-    base: int | None = None
-    chosen: int | None = None
-    pinned: bool = False
+    generators: the number that its last decision set; None: it set none. decision: that decision's number.
+    ready, reason, message: of the condition ForecastReady.
+    """
+
+    generators: int | None = None
+    decision: int = -1
     ready: bool = False
     reason: Reason = Reason.AUTOSCALING_OFF
     message: str = ""
@@ -119,8 +121,6 @@ def report(run: ScaleRLRun | None, before: RunStatus, result: ReconcileResult) -
                 "generators": GeneratorsStatus(
                     replicas=len(pods),
                     ready=sum(p.ready for p in pods),
-                    chosen=result.autoscaler_report.chosen,
-                    base=result.autoscaler_report.base,
                 ),
             }
         )
@@ -291,7 +291,7 @@ def _said(run: ScaleRLRun | None, before: RunStatus, result: ReconcileResult) ->
         _admitted(run, before, result),
         _prepared(run, before, result),
         _role(ConditionType.COORDINATOR_READY, Role.COORDINATOR, 1, result),
-        _role(ConditionType.GENERATORS_READY, Role.GENERATOR, result.autoscaler_report.replicas, result),
+        _role(ConditionType.GENERATORS_READY, Role.GENERATOR, run.spec.generator.replicas, result),
         _role(ConditionType.TRAINER_READY, Role.TRAINER, run.spec.trainer.replicas, result),
         _progressing(before, result),
         (
@@ -299,7 +299,6 @@ def _said(run: ScaleRLRun | None, before: RunStatus, result: ReconcileResult) ->
             result.autoscaler_report.ready,
             Problem(result.autoscaler_report.reason, result.autoscaler_report.message),
         ),
-        _pinned(result.autoscaler_report),
         _degraded(run, before, result),
         *_ends(result.decision, before.stop_reason),
     ]
@@ -388,17 +387,6 @@ def _source(model: ModelSpec) -> str:
     if model.path is not None:
         return f"the model is taken from {model.path}"
     return "the model is made from scratch"
-
-
-def _pinned(autoscaler_report: AutoscalerReport) -> Said:
-    type_ = ConditionType.GENERATORS_PINNED
-    if autoscaler_report.pinned:
-        return type_, True, Problem(Reason.SCALED_BY_SPEC, "")
-    # Else nobody could see why there are others than the spec says; to set it to what it says is no edit.
-    said = ""
-    if autoscaler_report.chosen is not None and autoscaler_report.chosen != autoscaler_report.base:
-        said = f"the autoscaler chose {autoscaler_report.chosen}; spec.generator.replicas says {autoscaler_report.base}"
-    return type_, False, Problem(Reason.NOT_PINNED, said)
 
 
 def _was(before: RunStatus, type_: ConditionType) -> bool:

@@ -1,4 +1,4 @@
-"""Gives Jobs that another release of the operator created the spec hash of this one.
+"""Takes over runs that another release of the operator left: spec hashes of Jobs, and the autoscaler's number.
 
 Another release may have hashed other fields. Compared with ours, its hash says nothing of whether the spec has changed, and a
 run must not stop for it.
@@ -11,6 +11,7 @@ import logging
 from typing import Final
 
 from scalerl_api.load import accepted_run
+from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.build.shared import SPEC_HASH_VERSION, spec_hash
 from scalerl_operator.controller.accepted_spec import with_spec
 from scalerl_operator.controller.observe import label
@@ -18,7 +19,7 @@ from scalerl_operator.controller.run_context import RunContext, is_deleted
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
-from scalerl_operator.names import COMPONENT, SPEC_HASH
+from scalerl_operator.names import COMPONENT, SCALED_BY, SPEC_HASH
 from scalerl_operator.workloads import Role
 
 log = logging.getLogger(__name__)
@@ -54,3 +55,18 @@ async def adopt_spec_hashes(api: KubeApi, cache: Cache, context: RunContext) -> 
         else:
             cache.remember(job)
         context.objects[key] = job
+
+
+def number_of_earlier_release(run: ScaleRLRun, context: RunContext) -> int | None:
+    """The number of generators that the autoscaler of the release before had chosen, which it kept in the status; None: there
+    is none, a person's number stood against it, or it is in the spec by now."""
+    known, allowed = context.before.generators, run.spec.autoscaling.generators
+    number, wanted = known.chosen, run.spec.generator.replicas
+    if run.spec.autoscaling.mode != "Auto" or allowed is None or number is None or known.base != wanted:
+        return None
+    number = min(max(number, allowed.min), allowed.max)
+    return (
+        None
+        if number == wanted or SCALED_BY in (context.run["metadata"].get("annotations") or {})
+        else number
+    )

@@ -254,15 +254,16 @@ class KubeApi:
         subresource: str | None = None,
         *,
         resource_version: str | None = None,
+        manager: str = FIELD_OWNER,
     ) -> Object:
-        """Merge patch (RFC 7386) of an object, or of its ``status`` or ``scale``.
+        """Merge patch (RFC 7386) of an object, or of its ``status`` or ``scale``, as the field manager ``manager``.
 
         With ``resource_version``: only if that is still the object's, else :class:`~.errors.Conflict`.
         """
         body = dict(patch)
         if resource_version is not None:
             body["metadata"] = {**body.get("metadata", {}), "resourceVersion": resource_version}
-        query = {"fieldManager": FIELD_OWNER, "fieldValidation": "Strict"}
+        query = {"fieldManager": manager, "fieldValidation": "Strict"}
         return await self._ask(Call("patch", kind_of(kind), namespace, name, subresource, body, query))
 
     async def delete(

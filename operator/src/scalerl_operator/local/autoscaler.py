@@ -13,7 +13,6 @@ from dataclasses import replace
 
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import BROKEN, FORECAST, Status
-from scalerl_operator.autoscaling import replicas
 from scalerl_operator.autoscaling.autoscaler import Autoscaler, Step
 from scalerl_operator.autoscaling.decision_log import DecisionRecord
 from scalerl_operator.autoscaling.forecast_request import Sidecar
@@ -32,20 +31,22 @@ def gone_on_with(plan: Plan, spec: RunSpec, record: DecisionRecord) -> tuple[Pla
 
     A machine that no longer has the devices for them begins with what the spec says.
     """
-    said = spec.generator.replicas
-    decided = replicas.decide(said, spec.autoscaling, base=said, chosen=record.known.generators)
-    if decided.wanted == said:
+    said, allowed, number = spec.generator.replicas, spec.autoscaling.generators, record.known.generators
+    if spec.autoscaling.mode != "Auto" or allowed is None or number is None:
+        return plan, ""
+    number = min(max(number, allowed.min), allowed.max)
+    if number == said:
         return plan, ""
     changed = tuple(
-        replace(workload, replicas=decided.wanted) if workload.role is Role.GENERATOR else workload
+        replace(workload, replicas=number) if workload.role is Role.GENERATOR else workload
         for workload in plan.workloads
     )
     grown = replace(plan, workloads=changed)
     try:
         check(grown, machine_devices() if grown.devices() else ())
     except NotEnoughDevices as problem:
-        return plan, f"{decided.wanted} generators were chosen before, {said} are started: {problem}"
-    return grown, f"generators: {decided.wanted}, as chosen before ({said} in the spec)"
+        return plan, f"{number} generators were chosen before, {said} are started: {problem}"
+    return grown, f"generators: {number}, as chosen before ({said} in the spec)"
 
 
 class Steering:
