@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -14,13 +14,12 @@ from scalerl_api.conditions import Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.build import render
 from scalerl_operator.controller import reconcile
-from scalerl_operator.controller.autoscaler import Word
+from scalerl_operator.controller.autoscaler_report import AutoscalerReport
 from scalerl_operator.controller.diagnosis import ASK_SECONDS, SILENT_SECONDS
 from scalerl_operator.controller.observe import PLACING_SECONDS
 from scalerl_operator.controller.preflight import TRIED_SECONDS
 from scalerl_operator.controller.reconcile import START_CHECK_SECONDS, Reconciler
 from scalerl_operator.controller.run_state import LONGEST_REPAIR_SECONDS
-from scalerl_operator.controller.scaling import RunScaling
 from scalerl_operator.names import QUEUE
 from scalerl_operator.policy.lifecycle import ASK_AGAIN_SECONDS, POLL_SECONDS
 
@@ -271,13 +270,13 @@ def update_trouble(ask: Any, verb: str, done: list[str]) -> Any:
     return asked
 
 
-def one_that_says(there: Stage, word: Word) -> Reconciler:
+def one_that_says(there: Stage, report: AutoscalerReport) -> Reconciler:
     return Reconciler(
         there.api,
         there.cache,
         images=there.images,
         operator_namespace="scalerl",
-        scaling=lambda run, uid: RunScaling(uid, lambda: Autoscaler(word)),
+        autoscaler=lambda run, uid: cast(Any, Autoscaler(report)),
         background=False,
         clock=there.clock,
     )
@@ -297,7 +296,7 @@ async def test_autoscaler_patches_the_spec_once_a_decision(there: Stage) -> None
     """With a field manager of its own; a number that somebody sets afterwards stays until the next decision."""
     await there.start(tiny(autoscaling=SCALED))
     await there.reconciler.close()
-    there.reconciler = one_that_says(there, Word(known=True, generators=3, decision=7))
+    there.reconciler = one_that_says(there, AutoscalerReport(known=True, generators=3, decision=7))
     await there.look()
     await there.look()
     assert await replicas(there) == (3, 3)
@@ -310,11 +309,11 @@ async def test_autoscaler_patches_the_spec_once_a_decision(there: Stage) -> None
         await there.look()
     assert await replicas(there) == (2, 2)
     await there.reconciler.close()
-    there.reconciler = one_that_says(there, Word(known=True, generators=3, decision=7))
+    there.reconciler = one_that_says(there, AutoscalerReport(known=True, generators=3, decision=7))
     await there.look()
     assert await replicas(there) == (2, 2), "an operator that starts later does not repeat the decision"
     await there.reconciler.close()
-    there.reconciler = one_that_says(there, Word(known=True, generators=4, decision=9))
+    there.reconciler = one_that_says(there, AutoscalerReport(known=True, generators=4, decision=9))
     await there.look()
     await there.look()
     assert await replicas(there) == (4, 4)
@@ -339,13 +338,15 @@ async def test_number_of_an_earlier_release_goes_into_the_spec(
 
 
 class Autoscaler:
-    """One that says that."""
+    """An autoscaler that always reports the same."""
 
-    def __init__(self, word: Word) -> None:
-        self._word = word
+    stop = ""
 
-    def look(self, *_: Any, **__: Any) -> Word:
-        return self._word
+    def __init__(self, report: AutoscalerReport) -> None:
+        self._report = report
+
+    def report(self, *_: Any, **__: Any) -> AutoscalerReport:
+        return self._report
 
     def close(self) -> None:
         pass

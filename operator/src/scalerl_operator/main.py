@@ -35,7 +35,6 @@ from scalerl_operator.controller.autoscaler import ClusterAutoscaler
 from scalerl_operator.controller.finished_runs import FinishedRuns
 from scalerl_operator.controller.handlers import Resync, Watches
 from scalerl_operator.controller.reconcile import Reconciler
-from scalerl_operator.controller.scaling import RunScaling
 from scalerl_operator.kube import connection
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
@@ -306,22 +305,18 @@ async def reconciler(parts: Parts) -> AsyncIterator[Reconcile]:
     url = parts.settings.sidecar_url
     sidecar = None if url is None else Sidecar(lambda: url)
 
-    def scaling(run: ScaleRLRun, uid: str) -> RunScaling:
+    def autoscaler(run: ScaleRLRun, uid: str) -> ClusterAutoscaler:
         key = (run.metadata.namespace or "", run.metadata.name)
-        if sidecar is None:
-            return RunScaling(uid, None)
-        return RunScaling(
+        assert sidecar is not None
+        return ClusterAutoscaler(
+            run,
             uid,
-            lambda: ClusterAutoscaler(
-                run,
-                uid,
-                made.coordinators,
-                parts.api,
-                sidecar,
-                wake=lambda: parts.wake(key),
-                earlier=FinishedRuns(parts.cache, key[0], uid),
-            ),
-            parts.metrics.decision,
+            made.coordinators,
+            parts.api,
+            sidecar,
+            wake=lambda: parts.wake(key),
+            on_decision=parts.metrics.decision,
+            earlier=FinishedRuns(parts.cache, key[0], uid),
         )
 
     made = Reconciler(
@@ -330,7 +325,7 @@ async def reconciler(parts: Parts) -> AsyncIterator[Reconcile]:
         images=parts.settings.images,
         operator_namespace=parts.settings.operator_namespace,
         namespaced=bool(parts.settings.namespaces),
-        scaling=scaling,
+        autoscaler=None if sidecar is None else autoscaler,
         on_status=parts.metrics.run,
         wake=parts.wake,
     )

@@ -13,14 +13,15 @@ from operator_tests.decision_service import DOWN, LOST, UID, DecisionService, cl
 from operator_tests.scaling import evaluations, flat_curve, status
 from scalerl_api import forecast as wire
 from scalerl_api.conditions import Reason
-from scalerl_api.wire import FORECAST, Counts, EvaluationPoint
+from scalerl_api.wire import BROKEN, FORECAST, Counts, EvaluationPoint
 from scalerl_operator.autoscaling import decision_log
 from scalerl_operator.autoscaling.autoscaler import FIRST_RETRY_SECONDS, Autoscaler
 from scalerl_operator.autoscaling.decision_log import as_recorded
 from scalerl_operator.autoscaling.forecast_request import Sidecar
 from scalerl_operator.autoscaling.models import Generators
 from scalerl_operator.autoscaling.replay import verify
-from scalerl_operator.controller.autoscaler import ClusterAutoscaler, Word
+from scalerl_operator.controller.autoscaler import ClusterAutoscaler
+from scalerl_operator.controller.autoscaler_report import AutoscalerReport
 
 ONE = Generators(wanted=1, ready=1)
 
@@ -58,14 +59,14 @@ class Stepped:
         *,
         resumed: bool = False,
         **changes: Any,
-    ) -> Word:
-        return self.steering.look(self.run, status(points, **changes), generators, resumed=resumed)
+    ) -> AutoscalerReport:
+        return self.steering.report(self.run, status(points, **changes), generators, resumed=resumed)
 
     async def settled(
         self, points: list[EvaluationPoint], generators: Generators = ONE, **changes: Any
-    ) -> Word:
+    ) -> AutoscalerReport:
         """Look until nothing is new, or nothing is looked at; the word that carries the event, else the last."""
-        found: Word | None = None
+        found: AutoscalerReport | None = None
         if self.steering._task is not None:
             await asyncio.wait_for(asyncio.shield(self.steering._task), 120)
         for _ in range(10):
@@ -83,7 +84,7 @@ class Stepped:
 async def test_a_flat_run_is_stopped_and_says_why(url: str) -> None:
     stepped, curve = Stepped(url), flat_curve()
     first = stepped.look(curve[:39])
-    assert (first.known, first.stop, first.decisions) == (False, False, ())
+    assert (first.known, first.stop, first.decisions) == (False, "", ())
     early = await stepped.settled(curve[:5])
     assert (early.ready, early.reason, early.state) == (False, Reason.TOO_FEW_POINTS, "INSUFFICIENT")
     await stepped.settled(curve[:40])
@@ -91,7 +92,7 @@ async def test_a_flat_run_is_stopped_and_says_why(url: str) -> None:
     word = await stepped.settled(curve)
     assert word.event.startswith("STOP: P(gain at 2× the compute > 0.02)")
     word = stepped.look(curve)
-    assert (word.stop, word.hold, word.state, word.event) == (True, False, "STOP", "")
+    assert (word.stop, word.state, word.event) == (FORECAST, "STOP", "")
     assert (word.ready, word.reason) == (True, Reason.FORECASTING)
     assert word.forecast is not None
     assert word.forecast.startswith("0.6")
@@ -143,9 +144,9 @@ async def test_a_stop_that_is_taken_back_stays_back(url: str) -> None:
         await stepped.settled(curve[:count])
     # Also by an operator that had nothing to do with the stop.
     for one in (stepped, Stepped(url, stepped.api)):
-        assert one.look(curve, resumed=True, stop_reason=FORECAST).stop is False
+        assert one.look(curve, resumed=True, stop_reason=FORECAST).stop == ""
         await one.settled(curve, resumed=True, stop_reason=FORECAST)
-        assert one.look(curve, resumed=True, stop_reason=FORECAST).stop is False
+        assert one.look(curve, resumed=True, stop_reason=FORECAST).stop == ""
     stepped.steering.close()
     assert not (await one.settled(curve)).stop, "the coordinator knows"
     lines, _ = verify(stepped.api.content())
@@ -172,7 +173,7 @@ async def test_a_broken_run_is_held(url: str) -> None:
     assert (word.reason, word.alarming, word.event[:7]) == (Reason.BROKEN, True, "BROKEN:")
     await stepped.settled(cut[:32])
     word = stepped.look(cut[:32])
-    assert (word.stop, word.hold, word.decisions[-1].action) == (False, True, "hold")
+    assert (word.stop, word.decisions[-1].action) == (BROKEN, "hold")
 
 
 async def test_another_spec_is_another_question(url: str) -> None:
@@ -185,7 +186,7 @@ async def test_another_spec_is_another_question(url: str) -> None:
         stepped.run = Stepped.as_run(**rules)
         assert not stepped.look(curve).stop
     stepped.run = Stepped.as_run(mode="Off")
-    assert stepped.look(curve) == Word()
+    assert stepped.look(curve) == AutoscalerReport()
 
 
 @pytest.mark.parametrize("mode", ["Auto", "Advisory"])
@@ -253,7 +254,7 @@ async def test_without_a_sidecar_nothing_is_stopped_and_it_is_said(url: str) -> 
     stepped = Stepped(f"http://127.0.0.1:{unused_port()}")
     word = await stepped.settled(flat_curve())
     assert (word.stop, word.ready, word.reason, word.forecast) == (
-        False,
+        "",
         False,
         Reason.SIDECAR_UNREACHABLE,
         None,
@@ -284,11 +285,11 @@ async def test_a_decision_that_cannot_be_written_is_not_acted_on(url: str, fate:
     word = await stepped.settled(curve)
     word = stepped.look(curve)
     assert (word.ready, word.reason) == (False, Reason.NOT_RECORDED)
-    assert word.stop == (fate == LOST)
+    assert bool(word.stop) == (fate == LOST)
     stepped.now += FIRST_RETRY_SECONDS
     await stepped.settled(curve)
     word = stepped.look(curve)
-    assert (word.stop, word.ready) == (True, True)
+    assert (word.stop, word.ready) == (FORECAST, True)
     assert verify(stepped.api.content())[1] == []
 
 
@@ -305,7 +306,7 @@ async def test_a_fault_of_its_own_is_said_and_the_run_goes_on(
         word = await stepped.settled(curve[:12])
         word = stepped.look(curve[:12])
     assert (word.stop, word.reason, word.message) == (
-        False,
+        "",
         Reason.AUTOSCALER_FAILED,
         "ZeroDivisionError: so",
     )
@@ -323,3 +324,18 @@ async def test_closing_ends_what_is_under_way(url: str) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not stepped.woken.is_set()
+
+
+async def test_each_decision_is_counted_by_the_operator_that_made_it(url: str) -> None:
+    counted: list[str] = []
+    stepped, curve = Stepped(url), flat_curve()
+    stepped.steering._on_decision = counted.append
+    await stepped.settled(curve[:5])
+    await stepped.settled(curve[:40])
+    assert counted == ["INSUFFICIENT", stepped.look(curve[:40]).state]
+    again = Stepped(url, stepped.api)
+    again.steering._on_decision = counted.append
+    again.look(curve[:40])
+    await asyncio.wait_for(again.woken.wait(), 120)
+    assert again.look([]).known
+    assert len(counted) == 2, "what it reads in the log was counted before"

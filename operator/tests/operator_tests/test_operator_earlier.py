@@ -27,7 +27,7 @@ from scalerl_operator.autoscaling.decision_log import as_recorded
 from scalerl_operator.autoscaling.forecast_request import unbelievable
 from scalerl_operator.autoscaling.generator_memory import rules
 from scalerl_operator.autoscaling.history import MOST_EXAMINED, MOST_POINTS, earlier_run, evenly
-from scalerl_operator.autoscaling.models import State
+from scalerl_operator.autoscaling.models import Generators, State
 from scalerl_operator.autoscaling.prior_summary import with_earlier
 from scalerl_operator.autoscaling.replay import under, verify
 from scalerl_operator.build.curve import curve_config_map
@@ -231,12 +231,12 @@ async def test_the_operator_asks_with_the_runs_of_its_cache(url: str) -> None:
         made = cast(Any, reconcile).__self__
         await made.coordinators.close()
         made.coordinators = api
-        scaling = made._make_scaling(run, UID)
+        autoscaler = made._make_autoscaler(run, UID)
         for _ in ("opens the record", "asks"):
             woken.clear()
-            scaling.steer(run, status(curve), 1, resumed=False)
+            autoscaler.report(run, status(curve), Generators(wanted=1, ready=1))
             await asyncio.wait_for(woken.wait(), 120)
-        scaling.close()
+        autoscaler.close()
     (line,), differences = verify(api.content())
     assert differences == []
     assert line.observation.forecast is not None

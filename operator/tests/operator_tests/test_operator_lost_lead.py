@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from scalerl_operator.controller.reconcile import Reconciler
-from scalerl_operator.controller.scaling import RunScaling
+from scalerl_operator.controller.run_state import RunState
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.errors import Unreachable
 from scalerl_operator.kube.kinds import kind_of
@@ -19,15 +19,15 @@ from scalerl_operator.kube.types import Images
 async def test_decisions_of_an_earlier_lead_are_forgotten() -> None:
     closed: list[str] = []
 
-    class Scaling(RunScaling):
+    class Autoscaler:
         def close(self) -> None:
             closed.append("closed")
 
     cache = Cache(lambda key: None)
     reconciler = Reconciler(cast(Any, None), cache, images=Images("t", "g", "c"), operator_namespace="o")
-    reconciler._scalings["u"] = Scaling("u", None)
+    reconciler._states["u"] = RunState(autoscaler=cast(Any, Autoscaler()))
     await reconciler.forget_all()
-    assert (closed, reconciler._scalings) == (["closed"], {})
+    assert (closed, reconciler._states) == (["closed"], {})
 
 
 def test_an_answer_that_cannot_be_read_is_worth_another_try() -> None:

@@ -1,7 +1,7 @@
-"""Steering a run on a cluster: what its autoscaler thinks, without anybody waiting for it.
+"""The autoscaler of a run on a cluster, which no reconcile waits for.
 
-A look hands out the last word and starts at most one step in the background. All that is handed out follows from the
-record of decisions, so that an operator that starts anew knows as much as the one before.
+A reconcile gets the latest report and starts at most one step in the background. The report follows from the decision log, so
+that an operator that starts later knows as much as the one before.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Final
 
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.conditions import Reason
 from scalerl_api.forecast import ForecastAnswer
 from scalerl_api.spec import ScaleRLRun
-from scalerl_api.status import DecisionStatus
-from scalerl_api.wire import Status
+from scalerl_api.wire import BROKEN, FORECAST, Status
 from scalerl_operator.autoscaling.autoscaler import (
     FIRST_RETRY_SECONDS,
     LAST_RETRY_SECONDS,
@@ -30,6 +29,7 @@ from scalerl_operator.autoscaling.history import ReadEarlier
 from scalerl_operator.autoscaling.log_storage import RecordError
 from scalerl_operator.autoscaling.models import Generators, State
 from scalerl_operator.autoscaling.vote import ENOUGH_POINTS
+from scalerl_operator.controller.autoscaler_report import AutoscalerReport
 from scalerl_operator.controller.decision_storage import (
     REASON_CHARACTERS,
     Coordinators,
@@ -40,38 +40,15 @@ from scalerl_operator.controller.decision_storage import (
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Word:
-    """What autoscaling says of a run now.
-
-    known: the record was read; until then the status keeps what it says.
-    stop, hold: the run is to end because going on does not pay, or because it is broken. Never both.
-    generators: the number that the last decision set; None: it set none. decision: that decision's number.
-    decisions: the last few, newest last. state: of the newest. forecast: reward at the horizon with its 90 % interval.
-    ready, reason, message: of the condition ForecastReady.
-    event: what a person should hear of, once; empty mostly. alarming: it is nothing good.
-    """
-
-    known: bool = False
-    stop: bool = False
-    hold: bool = False
-    generators: int | None = None
-    decision: int = -1
-    decisions: tuple[DecisionStatus, ...] = ()
-    state: str | None = None
-    forecast: str | None = None
-    ready: bool = False
-    reason: Reason = Reason.AUTOSCALING_OFF
-    message: str = ""
-    event: str = ""
-    alarming: bool = False
+_STOPS: Final = {"stop": FORECAST, "hold": BROKEN}
+"""Actions that end a run, and the reason that its coordinator gets."""
 
 
 class ClusterAutoscaler:
     """The autoscaler of one run.
 
-    coordinators, api: for the record. sidecar: may be shared by all runs. wake: called when there is something new to look at.
+    coordinators, api: for the decision log. sidecar: may be shared by all runs. wake: called when the report has changed.
+    on_decision: called with the state of each decision made here.
     earlier: reads the finished runs that are a prior of the forecast; None: no run is.
     unix: the machine's clock. monotonic: one that only goes forward.
     """
@@ -85,6 +62,7 @@ class ClusterAutoscaler:
         sidecar: Sidecar,
         *,
         wake: Callable[[], None],
+        on_decision: Callable[[str], None] = lambda state: None,
         earlier: ReadEarlier | None = None,
         unix: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
@@ -92,6 +70,7 @@ class ClusterAutoscaler:
         self._storage = CoordinatorStorage(run, uid, coordinators, api)
         self._sidecar = sidecar
         self._wake = wake
+        self._on_decision = on_decision
         self._earlier = earlier
         self._unix = unix
         self._monotonic = monotonic
@@ -105,11 +84,15 @@ class ClusterAutoscaler:
         self._events: list[str] = []
         self._alarming = False
         self._handed_out = -1
+        self.stop = ""
+        """As in the last report: it holds while the coordinator does not answer."""
 
-    def look(self, run: ScaleRLRun, status: Status, generators: Generators, *, resumed: bool = False) -> Word:
-        """The word as it stands; what ``status`` has that is new is looked at meanwhile.
+    def report(
+        self, run: ScaleRLRun, status: Status, generators: Generators, *, resumed: bool = False
+    ) -> AutoscalerReport:
+        """The report as it stands; a step on what is new in ``status`` is started in the background.
 
-        resumed: somebody has taken a suspension back, and the coordinator is yet to hear of it.
+        resumed: somebody has resumed the run, and the coordinator still holds the stop request.
         """
         spec = run.spec
         if resumed and not self._resumed:
@@ -120,35 +103,36 @@ class ClusterAutoscaler:
         if self._autoscaler is not None:
             self._autoscaler.spec = spec
             self._taken_back = self._autoscaler.resumed
-        word = self._word(spec.autoscaling)
-        if spec.autoscaling.mode != "Off" and self._may_start(status, word):
+        report = self._report(spec.autoscaling)
+        if spec.autoscaling.mode != "Off" and self._may_start(status, report):
             self._task = asyncio.create_task(
                 self._advance(run, status, generators), name=f"autoscaler of {self._name}"
             )
-        return word
+        self.stop = report.stop
+        return report
 
     def close(self) -> None:
-        """Give up what is under way; nothing is handed out afterwards."""
+        """Cancels what is under way; wakes nobody afterwards."""
         self._wake = lambda: None
         if self._task is not None:
             self._task.cancel()
 
-    def _may_start(self, status: Status, word: Word) -> bool:
+    def _may_start(self, status: Status, report: AutoscalerReport) -> bool:
         if self._task is not None or self._monotonic() < self._retry_at:
             return False
         if self._record is None:
             return True
         if status.stop_reason:
-            return False  # a run that ends is not steered any more
+            return False  # a run that ends needs no further decision
         newest = self._record.known.sequence
-        if word.generators is not None and newest != self._handed_out:
-            # Its number is to be acted upon first, so that the next step sees what it has chosen.
+        if report.generators is not None and newest != self._handed_out:
+            # Its number is carried out first, so that the next step sees it.
             self._handed_out = newest
             return False
         return True
 
     async def _advance(self, run: ScaleRLRun, status: Status, generators: Generators) -> None:
-        """Open the record, or make one step. Nothing is raised: what goes wrong is a word too."""
+        """Opens the decision log, or makes one step. Raises nothing: an error becomes part of the report."""
         news = True
         try:
             if self._autoscaler is None:
@@ -185,6 +169,7 @@ class ClusterAutoscaler:
     def _take(self, step: Step) -> None:
         self._trouble = (Reason.NOT_RECORDED, step.trouble) if step.trouble else None
         decision = step.decision
+        self._on_decision(decision.state)
         if step.changed:
             self._events.append(f"{decision.state}: {'; '.join(decision.reasons[:2])}")
         elif step.action.kind == "scale":
@@ -197,27 +182,26 @@ class ClusterAutoscaler:
         self._retry_at = self._monotonic() + pause
         self._trouble = (reason, message)
 
-    def _word(self, spec: AutoscalingSpec) -> Word:
+    def _report(self, spec: AutoscalingSpec) -> AutoscalerReport:
         event, self._events = "; ".join(self._events), []
         alarming, self._alarming = self._alarming, False
         if spec.mode == "Off":
-            return Word()
+            return AutoscalerReport()
         if self._record is None:
             reason, message = self._trouble or (
                 Reason.TOO_FEW_POINTS,
                 "the decisions so far are being read",
             )
-            return Word(reason=reason, message=message)
+            return AutoscalerReport(reason=reason, message=message)
         known = self._record.known
         ready, reason, message = _forecast_ready(known.looked)
         if self._trouble is not None:
             ready, (reason, message) = False, self._trouble
         looked = known.looked
         acts = _acted_on(spec, looked) and not self._taken_back
-        return Word(
+        return AutoscalerReport(
             known=True,
-            stop=acts and looked is not None and looked.decision.action.kind == "stop",
-            hold=acts and looked is not None and looked.decision.action.kind == "hold",
+            stop=_STOPS.get(looked.decision.action.kind, "") if acts and looked is not None else "",
             generators=known.last.decision.action.generators
             if known.last is not None and _acted_on(spec, known.last)
             else None,

@@ -20,11 +20,15 @@ from scalerl_api.load import SpecError, accepted_run, run_from_object
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import Status
+from scalerl_operator.autoscaling.models import Generators
 from scalerl_operator.build import render
+from scalerl_operator.build.curve import curve_config_map
 from scalerl_operator.build.shared import spec_hash
 from scalerl_operator.controller.accepted_spec import continues_with_accepted, kept, last_accepted, with_spec
 from scalerl_operator.controller.access_token import ensure_token, read_token
 from scalerl_operator.controller.apply import Applier
+from scalerl_operator.controller.autoscaler import ClusterAutoscaler
+from scalerl_operator.controller.autoscaler_report import AutoscalerReport
 from scalerl_operator.controller.claim_size import RETRY_SECONDS, not_enlarged
 from scalerl_operator.controller.coordinator_poller import Answer, CoordinatorPollers
 from scalerl_operator.controller.diagnosis import diagnose
@@ -35,9 +39,7 @@ from scalerl_operator.controller.preflight import Preflight
 from scalerl_operator.controller.run_context import CLAIM, WORKLOADS, RunContext, is_deleted, pinned
 from scalerl_operator.controller.run_object import RunObject
 from scalerl_operator.controller.run_state import RunState
-from scalerl_operator.controller.scaling import RunScaling
 from scalerl_operator.controller.status import (
-    AutoscalerReport,
     ReconcileResult,
     remembered,
     report,
@@ -46,7 +48,7 @@ from scalerl_operator.controller.status import (
 from scalerl_operator.controller.upgrade import adopt_spec_hashes, number_of_earlier_release
 from scalerl_operator.controller.volume import Volume, abandons, observe_volume, without_steps
 from scalerl_operator.kube.cache import Cache
-from scalerl_operator.kube.client import KubeApi
+from scalerl_operator.kube.client import EventType, KubeApi
 from scalerl_operator.kube.types import Desired, Images, Object
 from scalerl_operator.names import ABANDON, FINALIZER, QUEUE, SCALED_BY, selector
 from scalerl_operator.policy import lifecycle
@@ -80,7 +82,7 @@ class Reconciler:
     """Reconciles runs: one reconcile at a time a run, many runs at once.
 
     images: where a run names none. namespaced: an operator of a few namespaces, which may see nothing of the cluster's.
-    scaling: makes the autoscaling of a run with that uid.
+    autoscaler: makes the autoscaler of a run with that uid; None: no forecast is wanted.
     on_status: called with each run's status at each reconcile, None when it is gone. wake: called for a run whose
     coordinator has answered. background: coordinators are asked by themselves, see :class:`.CoordinatorPollers`. clock: Unix seconds.
     """
@@ -93,7 +95,7 @@ class Reconciler:
         images: Images,
         operator_namespace: str,
         namespaced: bool = False,
-        scaling: Callable[[ScaleRLRun, str], RunScaling] = lambda run, uid: RunScaling(uid, None),
+        autoscaler: Callable[[ScaleRLRun, str], ClusterAutoscaler] | None = None,
         on_status: Callable[[Key, RunStatus | None], None] = lambda key, status: None,
         wake: Callable[[Key], None] = lambda key: None,
         background: bool = True,
@@ -109,14 +111,13 @@ class Reconciler:
         )
         self._images = images
         self._operator_namespace = operator_namespace
-        self._make_scaling = scaling
+        self._make_autoscaler = autoscaler
         self._on_status = on_status
         self._wake = wake
         self._clock = clock
         self._uids: dict[Key, str] = {}
         self._keys: dict[str, Key] = {}
         self._states: dict[str, RunState] = {}
-        self._scalings: dict[str, RunScaling] = {}
 
     async def close(self) -> None:
         """Closes all connections and cancels what is under way."""
@@ -124,7 +125,7 @@ class Reconciler:
 
     async def forget_all(self) -> None:
         """Another replica leads now: what is remembered here, above all decisions, will be out of date when this one leads again."""
-        for uid in [*self._uids.values(), *self._scalings]:
+        for uid in list(self._states):
             await self._forget(uid)
         self._uids.clear()
         await self.coordinators.close()
@@ -305,7 +306,9 @@ class Reconciler:
             result = replace(result, blocked=blocked, volume=volume_problem)
             if decision.request_stop is not None:
                 await self._request_stop(context, decision.request_stop)
-        await self._write_events(context)
+        if autoscaler_report.event:
+            kind: EventType = "Warning" if autoscaler_report.alarming else "Normal"
+            await self._api.event(context.run, kind, Reason.AUTOSCALER, autoscaler_report.event)
         put_off = await self._report(run, context, result)
         if decision.set_suspend and missing is None:
             await self._run.suspend(context)
@@ -364,7 +367,6 @@ class Reconciler:
                 coordinator_report.stop_reason,
                 Usage(coordinator_report.wall_seconds, coordinator_report.device_seconds),
             )
-        scaling = self._scalings.get(context.uid)
         return LifecycleInput(
             unix_seconds=context.unix_seconds,
             deleting=is_deleted(context.run),
@@ -375,7 +377,7 @@ class Reconciler:
             trainer=observed.trainer,
             coordinator=observed.service(Role.COORDINATOR),
             coordinator_report=word,
-            stop=scaling.stop if scaling is not None else "",
+            stop=autoscaler.stop if (autoscaler := context.state.autoscaler) is not None else "",
             generators_wanted=generators,
         )
 
@@ -389,11 +391,16 @@ class Reconciler:
         """The autoscaler's report; the last one while the coordinator does not answer."""
         if coordinator_report is None or context.memory.outcome is not None:
             return self._last_autoscaler_report(run, context)
-        scaling = self._scalings.get(context.uid)
-        if scaling is None:
-            scaling = self._scalings[context.uid] = self._make_scaling(run, context.uid)
+        state, off = context.state, run.spec.autoscaling.mode == "Off"
+        if self._make_autoscaler is None or (off and state.autoscaler is None):
+            return AutoscalerReport()
+        if state.autoscaler is None:
+            state.autoscaler = self._make_autoscaler(run, context.uid)
         ready = observed.service(Role.GENERATOR).ready
-        return scaling.steer(run, coordinator_report, ready, resumed=context.memory.resumed)
+        wanted, each = run.spec.generator.replicas, max(1, run.spec.generator.devices)
+        generators = Generators(wanted=wanted, ready=ready, devices_each=each)
+        resumed = context.memory.resumed
+        return state.autoscaler.report(run, coordinator_report, generators, resumed=resumed)
 
     def _last_autoscaler_report(self, run: ScaleRLRun, context: RunContext) -> AutoscalerReport:
         said = context.before.condition(ConditionType.FORECAST_READY)
@@ -455,12 +462,8 @@ class Reconciler:
         gone: bool,
     ) -> Problem | None:
         """Why an object of the run could not be created. ``gone``: its claim is gone, and is not created again."""
-        scaling = self._scalings.get(context.uid)
-        more = (
-            scaling.objects(run, coordinator_report)
-            if coordinator_report is not None and scaling is not None
-            else []
-        )
+        points = coordinator_report.points if coordinator_report is not None else ()
+        more = [curve_config_map(run, context.uid, points)] if points else []
         if plan.stands:
             blocked = await ensure_token(self._api, run, context)
             for obj in more:
@@ -492,12 +495,6 @@ class Reconciler:
                 context.run, "Normal", Reason.STOPPING if reason else Reason.STOP_CANCELLED, what
             )
 
-    async def _write_events(self, context: RunContext) -> None:
-        scaling = self._scalings.get(context.uid)
-        text, alarming = scaling.event() if scaling is not None else ("", False)
-        if text:
-            await self._api.event(context.run, "Warning" if alarming else "Normal", Reason.AUTOSCALER, text)
-
     # --- report -----------------------------------------------------------------------------------
 
     async def _record_decision(
@@ -517,9 +514,6 @@ class Reconciler:
     ) -> float | None:
         """Writes the status if it has changed. Returns the seconds until a postponed write is due."""
         status = report(run, context.before, result)
-        scaling = self._scalings.get(context.uid)
-        if scaling is not None:
-            status = scaling.decorate(status)
         if not status.selector:
             labels = sorted(selector(context.uid, Role.GENERATOR).items())
             status = status.model_copy(update={"selector": ",".join(f"{k}={v}" for k, v in labels)})
@@ -532,11 +526,10 @@ class Reconciler:
         await self._forget(context.uid)
 
     async def _forget(self, uid: str) -> None:
-        scaling = self._scalings.pop(uid, None)
-        if scaling is not None:
-            scaling.close()
         self._keys.pop(uid, None)
-        self._states.pop(uid, None)
+        state = self._states.pop(uid, None)
+        if state is not None and state.autoscaler is not None:
+            state.autoscaler.close()
         await self.coordinators.forget(uid)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from scalerl_operator.controller.autoscaler import ClusterAutoscaler
 from scalerl_operator.controller.observe import Problem
 from scalerl_operator.kube.types import Object
 from scalerl_operator.workloads import Role
@@ -64,6 +65,8 @@ class RunState:
     claim_asked: tuple[float, Object | None] = (0.0, None)
     events_asked: tuple[float, Problem | None] = (0.0, None)
     queue_asked: tuple[float, str] = (0.0, "")
+
+    autoscaler: ClusterAutoscaler | None = None
 
     def may_repair(self, what: ObjectName, now: float) -> bool:
         """Whether an object that somebody else changed may be repaired now; if so, the repair is counted."""

@@ -25,6 +25,7 @@ from scalerl_api.status import (
 )
 from scalerl_api.wire import BROKEN, FORECAST, Status
 from scalerl_operator.controller import degraded
+from scalerl_operator.controller.autoscaler_report import AutoscalerReport
 from scalerl_operator.controller.observe import Problem, RunObservation, rfc3339, seconds
 from scalerl_operator.names import QUEUE
 from scalerl_operator.policy import restarts
@@ -45,21 +46,6 @@ PROGRESS: Final = frozenset(
     {"step", "lastStepTime", "reward", "points", "usage", "trouble", "exports", "forecast", "decisions"}
 )
 """Fields of the status that change all the time while a run works: written periodically, not at every reconcile."""
-
-
-@dataclass(frozen=True)
-class AutoscalerReport:
-    """What the autoscaler wants of the run, and what it says of it.
-
-    generators: the number that its last decision set; None: it set none. decision: that decision's number.
-    ready, reason, message: of the condition ForecastReady.
-    """
-
-    generators: int | None = None
-    decision: int = -1
-    ready: bool = False
-    reason: Reason = Reason.AUTOSCALING_OFF
-    message: str = ""
 
 
 @dataclass(frozen=True)
@@ -113,6 +99,10 @@ def report(run: ScaleRLRun | None, before: RunStatus, result: ReconcileResult) -
             "trainer": _trainer(decision.memory),
         }
     )
+    scaling = result.autoscaler_report
+    if scaling.known:  # while the log is being read, the status keeps what it has
+        said = {"forecast": scaling.forecast, "decision": scaling.state, "decisions": list(scaling.decisions)}
+        status = status.model_copy(update=said)
     if result.observed is not None:
         pods = [pod for pod in result.observed.of(Role.GENERATOR) if not pod.over]
         status = status.model_copy(
