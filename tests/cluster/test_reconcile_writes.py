@@ -350,3 +350,28 @@ async def test_what_admission_changes_is_asked_for_once(
     live = await there.get("Deployment", "tiny-addition-generator")
     assert live is not None
     assert live["spec"]["replicas"] == 1, "what somebody else changes is put back all the same"
+
+
+@pytest.mark.parametrize("change", [{"run.yaml": None}, {"run.yaml": "{}"}], ids=["removed", "changed"])
+async def test_what_somebody_changed_while_no_operator_ran_is_restored(
+    there: Stage, change: dict[str, Any]
+) -> None:
+    """Of a removed field managedFields keeps no trace."""
+    await there.start(tiny())
+    await there.edit("ConfigMap", "tiny-addition-spec", {"data": change})
+    await there.fresh_operator()
+    for _ in range(2):
+        await there.look()
+    spec = await there.get("ConfigMap", "tiny-addition-spec")
+    assert spec is not None
+    assert "maxSteps" in spec["data"]["run.yaml"]
+
+
+async def test_restarted_operator_writes_no_object_again(there: Stage) -> None:
+    await there.start(tiny())
+    await there.look()
+    await there.fresh_operator()
+    applied = there.calls.counts["apply"]
+    for _ in range(2):
+        await there.look()
+    assert there.calls.counts["apply"] == applied

@@ -56,6 +56,8 @@ class DecisionService:
         return self.log.read()
 
     async def record_decision(self, uid: str, offset: int, line: bytes) -> None:
+        if self.earlier:
+            raise EndpointMissing("POST /v1/decisions: HTTP 404: Not Found")
         await asyncio.sleep(0)
         fate = self.fate.pop(0) if self.fate else None
         if fate == DOWN:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from scalerl_operator.controller.apply import first_difference
+from scalerl_operator.controller.apply import _has_all, first_difference
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,19 @@ from scalerl_operator.controller.apply import first_difference
 )
 def test_first_difference(before: Any, after: Any, found: Any) -> None:
     assert first_difference(before, after) == found
+
+
+@pytest.mark.parametrize(
+    ("wanted", "live", "all_there"),
+    [
+        ({"a": 1, "b": []}, {"a": 2}, True),
+        ({"a": {"b": 1}}, {"a": {}}, False),
+        ({"env": [{"name": "A", "value": "1"}]}, {"env": [{"name": "B"}, {"name": "A", "value": "2"}]}, True),
+        ({"env": [{"name": "A", "value": "1"}]}, {"env": [{"name": "B", "value": "1"}]}, False),
+        ({"env": [{"name": "A", "value": "1"}]}, {"env": [{"name": "A"}]}, False),
+        ({"args": ["a", "b"]}, {"args": ["a"]}, False),
+        ({"readOnly": False, "emptyDir": {}}, {}, True),
+    ],
+)
+def test_has_all_finds_what_was_removed(wanted: Any, live: Any, all_there: bool) -> None:
+    assert _has_all(wanted, live) is all_there

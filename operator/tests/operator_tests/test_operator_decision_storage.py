@@ -160,10 +160,32 @@ async def test_an_earlier_coordinators_decision_that_the_status_does_not_take_is
     async def refuse(*_: object, **__: object) -> None:
         raise errors.Forbidden("no")
 
-    monkeypatch.setattr(service, "patch", refuse)
-    with pytest.raises(RecordError):
-        await write(record, 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(service, "patch", refuse)
+        with pytest.raises(RecordError):
+            await write(record, 2)
     assert record.known.sequence == 0
+    await write(record, 2)
+    await write(record, 3)
+    assert record.known.sequence == 2, "an API server that was away erases nothing"
+
+
+async def test_coordinator_with_a_log_takes_over_from_the_status() -> None:
+    """A resumed run has the coordinator of this release; the same operator serves it."""
+    service = DecisionService(earlier=True)
+    record = await opened(service)
+    await write(record, 2)
+    await write(record, 3)
+    service.earlier = False
+    with pytest.raises(RecordLost):
+        await write(record, 4)
+    await write(record, 4)
+    assert [line.sequence for line in verify(service.content())[0]] == [0]
+    service.earlier = True
+    with pytest.raises(RecordLost):
+        await write(record, 5)
+    await write(record, 5)
+    assert service.patches[-1]["status"]["decisions"][-1]["sequence"] >= 0
 
 
 @given(

@@ -111,6 +111,9 @@ class Launcher:
         running = waits
         while running and not self._failed:
             _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        if running and self._requested is not None:
+            # They have the signal, and may be writing the checkpoint: the pod's grace period bounds them.
+            _, running = await asyncio.wait(running)
         for number in (signal.SIGTERM, signal.SIGKILL):
             if running:
                 self._send(number)

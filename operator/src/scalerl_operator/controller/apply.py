@@ -12,7 +12,7 @@ from itertools import zip_longest
 from typing import Any, Final
 
 from scalerl_api.conditions import Reason
-from scalerl_api.spec import ScaleRLRun
+from scalerl_api.spec import GROUP, ScaleRLRun
 from scalerl_operator.controller.access_token import ensure_token
 from scalerl_operator.controller.claim_size import never_smaller, refused_size, waits
 from scalerl_operator.controller.fingerprint import content_hash
@@ -105,15 +105,28 @@ class Applier:
             if waits(context, wanted, live):
                 return None
         state, now = context.state, Settled(_rendered(wanted), content_hash(live))
-        writers = live["metadata"].get("managedFields") or ()
-        if key not in state.settled and _rendered(live) == now.rendered and not other_writers(writers):
+        if key not in state.settled and _rendered(live) == now.rendered and _is_untouched(wanted, live):
             state.settled[key] = now  # the first reconcile of this process finds what an earlier one applied
         if state.settled.get(key) == now:
             return None
-        changed_by_others = _rendered(live) == now.rendered
-        if changed_by_others and not state.may_repair(key, context.unix_seconds):
+        if _rendered(live) != now.rendered:
+            return (await self._change(wanted, live, context))[1]
+        before = state.repairs.get(key)
+        if not state.may_repair(key, context.unix_seconds):
             return None
-        return await self._change(wanted, live, context, report=changed_by_others)
+        made, problem = await self._change(wanted, live, context)
+        changed = None if made is None else first_difference(live, made)
+        if changed is not None:
+            path, was, restored = changed
+            text = (
+                f"{kind} {name}: {path} was changed to {_shown(was)}, and is restored to {_shown(restored)}"
+            )
+            log.warning("%s/%s: %s", context.namespace, context.name, text)
+            await self._api.event(context.run, "Warning", Reason.REPAIRED_DRIFT, text)
+        elif made is not None:  # others changed only what is theirs: no repair, so it does not count as one
+            state.repairs.pop(key)
+            state.repairs |= {} if before is None else {key: before}
+        return problem
 
     async def replace_unlabelled_coordinator(self, context: RunContext) -> None:
         """Deletes the coordinator's pod if somebody removed its labels: its Service and the operator no longer find it, and
@@ -194,18 +207,18 @@ class Applier:
         return None
 
     async def _change(
-        self, wanted: Object, live: Object, context: RunContext, *, report: bool
-    ) -> Problem | None:
-        """Applies an object that exists. report: somebody else changed it, which an event says."""
+        self, wanted: Object, live: Object, context: RunContext
+    ) -> tuple[Object | None, Problem | None]:
+        """Applies an object that exists. Returns it as it is now, None where it was not applied, and what was refused."""
         kind, name = _key(wanted)
         uid = live["metadata"]["uid"]
         if uid not in context.state.applied:
             there = await self._own_fields(kind, name, context)
             if there is None:
                 # A claim that is gone may have held steps: the next reconcile decides.
-                return await self._create(wanted, context) if kind != CLAIM else None
+                return None, await self._create(wanted, context) if kind != CLAIM else None
             if (problem := name_taken(there, context)) is not None:
-                return problem
+                return None, problem
             uid = there["metadata"]["uid"]
             context.state.applied.add(uid)
         try:
@@ -213,20 +226,10 @@ class Applier:
             made = await self._api.apply(wanted, uid=uid)
         except (errors.Invalid, errors.Forbidden) as error:
             if kind == CLAIM and refused_size(context, wanted, live, error):
-                return None
-            return refused(error, wanted, context)
-        changed = first_difference(live, made) if report else None
-        if changed is None:
-            context.state.repairs.pop((kind, name), None)  # others changed only what is theirs
-        else:
-            path, was, restored = changed
-            text = (
-                f"{kind} {name}: {path} was changed to {_shown(was)}, and is restored to {_shown(restored)}"
-            )
-            log.warning("%s/%s: %s", context.namespace, context.name, text)
-            await self._api.event(context.run, "Warning", Reason.REPAIRED_DRIFT, text)
+                return None, None
+            return None, refused(error, wanted, context)
         self._settle(wanted, made, context)
-        return None
+        return made, None
 
     async def _own_fields(
         self, kind: str, name: str, context: RunContext, tries: int = OWNERSHIP_TRIES
@@ -305,7 +308,26 @@ def _key(obj: Object) -> tuple[str, str]:
 def _rendered(obj: Object) -> str:
     """The hash of an object as rendered, from its annotation; an object without one is compared by all annotations."""
     annotations = obj["metadata"].get("annotations") or {}
-    return str(annotations.get(RENDERED_HASH) or sorted(annotations.items()))
+    ours = sorted((name, text) for name, text in annotations.items() if name.startswith(f"{GROUP}/"))
+    return str(annotations.get(RENDERED_HASH) or ours)
+
+
+def _is_untouched(wanted: Object, live: Object) -> bool:
+    """Whether an object is as an earlier process applied it, by what it says itself: who wrote it since, and, as the removal
+    of a field leaves no trace there, whether every field that we set is still there."""
+    return not other_writers(live["metadata"].get("managedFields") or ()) and _has_all(wanted, live)
+
+
+def _has_all(wanted: Any, live: Any) -> bool:
+    """Whether ``live`` has a value wherever ``wanted`` has one that the API server keeps; values are not compared."""
+    if isinstance(wanted, dict) and isinstance(live, dict):
+        return all(_has_all(value, live.get(name)) for name, value in wanted.items() if value)
+    if isinstance(wanted, list) and isinstance(live, list):
+        named = {item["name"]: item for item in live if isinstance(item, dict) and "name" in item}
+        if all(isinstance(item, dict) and "name" in item for item in wanted):
+            return all(_has_all(item, named.get(item["name"])) for item in wanted)
+        return len(live) >= len(wanted)
+    return live is not None
 
 
 def _labels_of(name: str, context: RunContext) -> dict[str, str]:

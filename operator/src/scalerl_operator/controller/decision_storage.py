@@ -66,6 +66,8 @@ class CoordinatorStorage:
         self._api = api
         self._status_only = False
         self._recent: list[DecisionStatus] = []
+        self._kept = bytearray()
+        """Lines of a run whose coordinator keeps none."""
 
     @property
     def name(self) -> str:
@@ -75,7 +77,7 @@ class CoordinatorStorage:
     async def read(self) -> bytes:
         """All whole lines."""
         try:
-            return await self._coordinators.decisions(self._uid)
+            content = await self._coordinators.decisions(self._uid)
         except EndpointMissing:
             if not self._status_only:
                 log.warning(
@@ -83,20 +85,24 @@ class CoordinatorStorage:
                     *(self._namespace, self._run, RECENT_DECISIONS),
                 )
             self._status_only = True
-            return b""
+            return bytes(self._kept)
         except (CoordinatorUnreachable, CoordinatorRefused) as error:
             raise RecordError(f"{self.name} cannot be read: {error}") from error
+        self._status_only = False
+        return content
 
     async def append(self, content: bytes, at: int) -> None:
         """One line, acknowledged when this returns."""
         if not content:
             return  # the coordinator has cut a torn line itself
         try:
-            if self._status_only:
-                await self._to_status(content)
-            else:
-                await self._coordinators.record_decision(self._uid, at, content)
-        except (CoordinatorUnreachable, OffsetSuperseded, errors.Unreachable) as error:
+            # Asked each time: a resumed run has another coordinator, which may keep a log.
+            await self._coordinators.record_decision(self._uid, at, content)
+        except EndpointMissing as error:
+            if not self._status_only:
+                raise RecordLost(f"{self.name}: {error}") from error
+            await self._append_to_status(content)
+        except (CoordinatorUnreachable, OffsetSuperseded) as error:
             # Another operator wrote, or nobody knows whether this line was written.
             raise RecordLost(f"{self.name} could not be written: {error}") from error
         except (CoordinatorRefused, errors.ApiError) as error:
@@ -111,12 +117,17 @@ class CoordinatorStorage:
     def close(self) -> None:
         """Nothing is held."""
 
-    async def _to_status(self, content: bytes) -> None:
+    async def _append_to_status(self, content: bytes) -> None:
         decided = shown(brief(msgspec.json.decode(content, type=Line)))
         recent = [*self._recent, decided][-RECENT_DECISIONS:]
         status = {"decisions": [one.model_dump(mode="json", by_alias=True) for one in recent]}
-        await self._api.patch(KIND, self._namespace, self._run, {"status": status}, "status")
+        patch = {"status": status, "metadata": {"uid": self._uid}}
+        try:
+            await self._api.patch(KIND, self._namespace, self._run, patch, "status")
+        except errors.ApiError as error:
+            raise RecordError(f"{self.name} cannot be written: {error}") from error
         self._recent = recent
+        self._kept += content
 
 
 def shown(decided: Brief) -> DecisionStatus:

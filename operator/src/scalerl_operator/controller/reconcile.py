@@ -4,7 +4,7 @@
 
 Whatever woke it, a reconcile covers the whole run. It writes nothing where everything is as it should be. The process may end
 at any line: the next reconcile, here or elsewhere, continues from what exists. So what is decided
-and cannot be context from what is there (how a run ended, that it rests, which attempt is judged) is reported before it is
+and cannot be seen from what exists (how a run ended, that it rests, which attempt is judged) is reported before it is
 applied: a coordinator that is gone could not say again why.
 """
 

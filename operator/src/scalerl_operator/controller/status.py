@@ -100,7 +100,7 @@ def report(run: ScaleRLRun | None, before: RunStatus, result: ReconcileResult) -
         }
     )
     scaling = result.autoscaler_report
-    if scaling.known:  # while the log is being read, the status keeps what it has
+    if scaling.known and scaling.decisions:  # without any, the status keeps what it has
         said = {"forecast": scaling.forecast, "decision": scaling.state, "decisions": list(scaling.decisions)}
         status = status.model_copy(update=said)
     if result.observed is not None:

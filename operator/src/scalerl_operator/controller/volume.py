@@ -76,7 +76,7 @@ def _lost(name: str, steps: int, how: str, labels: str = "") -> Problem:
     """``labels``: of the claim that is to take its place; empty where it needs none."""
     said = f"PersistentVolumeClaim {name} {how}; the run has trained {steps} steps and does not start on an empty volume"
     if labels:
-        said += f"; the claim restored in its context needs the labels {labels}"
+        said += f"; the claim restored in its place needs the labels {labels}"
     return Problem(Reason.CLAIM_LOST, said)
 
 

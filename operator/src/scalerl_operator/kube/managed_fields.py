@@ -14,8 +14,8 @@ from typing import Any, Final
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import FIELD_OWNER
 
-_EXPECTED: Final = {("kube-controller-manager", "")}
-"""Writes the revision of a Deployment and the volume of a claim, no field that somebody renders."""
+_EXPECTED: Final = {("kube-controller-manager", ""), ("kube-scheduler", "")}
+"""They write the revision of a Deployment, and the volume and the node of a claim: no field that somebody renders."""
 
 
 def applied(managed: Sequence[Object]) -> list[Object] | None:
