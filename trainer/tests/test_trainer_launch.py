@@ -179,6 +179,23 @@ hang()
     assert sorted(file.name for file in tmp_path.glob("saved-*")) == [f"saved-{i}" for i in range(3)]
 
 
+def test_launch_lets_the_others_save_when_a_rank_fails_during_a_drain(tmp_path: Path) -> None:
+    body = f"""
+def save(*_):
+    if local == 1: sys.exit(1)
+    time.sleep({SHORT + 1})
+    Path(f"saved-{{local}}").touch()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+hang()
+"""
+    with launched(tmp_path, body, SHORT) as process:
+        until_started(tmp_path)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT) == 1
+    assert sorted(file.name for file in tmp_path.glob("saved-*")) == ["saved-0", "saved-2"]
+
+
 def test_launch_leaves_no_rank_when_it_is_killed(tmp_path: Path) -> None:
     body = "signal.signal(signal.SIGTERM, signal.SIG_IGN); hang()"
     with launched(tmp_path, body) as process:
