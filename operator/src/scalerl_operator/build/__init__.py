@@ -1,8 +1,6 @@
-"""Render: from a run and what is to exist now to Kubernetes objects. Pure: same input, same objects.
+"""Renders a run, and what is to exist of it, as Kubernetes objects. Pure: same input, same objects.
 
-Lives here: the objects of a run, one file a role beside what all pods share (:mod:`.pods`), with values in the form in
-which the API server gives them back, so that :mod:`scalerl_operator.controller.drift` finds a difference only where there
-is one. What is common to both runtimes (command lines, environment, probes) comes from the plan.
+Lives here: the objects of a run, one file a role beside what all pods share (:mod:`.pods`). What is common to both runtimes (command lines, environment, probes) comes from the plan.
 
 Never lives here: whether something is to exist, or I/O.
 """

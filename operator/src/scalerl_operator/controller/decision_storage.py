@@ -56,7 +56,7 @@ class CoordinatorStorage:
     """The decisions of one run; see :class:`scalerl_operator.autoscaling.log_storage.Storage`.
 
     The coordinator of a run that an earlier release started has no log of decisions: then ``status.decisions`` alone
-    keeps the last ones, and an operator that starts anew knows none of them.
+    keeps the last ones, and an operator that starts later knows none of them.
     """
 
     def __init__(self, run: ScaleRLRun, uid: str, coordinators: Coordinators, api: StatusWriter) -> None:
@@ -111,7 +111,7 @@ class CoordinatorStorage:
     async def set_aside(self, problem: str) -> str:
         """Not here: a person has changed the file on the volume, and repairs it there."""
         raise RecordError(
-            f"{self.name}: {problem}; repair it, or move it away on the run's volume to begin anew"
+            f"{self.name}: {problem}; repair it, or move it away on the run's volume to start an empty one"
         )
 
     def close(self) -> None:

@@ -81,9 +81,9 @@ async def _last_event(api: KubeApi, context: RunContext, uid: str, reasons: Sequ
         events = await api.list("Event", context.namespace, field_selector=f"involvedObject.uid={uid}")
     except errors.Forbidden:
         return ""
-    told = [e for e in events if e.get("reason") in reasons and _is_recent(e, context.unix_seconds)]
-    told.sort(key=lambda e: seconds(e.get("lastTimestamp") or e.get("eventTime")))
-    return str(told[-1].get("message", "")) if told else ""
+    found = [e for e in events if e.get("reason") in reasons and _is_recent(e, context.unix_seconds)]
+    found.sort(key=lambda e: seconds(e.get("lastTimestamp") or e.get("eventTime")))
+    return str(found[-1].get("message", "")) if found else ""
 
 
 def _is_recent(event: Object, now: float) -> bool:
