@@ -130,8 +130,8 @@ def both(case: Case) -> tuple[Row, Row]:
     at = np.array([case.target.at])
     alone, informed = (cf.fit(case.target.head, earlier=runs) for runs in ([], earlier))
     return (
-        row_of(case.target, cf.pool(alone).evaluation(at)[:, 0]),
-        row_of(case.target, cf.pool(informed).evaluation(at)[:, 0]),
+        row_of(case.target, cf.forecast_pool(alone).evaluation(at)[:, 0]),
+        row_of(case.target, cf.forecast_pool(informed).evaluation(at)[:, 0]),
     )
 
 

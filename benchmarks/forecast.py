@@ -400,7 +400,7 @@ def one_guard(job: int) -> tuple[bool, bool]:
 
 
 def alarmed(curve: cf.Curve, first: int) -> Iterable[bool]:
-    return (cf.guard(curve.head(n)).broken for n in range(first, len(curve) + 1))
+    return (cf.detect_collapse(curve.head(n)).broken for n in range(first, len(curve) + 1))
 
 
 def guards(rows: list[tuple[bool, bool]], figures: dict[str, float]) -> None:

@@ -142,12 +142,12 @@ class Ours:
 def forecast_of(target: Target) -> Ours:
     head = target.head
     fitted = cf.fit(head)
-    seen = cf.pool(fitted).evaluation(np.array([target.at]))[:, 0]
+    seen = cf.forecast_pool(fitted).evaluation(np.array([target.at]))[:, 0]
     (ahead,) = cf.forecast(fitted, [target.at])
     if not np.allclose(np.quantile(seen, [0.05, 0.95]), [ahead.low, ahead.high]):
         raise RuntimeError("the draws that are scored are not those of forecast(); see forecasting.py")
     row = replace(row_of(target, seen), median=ahead.median)
-    broken = cf.guard(head).broken
+    broken = cf.detect_collapse(head).broken
     state = "BROKEN" if broken else "OK" if fitted.identifiable else "INSUFFICIENT"
     p_gain = cf.p_gain_above(fitted, target.at, MIN_GAIN)
     return Ours(row, state, p_gain, fitted.A.low, fitted.A.high, float(head.reward[-3:].mean()))
@@ -232,7 +232,9 @@ def details(mine: Sequence[Ours], figures: dict[str, float]) -> None:
 
 def alarms(curves: Sequence[LLMCurve], figures: dict[str, float]) -> None:
     """Runs on which the guard alarms after any of their evaluations."""
-    alarmed = {c: any(cf.guard(c.curve.head(n)).broken for n in range(1, len(c.curve) + 1)) for c in curves}
+    alarmed = {
+        c: any(cf.detect_collapse(c.curve.head(n)).broken for n in range(1, len(c.curve) + 1)) for c in curves
+    }
     for label, kept in (("collapsed", True), ("healthy", False)):
         some = [alarm for c, alarm in alarmed.items() if c.collapsed is kept]
         figures[f"alarms_{label}"] = sum(some)

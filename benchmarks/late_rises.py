@@ -1,4 +1,4 @@
-"""How often real curves rise late: the counts behind ``scalerl_curvefit.rises``. A second.
+"""How often real curves rise late: the counts behind ``scalerl_curvefit.plateau``. A second.
 
 Of each public curve in ``curvefit/data``, by means of three evaluations over the shares of its record:
 
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from scalerl_curvefit import Curve
-from scalerl_curvefit.rises import LEAST, late_rises, record_means
+from scalerl_curvefit.plateau import LEAST, late_rises, record_means
 
 DATA = Path(__file__).parents[1] / "curvefit" / "data"
 SHARES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7)

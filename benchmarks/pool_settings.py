@@ -19,7 +19,7 @@ from support.llm_curves import llm_curves
 from support.scoring import crps, targets
 
 import scalerl_curvefit as cf
-from scalerl_curvefit.pool import drawn_pool
+from scalerl_curvefit.pooling import sample_forecast_pool
 
 DRAWS = 400
 NEAR_BEST = 1.02
@@ -50,7 +50,7 @@ def main() -> None:
         draws = np.empty((len(made), DRAWS))
         for i, (target, fitted) in enumerate(zip(made, fits, strict=True)):
             random = np.random.default_rng(i)
-            drawn = drawn_pool(fitted.nodes, fitted.trend, fitted.now, settings, DRAWS, random)
+            drawn = sample_forecast_pool(fitted.nodes, fitted.trend, fitted.now, settings, DRAWS, random)
             draws[i] = drawn.evaluation(np.array([target.at]))[:, 0]
         return crps(draws, actual)
 

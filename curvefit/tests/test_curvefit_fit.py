@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import scalerl_curvefit as cf
 from scalerl_curvefit.families import gain_share
-from scalerl_curvefit.moments import moments
 from scalerl_curvefit.simulate import SCALERL, Truth, ar1_noise, simulated
+from scalerl_curvefit.sufficient_statistics import sufficient_statistics
 
 
 def test_a_clean_curve_is_recovered() -> None:
@@ -51,7 +51,7 @@ def test_sums_over_points_equal_the_dense_ar1_likelihood(n: int) -> None:
     ln_compute = np.sort(random.uniform(0, 4, n))
     reward, precision = random.uniform(0, 1, n), random.uniform(0.5, 2, n)
     rho = np.array([0.0, 0.6])
-    sums = moments(ln_compute, reward, precision, rho, max_knots=n)
+    sums = sufficient_statistics(ln_compute, reward, precision, rho, max_knots=n)
     s = gain_share(cf.Family.SIGMOID, ln_compute, np.float64(2.0), np.float64(0.5))
     lag = np.abs(np.subtract.outer(np.arange(n), np.arange(n)))
     for r, coefficient in enumerate(rho):
@@ -75,7 +75,9 @@ def test_knots_change_nothing_that_matters() -> None:
     compute = np.linspace(10.0, 12000.0, 2000)
     reward = SCALERL.reward(compute) + ar1_noise(2000, 0.0075, 0.6, np.random.default_rng(1))
     rho = np.array([0.0, 0.6])
-    thin, full = (moments(np.log(compute), reward, np.ones(2000), rho, max_knots=k) for k in (160, 2000))
+    thin, full = (
+        sufficient_statistics(np.log(compute), reward, np.ones(2000), rho, max_knots=k) for k in (160, 2000)
+    )
     for sums, name in ((thin, "thin"), (full, "full")):
         assert sums.n == 2000, name
 

@@ -21,14 +21,14 @@ def collapsing(seed: int = 0, at: int = 24) -> cf.Curve:
 
 
 def test_a_healthy_run_raises_no_alarm() -> None:
-    result = cf.guard(simulated(seed=3))
+    result = cf.detect_collapse(simulated(seed=3))
     assert (result.broken, result.checked, result.reasons, result.fall) == (False, True, (), None)
 
 
 def test_a_collapse_raises_an_alarm_that_says_what_was_seen() -> None:
     curve = collapsing()
-    assert not cf.guard(curve.head(24)).broken
-    result = cf.guard(curve.head(28))
+    assert not cf.detect_collapse(curve.head(24)).broken
+    result = cf.detect_collapse(curve.head(28))
     fall = result.fall
     assert fall is not None
     assert (fall.points, fall.over, fall.compute) == (24, 4, curve.compute[24])
@@ -47,17 +47,17 @@ def test_two_low_evaluations_are_no_collapse() -> None:
     curve = simulated(seed=3)
     reward = curve.reward.copy()
     reward[-2:] -= 0.3
-    assert not cf.guard(cf.Curve(curve.compute, reward)).broken
+    assert not cf.detect_collapse(cf.Curve(curve.compute, reward)).broken
     fallen = curve.reward.copy()
     fallen[-3:] -= 0.3
-    assert cf.guard(cf.Curve(curve.compute, fallen)).broken
+    assert cf.detect_collapse(cf.Curve(curve.compute, fallen)).broken
 
 
 def test_one_bad_evaluation_after_two_a_little_low_is_no_collapse() -> None:
     steady = np.tile([0.58, 0.62], 16)
     low = [*steady, 0.585, 0.58, 0.3]
-    assert not cf.guard(cf.Curve(np.arange(1.0, 36.0), low)).broken
-    assert cf.guard(cf.Curve(np.arange(1.0, 37.0), [*low, 0.3])).broken
+    assert not cf.detect_collapse(cf.Curve(np.arange(1.0, 36.0), low)).broken
+    assert cf.detect_collapse(cf.Curve(np.arange(1.0, 37.0), [*low, 0.3])).broken
 
 
 def test_a_fall_soon_after_a_fast_rise_is_found() -> None:
@@ -65,33 +65,33 @@ def test_a_fall_soon_after_a_fast_rise_is_found() -> None:
     u = np.arange(20)
     rise = 0.5 + 0.3 * (1.0 - np.exp(-u / 2.0)) + ar1_noise(20, 0.004, 0.0, np.random.default_rng(1))
     fallen = rise - 0.02 * np.clip(u - 11, 0, 4)
-    assert not any(cf.guard(cf.Curve(u[:n] + 1.0, rise[:n])).broken for n in range(8, 21))
-    assert cf.guard(cf.Curve(u + 1.0, fallen)).broken
+    assert not any(cf.detect_collapse(cf.Curve(u[:n] + 1.0, rise[:n])).broken for n in range(8, 21))
+    assert cf.detect_collapse(cf.Curve(u + 1.0, fallen)).broken
 
 
 def test_evaluations_at_zero_say_nothing_of_the_noise_further_up() -> None:
     """With 100 samples at .4 the binomial sd is .05, whatever the mean of all rewards so far is."""
     reward = np.concatenate([np.zeros(40), np.linspace(0.1, 0.4, 4), np.repeat([0.43, 0.36, 0.42], 6)])
     curve = cf.Curve(np.arange(1.0, reward.size + 1.0), reward, np.full(reward.size, 100.0))
-    assert not any(cf.guard(curve.head(n)).broken for n in range(44, reward.size + 1))
+    assert not any(cf.detect_collapse(curve.head(n)).broken for n in range(44, reward.size + 1))
 
 
 @pytest.mark.parametrize(
     ("truncation", "broken"), [(0.04, False), ([0.2, 0.099], False), ([0.01, 0.10], True)]
 )
 def test_truncation_alarms_at_ten_percent_of_the_latest(truncation, broken: bool) -> None:
-    assert cf.guard(simulated(seed=3), truncation).broken is broken
+    assert cf.detect_collapse(simulated(seed=3), truncation).broken is broken
 
 
 def test_truncation_must_be_rates() -> None:
     with pytest.raises(cf.RequestError):
-        cf.guard(simulated(), [12.0])
+        cf.detect_collapse(simulated(), [12.0])
 
 
 def test_too_little_history_is_said_not_guessed() -> None:
     falling = cf.Curve(np.arange(1.0, 9.0), [0.5, 0.51, 0.5, 0.505, 0.5, 0.2, 0.2, 0.2])
-    assert cf.guard(falling).broken
-    young = cf.guard(falling.head(7))
+    assert cf.detect_collapse(falling).broken
+    young = cf.detect_collapse(falling.head(7))
     assert (young.broken, young.checked) == (False, False)
 
 
@@ -99,9 +99,9 @@ def test_the_guard_looks_at_the_last_segment_only() -> None:
     """A new recipe that starts low again is no collapse; without its label the same points are."""
     old, new = simulated(n=24, seed=1), simulated(n=12, reach=1, seed=2)
     compute, reward = [*old.compute, *(old.now + new.compute)], [*old.reward, *new.reward]
-    assert cf.guard(cf.Curve(compute[:28], reward[:28])).broken
-    assert not cf.guard(cf.Curve(compute, reward, recipe=["a"] * 24 + ["b"] * 12)).broken
-    young = cf.guard(cf.Curve(compute[:28], reward[:28], recipe=["a"] * 24 + ["b"] * 4))
+    assert cf.detect_collapse(cf.Curve(compute[:28], reward[:28])).broken
+    assert not cf.detect_collapse(cf.Curve(compute, reward, recipe=["a"] * 24 + ["b"] * 12)).broken
+    young = cf.detect_collapse(cf.Curve(compute[:28], reward[:28], recipe=["a"] * 24 + ["b"] * 4))
     assert (young.broken, young.checked) == (False, False)
 
 
@@ -114,32 +114,32 @@ def _sagging(points: int = 40) -> cf.Curve:
 
 def test_an_alarm_stands_until_the_run_has_come_back_to_its_best() -> None:
     curve = _sagging()
-    fall = cf.guard(curve).fall
+    fall = cf.detect_collapse(curve).fall
     assert fall is not None
     assert 27 <= fall.points <= 29
     assert fall.compute == curve.compute[fall.points]
     assert fall.over == len(curve) - fall.points
     back = curve.reward.copy()
     back[-3:] = fall.best - 0.5 * fall.noise
-    assert not cf.guard(cf.Curve(curve.compute, back)).broken
+    assert not cf.detect_collapse(cf.Curve(curve.compute, back)).broken
     nearly = back - 0.7 * fall.noise * (np.arange(40) >= 37)
-    assert cf.guard(cf.Curve(curve.compute, nearly)).broken
+    assert cf.detect_collapse(cf.Curve(curve.compute, nearly)).broken
 
 
 def test_what_somebody_knows_of_raises_no_alarm_again() -> None:
     """After a held run is resumed, at the lower reward: only a new fall counts."""
     curve = _sagging()
-    assert not cf.guard(curve, after=float(curve.compute[31])).broken
+    assert not cf.detect_collapse(curve, after=float(curve.compute[31])).broken
     again = cf.Curve(curve.compute, curve.reward - 0.1 * (np.arange(40) >= 37))
-    assert cf.guard(again, after=float(curve.compute[31])).broken
-    assert not cf.guard(again, after=float(curve.compute[33])).checked
+    assert cf.detect_collapse(again, after=float(curve.compute[31])).broken
+    assert not cf.detect_collapse(again, after=float(curve.compute[33])).checked
 
 
 def test_a_fall_smaller_than_what_matters_is_none() -> None:
     curve = _sagging()
-    depth = cf.guard(curve).fall.depth  # type: ignore[union-attr]
-    assert cf.guard(curve, least=depth - 0.002).broken
-    assert not cf.guard(curve, least=0.07).broken
+    depth = cf.detect_collapse(curve).fall.depth  # type: ignore[union-attr]
+    assert cf.detect_collapse(curve, least=depth - 0.002).broken
+    assert not cf.detect_collapse(curve, least=0.07).broken
 
 
 def test_a_slow_start_and_a_stall_are_no_fall() -> None:
@@ -147,11 +147,11 @@ def test_a_slow_start_and_a_stall_are_no_fall() -> None:
     path = Path(__file__).parents[1] / "data" / "llm_curves.json"
     public = json.loads(path.read_text())["curves"]["kanishk_llama_base-ppo_val"]
     run = cf.Curve(public["compute"], public["reward"], samples=1024)
-    assert not any(cf.guard(run.head(n)).broken for n in range(1, len(run) + 1))
+    assert not any(cf.detect_collapse(run.head(n)).broken for n in range(1, len(run) + 1))
     i = np.arange(24)
     steep = 0.15 + 0.02 * np.minimum(i, 11) + np.random.default_rng(0).normal(0.0, 0.003, 24)
     stall = cf.Curve(1.0 + i, np.where(i < 12, steep, steep[:12].max() + 0.0004 * (i - 11)))
-    assert not any(cf.guard(stall.head(n)).broken for n in range(8, 25))
+    assert not any(cf.detect_collapse(stall.head(n)).broken for n in range(8, 25))
 
 
 @settings(max_examples=200, deadline=None)
@@ -162,7 +162,7 @@ def test_a_slow_start_and_a_stall_are_no_fall() -> None:
 def test_no_alarm_at_the_best_reward_so_far(rewards: list[float], samples: int | None) -> None:
     curve = cf.Curve(np.arange(1.0, len(rewards) + 1), rewards, samples=samples)
     for n in range(8, len(rewards) + 1):
-        result = cf.guard(curve.head(n))
+        result = cf.detect_collapse(curve.head(n))
         if result.broken:
             assert rewards[n - 1] < max(rewards[:n])
             assert result.fall is not None
@@ -176,15 +176,15 @@ def test_alarms_of_runs_that_never_fall_keep_to_the_error_rate() -> None:
     for seed in range(100):
         random = np.random.default_rng(seed)
         curve = cf.Curve(compute, 0.4 + ar1_noise(40, 0.01, 0.0, random))
-        alarms += any(cf.guard(curve.head(n)).broken for n in range(8, 41))
+        alarms += any(cf.detect_collapse(curve.head(n)).broken for n in range(8, 41))
     assert alarms <= 5
 
 
 def test_a_long_run_is_checked_at_every_evaluation() -> None:
     long = simulated(n=1500, reach=4, seed=1, sigma=0.004)
-    assert not cf.guard(long).broken
+    assert not cf.detect_collapse(long).broken
     for at in (1000, 1013):
-        fall = cf.guard(cf.Curve(long.compute, long.reward - 0.1 * (np.arange(1500) >= at))).fall
+        fall = cf.detect_collapse(cf.Curve(long.compute, long.reward - 0.1 * (np.arange(1500) >= at))).fall
         assert fall is not None
         assert at - 1 <= fall.points <= at
         assert fall.over == 1500 - fall.points

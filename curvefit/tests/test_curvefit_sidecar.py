@@ -23,7 +23,7 @@ import scalerl_curvefit as cf
 from scalerl_api import endpoints
 from scalerl_api import forecast as wire
 from scalerl_curvefit import fitting
-from scalerl_curvefit.rises import p_late_rise
+from scalerl_curvefit.plateau import p_late_rise
 from scalerl_curvefit.sidecar import answers, app
 from scalerl_curvefit.sidecar.app import Limits, Sidecar, runner
 from scalerl_curvefit.simulate import SCALERL, simulated
@@ -452,7 +452,7 @@ async def test_the_command_serves_and_ends_on_sigterm() -> None:
     command = [sys.executable, "-m", "scalerl_curvefit.sidecar", "--port", "0", "--metrics-port", "0"]
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
     try:
-        url, watched = [
+        url, metrics_application = [
             re.search(r"http://\S+", (await asyncio.wait_for(process.stderr.readline(), 120)).decode())[0]
             for _ in range(2)
         ]
@@ -460,15 +460,15 @@ async def test_the_command_serves_and_ends_on_sigterm() -> None:
             fitted = await sidecar.fit(wire.FitRequest(points=points(simulated(seed=1))))
         assert abs(fitted.A.median - 0.61) < 0.05
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as session:
-            async with session.get(watched + endpoints.METRICS) as answer:
+            async with session.get(metrics_application + endpoints.METRICS) as answer:
                 assert (
                     f'{wire.REQUESTS_METRIC}_total{{path="{wire.FIT}",status="200"}} 1.0'
                     in await answer.text()
                 )
-            async with session.get(watched + endpoints.HEALTH) as answer:
+            async with session.get(metrics_application + endpoints.HEALTH) as answer:
                 assert answer.status == 200
             for path in (wire.FIT, wire.FORECAST):
-                async with session.post(watched + path, data=b"{}") as answer:
+                async with session.post(metrics_application + path, data=b"{}") as answer:
                     assert answer.status == 404, "nobody computes by way of the port for metrics"
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), 120) == 0

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import scalerl_curvefit as cf
 from scalerl_curvefit.families import gain_share
-from scalerl_curvefit.moments import _onto_knots, _onto_points
-from scalerl_curvefit.sidecar.memory import keep_freed_memory
+from scalerl_curvefit.sidecar.malloc import keep_freed_memory
+from scalerl_curvefit.sufficient_statistics import _interpolation, _no_interpolation
 
 
 @settings(max_examples=25, deadline=None)
@@ -20,10 +20,10 @@ from scalerl_curvefit.sidecar.memory import keep_freed_memory
 def test_where_every_point_is_a_knot_nothing_is_interpolated(n: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     ln_compute, precision = np.sort(random.uniform(0, 4, n)), random.uniform(0.5, 2, n)
-    short, plain = _onto_points(precision), _onto_knots(ln_compute, precision, np.arange(n))
+    short, plain = _no_interpolation(precision), _interpolation(ln_compute, precision, np.arange(n))
     rows = random.normal(size=(2, n))
     np.testing.assert_allclose(short.sums(rows), plain.sums(rows), rtol=1e-12)
-    for name in ("own_k", "ends_k", "neighbours_k"):
+    for name in ("identity_k", "ends_k", "neighbours_k"):
         for got, want in zip(getattr(short, name), getattr(plain, name), strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-12)
 

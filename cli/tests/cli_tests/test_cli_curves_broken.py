@@ -12,7 +12,7 @@ from scalerl_cli.curves import plotting
 from scalerl_cli.curves.analysis import HEALTHY_TRUNCATED, State, analyse
 from scalerl_cli.curves.source import read_curve
 from scalerl_cli.main import main
-from scalerl_curvefit.guard import LEAST
+from scalerl_curvefit.collapse import LEAST
 from scalerl_operator.autoscaling import alarm
 
 from .curve_files import answer, has_colour, write_run

@@ -11,9 +11,9 @@ import pytest
 from scalerl_cli.curves.report import MEANINGS
 from scalerl_cli.main import main, parser
 from scalerl_curvefit import FitSettings
-from scalerl_curvefit.compare import SAME_A
-from scalerl_curvefit.fitting import ENOUGH_POINTS, MOST_P_BEFORE_CMID, WIDEST_A
-from scalerl_curvefit.guard import CONSECUTIVE, MIN_HISTORY, MOST_TRUNCATED
+from scalerl_curvefit.collapse import CONSECUTIVE, MAX_TRUNCATION, MIN_HISTORY
+from scalerl_curvefit.compare import A_MARGIN
+from scalerl_curvefit.fitting import ENOUGH_POINTS, MAX_A_WIDTH, MAX_P_BEFORE_CMID
 
 from .curve_files import ink, write_run
 
@@ -83,11 +83,11 @@ def test_every_line_that_is_printed_is_explained(tmp_path: Path, capsys: pytest.
 def test_the_page_states_the_constants_of_the_code() -> None:
     chosen = FitSettings()
     assert f"fewer than {ENOUGH_POINTS} points" in PAGE
-    assert f"wider than {WIDEST_A:g}".replace("0.", ".") in PAGE
-    assert f"probability above {MOST_P_BEFORE_CMID:g}".replace("0.", ".") in PAGE
-    assert f"at most {SAME_A:g}".replace("0.", ".") in PAGE
+    assert f"wider than {MAX_A_WIDTH:g}".replace("0.", ".") in PAGE
+    assert f"probability above {MAX_P_BEFORE_CMID:g}".replace("0.", ".") in PAGE
+    assert f"at most {A_MARGIN:g}".replace("0.", ".") in PAGE
     assert (CONSECUTIVE, MIN_HISTORY) == (3, 8)
-    assert f"{MOST_TRUNCATED:.0%}".replace("%", " %") in PAGE
+    assert f"{MAX_TRUNCATION:.0%}".replace("%", " %") in PAGE
     assert f"ln {chosen.b_median:g}, sd {chosen.ln_b_sd:g}".replace(" 0.", " .") in PAGE
     assert f"{chosen.cmid_above:g} times the last" in PAGE
     assert chosen.cmid_below == 4

@@ -16,9 +16,22 @@ files and command lines.
 True
 """
 
+from .baselines import GridSearch, PowerLaw, paper_grid_search, power_law
+from .collapse import CollapseCheck, Fall, detect_collapse
 from .compare import Better, Comparison, compare
 from .curve import SIGNED_SCALE, UNIT_SCALE, Curve, Segment
-from .earlier import EarlierRun, EarlierUse
+from .decision_quantities import (
+    Block,
+    ComputeToTarget,
+    best_block,
+    compute_to,
+    gain,
+    marginal_gain,
+    p_asymptote_above,
+    p_gain_above,
+    p_reward_above,
+)
+from .earlier_runs import EarlierRun, EarlierUse
 from .errors import (
     ConstantRewardError,
     CurveError,
@@ -36,24 +49,11 @@ from .errors import (
     UnsortedComputeError,
 )
 from .families import Family
-from .fitting import Edge, Estimate, Fit, draws, fit, pool
+from .fitting import Edge, Estimate, Fit, draws, fit, forecast_pool
 from .forecasting import Forecast, forecast
-from .guard import Fall, GuardResult, guard
 from .hindcast import Hindcast, hindcasts
-from .outlook import (
-    Block,
-    Reach,
-    best_block,
-    compute_to,
-    gain,
-    marginal_gain,
-    p_asymptote_above,
-    p_gain_above,
-    p_reward_above,
-)
-from .point import PointFit
-from .pool import Pool
-from .reference import GridSearch, PowerLaw, paper_grid_search, power_law
+from .least_squares import LeastSquaresFit
+from .pooling import ForecastPool
 from .sampling import Draws
 from .settings import FitSettings
 
@@ -62,7 +62,9 @@ __all__ = [
     "UNIT_SCALE",
     "Better",
     "Block",
+    "CollapseCheck",
     "Comparison",
+    "ComputeToTarget",
     "ConstantRewardError",
     "Curve",
     "CurveError",
@@ -77,17 +79,15 @@ __all__ = [
     "Fit",
     "FitSettings",
     "Forecast",
+    "ForecastPool",
     "GridSearch",
-    "GuardResult",
     "Hindcast",
     "InputError",
+    "LeastSquaresFit",
     "MixedSegmentsError",
     "NegativeComputeError",
     "NonFiniteError",
-    "PointFit",
-    "Pool",
     "PowerLaw",
-    "Reach",
     "RequestError",
     "RewardRangeError",
     "SamplesError",
@@ -99,17 +99,17 @@ __all__ = [
     "best_block",
     "compare",
     "compute_to",
+    "detect_collapse",
     "draws",
     "fit",
     "forecast",
+    "forecast_pool",
     "gain",
-    "guard",
     "hindcasts",
     "marginal_gain",
     "p_asymptote_above",
     "p_gain_above",
     "p_reward_above",
     "paper_grid_search",
-    "pool",
     "power_law",
 ]

@@ -9,10 +9,10 @@ from typing import Final
 import numpy as np
 
 from .curve import Curve
-from .fitting import MOST_P_BEFORE_CMID, Fit, draws, fit
+from .fitting import MAX_P_BEFORE_CMID, Fit, draws, fit
 from .settings import FitSettings
 
-SAME_A: Final = 0.02
+A_MARGIN: Final = 0.02
 """The paper's error margin of A, from three seeds [P]. It states none for B."""
 PINNED: Final = 0.0005
 """Half width of the interval A is pinned to in the refit."""
@@ -62,8 +62,8 @@ def compare(a: Curve, b: Curve, settings: FitSettings | None = None) -> Comparis
         for name, fitted in (("first", first), ("second", second))
         for doubt in (*fitted.doubts, *bounds_met(fitted))
     )
-    young = max(first.p_before_cmid, second.p_before_cmid) > MOST_P_BEFORE_CMID
-    same = abs(first.point.A - second.point.A) <= SAME_A
+    young = max(first.p_before_cmid, second.p_before_cmid) > MAX_P_BEFORE_CMID
+    same = abs(first.point.A - second.point.A) <= A_MARGIN
     shared = None
     if same:
         shared = 0.5 * (first.point.A + second.point.A)

@@ -11,23 +11,31 @@ from typing import Final
 
 import numpy as np
 
+from .collapse import detect_collapse
 from .curve import Curve, FloatArray
-from .earlier import EarlierRun, EarlierUse, RunsPrior, RunSummary, SummarisedRun, runs_prior, summarise
+from .earlier_runs import (
+    EarlierRun,
+    EarlierRunsPrior,
+    EarlierUse,
+    RunSummary,
+    SummarizedRun,
+    earlier_runs_prior,
+    summarize,
+)
 from .errors import ConstantRewardError, CurveError, RequestError, TooFewPointsError
-from .guard import guard
-from .moments import Moments, moments
-from .point import PointFit, point_fit
-from .pool import Pool, departure_sd, drawn_pool
-from .posterior import FULL, QUICK, Nodes, Prior, grid_posterior, make_prior
+from .least_squares import LeastSquaresFit, least_squares_fit
+from .pooling import ForecastPool, departure_sd, sample_forecast_pool
+from .posterior import COARSE_GRID, FINE_GRID, Nodes, Prior, grid_posterior, make_prior
 from .sampling import Draws, interval, sample
 from .settings import DEFAULTS, FitSettings
+from .sufficient_statistics import SufficientStatistics, sufficient_statistics
 from .trend import Trend, trend
 
 MIN_POINTS: Final = 4
 """A curve has four parameters."""
 ENOUGH_POINTS: Final = 10
-MOST_P_BEFORE_CMID: Final = 0.2
-WIDEST_A: Final = 0.15
+MAX_P_BEFORE_CMID: Final = 0.2
+MAX_A_WIDTH: Final = 0.15
 """Below ENOUGH_POINTS points, with a 90 % interval of A wider than WIDEST_A, or with a probability above
 MOST_P_BEFORE_CMID that Cmid still lies ahead, the asymptote is not identifiable."""
 DRAWS: Final = 2000
@@ -88,7 +96,7 @@ class Fit:
     R0: Estimate
     sigma: Estimate
     rho: float
-    point: PointFit
+    point: LeastSquaresFit
     identifiable: bool
     doubts: tuple[str, ...]
     edges: tuple[Edge, ...]
@@ -98,10 +106,10 @@ class Fit:
     now: float
     nodes: tuple[Nodes, ...]
     trend: Trend
-    drawn: Draws
-    pooled: Pool
+    draws: Draws
+    pool: ForecastPool
     seed: int
-    prior: RunsPrior | None = None
+    prior: EarlierRunsPrior | None = None
 
     @property
     def earlier(self) -> tuple[EarlierUse, ...]:
@@ -115,7 +123,7 @@ class Fit:
 
 
 def fit(
-    curve: Curve, settings: FitSettings | None = None, earlier: Sequence[EarlierRun | SummarisedRun] = ()
+    curve: Curve, settings: FitSettings | None = None, earlier: Sequence[EarlierRun | SummarizedRun] = ()
 ) -> Fit:
     """Fit R(C) = R0 + (A − R0)/(1 + (Cmid/C)^B) (ScaleRL eq. 1 [P]) to the points of one segment.
 
@@ -143,13 +151,13 @@ def fit(
     _require_points(curve)
     at = curve.first_trained
     local = trend(curve.compute[at:], curve.reward[at:], settings)
-    known = [summarised(run, settings) if isinstance(run, EarlierRun) else run for run in earlier]
+    known = [summarize_run(run, settings) if isinstance(run, EarlierRun) else run for run in earlier]
     summaries = [(run.name, _summary_for(run, curve)) for run in known]
-    prior = runs_prior(summaries, curve, local, settings) if earlier else None
+    prior = earlier_runs_prior(summaries, curve, local, settings) if earlier else None
     points = _prepare(curve, settings, prior)
-    sums = points.moments(settings)
+    sums = points.sufficient_statistics(settings)
     nodes = tuple(
-        grid_posterior(sums, points.prior, family, QUICK if i else FULL)
+        grid_posterior(sums, points.prior, family, COARSE_GRID if i else FINE_GRID)
         for i, family in enumerate(settings.families)
     )
     main = nodes[0]
@@ -180,8 +188,8 @@ def fit(
         now=curve.now,
         nodes=nodes,
         trend=local,
-        drawn=drawn,
-        pooled=_pool(nodes, local, curve.now, settings, prior, DRAWS, random),
+        draws=drawn,
+        pool=_pool(nodes, local, curve.now, settings, prior, DRAWS, random),
         seed=seed,
         prior=prior,
     )
@@ -191,15 +199,15 @@ def draws(fitted: Fit, n: int = DRAWS) -> Draws:
     """`n` curves from the posterior of the first family; the same ones for the same fit and n."""
     _check_draws(n)
     if n == DRAWS:
-        return fitted.drawn
+        return fitted.draws
     return sample(fitted.nodes[:1], np.ones(1), n, np.random.default_rng(fitted.seed))
 
 
-def pool(fitted: Fit, n: int = DRAWS) -> Pool:
+def forecast_pool(fitted: Fit, n: int = DRAWS) -> ForecastPool:
     """`n` draws of what the run may do; the same ones for the same fit and n."""
     _check_draws(n)
     if n == DRAWS:
-        return fitted.pooled
+        return fitted.pool
     random = np.random.default_rng(fitted.seed)
     return _pool(fitted.nodes, fitted.trend, fitted.now, fitted.settings, fitted.prior, n, random)
 
@@ -209,16 +217,16 @@ def _pool(
     local: Trend,
     now: float,
     settings: FitSettings,
-    prior: RunsPrior | None,
+    prior: EarlierRunsPrior | None,
     n: int,
     random: np.random.Generator,
-) -> Pool:
+) -> ForecastPool:
     if prior is None:
-        return drawn_pool(nodes, local, now, settings, n, random)
-    return drawn_pool(nodes, local, now, settings, n, random, prior.gains, prior.late_rise)
+        return sample_forecast_pool(nodes, local, now, settings, n, random)
+    return sample_forecast_pool(nodes, local, now, settings, n, random, prior.gains, prior.late_rise)
 
 
-def summarised(run: EarlierRun, settings: FitSettings | None = None) -> SummarisedRun:
+def summarize_run(run: EarlierRun, settings: FitSettings | None = None) -> SummarizedRun:
     """Fit an earlier run, or read its fit from the cache. Raises nothing: an error becomes the reason."""
     curve, seed = run.curve, content_seed(run.curve)
     try:
@@ -226,10 +234,10 @@ def summarised(run: EarlierRun, settings: FitSettings | None = None) -> Summaris
         summary: RunSummary | str = _summary_by_content(_Content(seed, curve), settings or DEFAULTS)
     except CurveError as error:
         summary = str(error)
-    return SummarisedRun(run.name, seed, _eval_version(curve), summary)
+    return SummarizedRun(run.name, seed, _eval_version(curve), summary)
 
 
-def _summary_for(run: SummarisedRun, curve: Curve) -> RunSummary | str:
+def _summary_for(run: SummarizedRun, curve: Curve) -> RunSummary | str:
     """The summary of an earlier run for the prior of `curve`, or why it does not count."""
     of = run.eval_version, _eval_version(curve)
     if None not in of and of[0] != of[1]:
@@ -254,15 +262,15 @@ def _summary_by_content(content: _Content, settings: FitSettings) -> RunSummary:
     curve, content.curve = content.curve, None  # what is cached holds no points
     assert curve is not None
     if np.ptp(curve.reward[curve.first_trained :]) == 0.0:
-        curve = unequal(curve)  # it learned nothing, which says much
-    fall = guard(curve).fall
+        curve = with_changed_last_reward(curve)  # it learned nothing, which says much
+    fall = detect_collapse(curve).fall
     if fall is not None:
         curve = curve.head(fall.points)
     fitted = fit(curve, settings)
-    return summarise(curve, fitted.pooled, settings, None if fall is None else fall.compute)
+    return summarize(curve, fitted.pool, settings, None if fall is None else fall.compute)
 
 
-def unequal(curve: Curve) -> Curve:
+def with_changed_last_reward(curve: Curve) -> Curve:
     """A curve of equal rewards with the last one changed by as little as a fit can see."""
     reward = curve.reward.copy()
     reward[-1] += SMALLEST if reward[-1] < 0.5 else -SMALLEST
@@ -297,8 +305,8 @@ class _Points:
     burnt: int
     prior: Prior
 
-    def moments(self, settings: FitSettings) -> Moments:
-        return moments(self.ln_compute, self.reward, self.precision, np.array(settings.rho))
+    def sufficient_statistics(self, settings: FitSettings) -> SufficientStatistics:
+        return sufficient_statistics(self.ln_compute, self.reward, self.precision, np.array(settings.rho))
 
 
 def _require_points(curve: Curve) -> None:
@@ -316,7 +324,7 @@ def _require_points(curve: Curve) -> None:
         )
 
 
-def _prepare(curve: Curve, settings: FitSettings, earlier: RunsPrior | None) -> _Points:
+def _prepare(curve: Curve, settings: FitSettings, earlier: EarlierRunsPrior | None) -> _Points:
     first = curve.first_trained
     compute, reward = curve.compute[first:], curve.reward[first:]
     n = compute.size
@@ -345,11 +353,11 @@ def _noise(curve: Curve, reward: FloatArray, settings: FitSettings) -> tuple[Flo
     return np.hypot(settings.noise_share * binomial_n, settings.noise_floor), settings.noise_dof
 
 
-def _point(nodes: Nodes, points: _Points) -> PointFit:
+def _point(nodes: Nodes, points: _Points) -> LeastSquaresFit:
     best = int(np.argmax(nodes.weight_js.max(axis=0)))
     start = (float(nodes.ln_cmid_s[best]), float(nodes.ln_b_s[best]))
     low, high = np.array([points.prior.ln_cmid, points.prior.ln_b]).T
-    return point_fit(
+    return least_squares_fit(
         points.ln_compute,
         points.reward,
         points.precision,
@@ -370,9 +378,9 @@ def _doubts(points: int, a: Estimate, before: float) -> tuple[str, ...]:
     doubts = []
     if points < ENOUGH_POINTS:
         doubts.append(f"{points} points, fewer than {ENOUGH_POINTS}")
-    if a.width > WIDEST_A:
-        doubts.append(f"90 % interval of A is {a.width:.2f} wide, more than {WIDEST_A}")
-    if before > MOST_P_BEFORE_CMID:
+    if a.width > MAX_A_WIDTH:
+        doubts.append(f"90 % interval of A is {a.width:.2f} wide, more than {MAX_A_WIDTH}")
+    if before > MAX_P_BEFORE_CMID:
         doubts.append(f"half of the gain still lies ahead with probability {before:.2f}")
     return tuple(doubts)
 

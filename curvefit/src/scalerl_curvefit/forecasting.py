@@ -9,7 +9,7 @@ import numpy as np
 
 from .curve import FloatArray
 from .errors import RequestError
-from .fitting import DRAWS, Fit, pool
+from .fitting import DRAWS, Fit, forecast_pool
 from .sampling import interval
 
 
@@ -36,7 +36,7 @@ def forecast(fitted: Fit, at: Sequence[float], draws: int = DRAWS) -> list[Forec
     Raises RequestError for compute that is not positive and finite, and for a bad number of draws.
     """
     compute = _checked(at)
-    ahead = pool(fitted, draws)
+    ahead = forecast_pool(fitted, draws)
     reward_dc = ahead.reward(compute)
     seen_dc = np.clip(reward_dc + (ahead.curves.sigma * ahead.noise)[:, None], 0.0, 1.0)
     curve_low, median, curve_high = interval(reward_dc)

@@ -9,11 +9,11 @@ import numpy as np
 
 from .curve import Curve
 from .errors import CurveError
-from .fitting import fit, pool
+from .fitting import fit, forecast_pool
 from .sampling import interval
 from .settings import FitSettings
 
-LOOK_BACK: Final = (4.0, 2.0)
+LOOKBACK_FACTORS: Final = (4.0, 2.0)
 """Past moments, as C_now divided by these."""
 MIN_POINTS: Final = 8
 """Points at compute > 0 that a past moment needs to be worth a forecast."""
@@ -42,7 +42,7 @@ def hindcasts(curve: Curve, settings: FitSettings | None = None) -> tuple[Hindca
     Each takes as long as a fit.
     """
     made = []
-    for back in LOOK_BACK:
+    for back in LOOKBACK_FACTORS:
         count = int(np.searchsorted(curve.compute, curve.now / back * (1 + 1e-9), side="right"))
         until = (
             int(np.searchsorted(curve.compute, 2.0 * curve.compute[count - 1] * (1 + 1e-9), side="right")) - 1
@@ -55,7 +55,7 @@ def hindcasts(curve: Curve, settings: FitSettings | None = None) -> tuple[Hindca
         except CurveError:  # nothing had changed yet
             continue
         seen = float(curve.reward[until])
-        drawn = pool(then).evaluation(curve.compute[until : until + 1])[:, 0]
+        drawn = forecast_pool(then).evaluation(curve.compute[until : until + 1])[:, 0]
         low, median, high = (float(q) for q in interval(drawn))
         made.append(
             Hindcast(

@@ -31,8 +31,8 @@ from scipy.special import log_ndtr
 
 from .curve import FloatArray
 from .families import Family, gain_share
-from .moments import Moments
 from .settings import FitSettings
+from .sufficient_statistics import SufficientStatistics
 
 MAX_STAGES: Final = 8
 LN_B_REACH: Final = 3.0
@@ -53,7 +53,7 @@ A_REACH: Final = 4.5
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
+class GridSettings:
     """How finely a posterior is laid.
 
     coarse, fine: first grid, ln Cmid × ln B, and each refinement, along × across the ridge.
@@ -68,8 +68,8 @@ class Effort:
     a_points: int = 15
 
 
-FULL: Final = Effort()
-QUICK: Final = Effort(coarse=(22, 11), fine=(18, 10), stages=2, nodes=12.0, a_points=7)
+FINE_GRID: Final = GridSettings()
+COARSE_GRID: Final = GridSettings(coarse=(22, 11), fine=(18, 10), stages=2, nodes=12.0, a_points=7)
 """Enough for the mean and the spread of one forecast."""
 
 
@@ -165,7 +165,9 @@ def make_prior(
     )
 
 
-def grid_posterior(points: Moments, prior: Prior, family: Family, effort: Effort = FULL) -> Nodes:
+def grid_posterior(
+    points: SufficientStatistics, prior: Prior, family: Family, effort: GridSettings = FINE_GRID
+) -> Nodes:
     """Lay the grid, refine it around the mass until it resolves it, then integrate over A."""
     sums = _sums(points, prior)
     step_21 = (sums.high_21 - sums.low_21) / np.array([effort.coarse]).T
@@ -191,7 +193,7 @@ def _mesh(rows: int, columns: int) -> FloatArray:
     return mesh_2g
 
 
-def _sums(points: Moments, prior: Prior) -> _Sums:
+def _sums(points: SufficientStatistics, prior: Prior) -> _Sums:
     innovation_share_r1 = 1.0 - points.rho_r[:, None] ** 2
     lam_r1 = prior.noise_sd**2 * innovation_share_r1 / prior.r0_sd**2
     # The prior's part of the spread of v: it is added to E0 once, so that SSE(A) always comes with it.
@@ -301,7 +303,7 @@ def _refined(
 
 
 def _integrate_a(
-    points: Moments,
+    points: SufficientStatistics,
     prior: Prior,
     family: Family,
     shape_2g: FloatArray,

@@ -10,7 +10,7 @@ import numpy as np
 from .curve import FloatArray
 from .settings import FitSettings
 
-FEWEST: Final = 3
+MIN_GAIN_POINTS: Final = 3
 """Points that the gain of the last doubling is taken from, if need be from before it."""
 TINY: Final = 1e-12
 
@@ -39,7 +39,7 @@ def trend(compute: FloatArray, reward: FloatArray, settings: FitSettings) -> Tre
     level, _ = _line(doublings, reward, np.exp(doublings / settings.trend_window))
     # From the last point before it on, so that evaluations close together never make a slope alone.
     since = int(np.searchsorted(doublings, -0.999))
-    last = max(doublings.size - max(since - 1, 0), FEWEST)
+    last = max(doublings.size - max(since - 1, 0), MIN_GAIN_POINTS)
     _, slope = _line(doublings[-last:], reward[-last:], np.ones(last))
     return Trend(level, slope * min(1.0, -float(doublings[-last])))
 

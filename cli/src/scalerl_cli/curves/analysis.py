@@ -16,6 +16,8 @@ from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.scale import RewardScale
 from scalerl_cli.curves.source import CurveFile
 from scalerl_curvefit import (
+    CollapseCheck,
+    ComputeToTarget,
     CurveError,
     EarlierUse,
     Edge,
@@ -23,23 +25,21 @@ from scalerl_curvefit import (
     Fall,
     Fit,
     Forecast,
-    GuardResult,
     Hindcast,
     PowerLaw,
-    Reach,
     RequestError,
     compute_to,
+    detect_collapse,
     draws,
     fit,
     forecast,
-    guard,
+    forecast_pool,
     hindcasts,
-    pool,
     power_law,
 )
+from scalerl_curvefit.collapse import CONSECUTIVE, MAX_TRUNCATION
 from scalerl_curvefit.curve import FloatArray
-from scalerl_curvefit.fitting import MIN_POINTS, WIDEST_A
-from scalerl_curvefit.guard import CONSECUTIVE, MOST_TRUNCATED
+from scalerl_curvefit.fitting import MAX_A_WIDTH, MIN_POINTS
 from scalerl_curvefit.sampling import interval
 
 HEALTHY_TRUNCATED: Final = 0.05
@@ -73,7 +73,7 @@ class Analysis:
 
     file: CurveFile
     fitted: Fit
-    guarded: GuardResult
+    guarded: CollapseCheck
     hindcasts: tuple[Hindcast, ...]
     forecasts: tuple[Forecast, ...]
     not_in_prior: tuple[tuple[str, str], ...] = ()
@@ -101,7 +101,7 @@ class Analysis:
     def _worded(self, doubt: str) -> str:
         """A doubt of the fit, with rewards on the scale of the file."""
         if doubt.startswith("90 % interval of A is "):
-            widest = self.scale.difference(WIDEST_A, 2)
+            widest = self.scale.difference(MAX_A_WIDTH, 2)
             return f"90 % interval of A is {self.scale.width(self.fitted.A)} wide, more than {widest}"
         return formatting.plain(doubt)
 
@@ -162,7 +162,7 @@ class Analysis:
 
     def bands(self, compute: FloatArray) -> FloatArray:
         """(5, c) quantiles .05, .25, .5, .75, .95 of the reward itself at compute (c,) of the file's axis."""
-        drawn = pool(self.fitted).reward(compute - self.start)
+        drawn = forecast_pool(self.fitted).reward(compute - self.start)
         return np.asarray(np.quantile(drawn, (0.05, 0.25, 0.5, 0.75, 0.95), axis=0))
 
     def left_to_asymptote(self) -> Estimate:
@@ -186,7 +186,7 @@ class Analysis:
         """By least squares, for comparison only."""
         return power_law(self.fitted.curve)
 
-    def reach(self, target: float) -> Reach:
+    def reach(self, target: float) -> ComputeToTarget:
         """Compute to a target, on the file's axis.
 
         Raises:
@@ -257,7 +257,7 @@ def analyse(file: CurveFile, at: Sequence[float] = (), prior: Prior | None = Non
     """
     segment = file.segment.curve
     try:
-        guarded = guard(segment)
+        guarded = detect_collapse(segment)
         fall = guarded.fall
         before = segment if fall is None else segment.head(fall.points)
         # A run that fell at once has no curve before the fall: it is BROKEN all the same.
@@ -302,12 +302,12 @@ def _truncated(file: CurveFile) -> tuple[str, ...]:
         return ()
     over = np.flatnonzero(file.truncation < HEALTHY_TRUNCATED)
     since = file.truncation[over[-1] + 1 if over.size else 0 :]
-    if not since.size or since.max() < MOST_TRUNCATED:
+    if not since.size or since.max() < MAX_TRUNCATION:
         return ()
     now, most = float(since[-1]), float(since.max())
-    if now >= MOST_TRUNCATED:
+    if now >= MAX_TRUNCATION:
         return (
-            f"{100 * now:.1f} % of the completions are cut off at the length limit, {100 * MOST_TRUNCATED:.0f} % or more",
+            f"{100 * now:.1f} % of the completions are cut off at the length limit, {100 * MAX_TRUNCATION:.0f} % or more",
         )
     return (
         f"{100 * now:.1f} % of the completions are cut off at the length limit, after {100 * most:.1f} %: "
@@ -315,6 +315,6 @@ def _truncated(file: CurveFile) -> tuple[str, ...]:
     )
 
 
-def interval_json(estimate: Estimate | Forecast | Reach) -> dict[str, float]:
+def interval_json(estimate: Estimate | Forecast | ComputeToTarget) -> dict[str, float]:
     """Median and 90 % bounds."""
     return {"median": estimate.median, "low": estimate.low, "high": estimate.high}

@@ -10,8 +10,8 @@ import numpy as np
 from scalerl_cli.curves import axis, formatting, plotting
 from scalerl_cli.curves.analysis import Analysis, State
 from scalerl_cli.curves.comparison import Pair, verdict
-from scalerl_curvefit import pool
-from scalerl_curvefit.compare import SAME_A
+from scalerl_curvefit import forecast_pool
+from scalerl_curvefit.compare import A_MARGIN
 from scalerl_curvefit.curve import FloatArray
 
 PENS: Final = ((plotting.BLUE, "o"), (plotting.VERMILLION, "s"))
@@ -41,7 +41,7 @@ def _title(both: Pair) -> str:
     how = (
         f"A within the margin: both drawn at the common A = {both.first.scale.reward(ruled.shared_a, 3)}"
         if ruled.shared_a is not None
-        else f"A apart by more than the margin of {both.first.scale.difference(SAME_A, 2)}"
+        else f"A apart by more than the margin of {both.first.scale.difference(A_MARGIN, 2)}"
     )
     doubt = "; do not rely on it yet (see the doubts printed)" if both.doubts else ""
     return f"{verdict(both)}\n{how}{doubt}"
@@ -60,7 +60,7 @@ def _panel(axes: Any, both: Pair, *, log: bool) -> None:
     levels = []
     for made, fitted, name, (colour, marker) in zip(studies, fits, both.names, PENS, strict=True):
         grid = _grid(made, low, high, log=log)
-        drawn = scale.level(pool(fitted).reward(grid))
+        drawn = scale.level(forecast_pool(fitted).reward(grid))
         bands = np.quantile(drawn, (0.05, 0.25, 0.5, 0.75, 0.95), axis=0)
         plotting.draw_bands(axes, grid, bands, colour)
         curve = made.file.segment.curve

@@ -11,7 +11,7 @@ from scalerl_cli.curves.analysis import Analysis, State, interval_json
 from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.report import left_out
 from scalerl_curvefit import Better, Comparison, CurveError, compare
-from scalerl_curvefit.compare import SAME_A
+from scalerl_curvefit.compare import A_MARGIN
 
 SETTLED: Final = 0.9
 """Probability below which two recipes are not told apart: then neither 90 % bound is passed."""
@@ -138,11 +138,11 @@ def comparison_report(both: Pair) -> Iterator[str]:
     apart = scale.difference(abs(points[0] - points[1]))
     if ruled.same_asymptote:
         yield (
-            f"the least-squares A differ by {apart}, within the margin of {scale.difference(SAME_A, 2)}: both are fitted again "
+            f"the least-squares A differ by {apart}, within the margin of {scale.difference(A_MARGIN, 2)}: both are fitted again "
             "at the mean A, and the larger B is better"
         )
     else:
-        yield f"the least-squares A differ by {apart}, more than the margin of {scale.difference(SAME_A, 2)}: the larger A is better"
+        yield f"the least-squares A differ by {apart}, more than the margin of {scale.difference(A_MARGIN, 2)}: the larger A is better"
     yield verdict(both)
     if both.doubts:
         yield "do not rely on it yet"

@@ -13,7 +13,7 @@ from pathlib import Path
 from aiohttp import web
 
 from .app import Sidecar, runner
-from .memory import keep_freed_memory
+from .malloc import keep_freed_memory
 
 DEFAULT_PORT = 8077
 SHUTDOWN_SECONDS = 5.0
@@ -29,7 +29,7 @@ async def serve(host: str, port: int, token: str | None, metrics: tuple[str, int
     async with AsyncExitStack() as stack:
         await _listen(stack, sidecar.application(), host, port, "listening")
         if metrics is not None:
-            await _listen(stack, sidecar.watched(), *metrics, "metrics")
+            await _listen(stack, sidecar.metrics_application(), *metrics, "metrics")
         await stop.wait()
 
 

@@ -13,13 +13,9 @@ import msgspec
 
 from scalerl_api import forecast as wire
 
+from ..collapse import WITHIN_NOISE, CollapseCheck, detect_collapse
 from ..curve import Curve, Segment
-from ..earlier import EarlierRun, EarlierUse, RunsPrior, SummarisedRun
-from ..errors import ConstantRewardError, CurveError, RequestError
-from ..fitting import Estimate, Fit, fit, summarised, unequal
-from ..forecasting import forecast
-from ..guard import WITHIN_NOISE, GuardResult, guard
-from ..outlook import (
+from ..decision_quantities import (
     best_block,
     compute_to,
     gain,
@@ -28,7 +24,11 @@ from ..outlook import (
     p_gain_above,
     p_reward_above,
 )
-from ..rises import ENOUGH, flatness, late_rise_sizes, p_late_rise
+from ..earlier_runs import EarlierRun, EarlierRunsPrior, EarlierUse, SummarizedRun
+from ..errors import ConstantRewardError, CurveError, RequestError
+from ..fitting import Estimate, Fit, fit, summarize_run, with_changed_last_reward
+from ..forecasting import forecast
+from ..plateau import ENOUGH, detect_plateau, late_rise_sizes, p_late_rise
 
 
 def answer_fit(request: wire.FitRequest) -> wire.FitAnswer:
@@ -56,7 +56,7 @@ def forecast_steps(request: wire.ForecastRequest) -> Iterator[wire.ForecastAnswe
         raise RequestError(f"horizon is {request.horizon:g}; it must be a multiple of now above 1")
     _check_earlier(request)
     segment = _last_segment(request.points)
-    earlier, unread = list[SummarisedRun](), dict[str, str]()
+    earlier, unread = list[SummarizedRun](), dict[str, str]()
     for run in request.earlier:
         points = _HashedPoints.of(run.points)
         read = _read_earlier(points)
@@ -69,7 +69,7 @@ def forecast_steps(request: wire.ForecastRequest) -> Iterator[wire.ForecastAnswe
         else:
             earlier.append(replace(read.run, name=run.name))
     fitted = _fit(segment.curve, request, earlier)
-    checked = guard(
+    checked = detect_collapse(
         segment.curve,
         request.truncation,
         least=0.5 * request.min_gain,
@@ -140,7 +140,7 @@ class _HashedPoints:
 class _EarlierSegment:
     """run: the last segment of an earlier run, without its name. recipe_changed: a recipe ended before it."""
 
-    run: SummarisedRun
+    run: SummarizedRun
     recipe_changed: bool
 
 
@@ -153,7 +153,7 @@ def _read_earlier(hashed: _HashedPoints) -> _EarlierSegment | str:
         segment = _last_segment(points)
     except CurveError as error:
         return str(error)
-    return _EarlierSegment(summarised(EarlierRun("", segment.curve)), segment.start > 0)
+    return _EarlierSegment(summarize_run(EarlierRun("", segment.curve)), segment.start > 0)
 
 
 def _earlier_uses(
@@ -167,22 +167,22 @@ def _earlier_uses(
     ]
 
 
-def _fit(curve: Curve, request: wire.ForecastRequest, earlier: list[SummarisedRun]) -> Fit:
+def _fit(curve: Curve, request: wire.ForecastRequest, earlier: list[SummarizedRun]) -> Fit:
     """The fit of one segment; of equal rewards, where it is asked how flat the run is, with one of them changed by the smallest amount."""
     try:
         return fit(curve, earlier=earlier)
     except ConstantRewardError:
         if request.budget is None or len(curve) - curve.first_trained < ENOUGH:
             raise
-    return fit(unequal(curve), earlier=earlier)
+    return fit(with_changed_last_reward(curve), earlier=earlier)
 
 
 def _flat(
-    segment: Segment, request: wire.ForecastRequest, prior: RunsPrior | None
+    segment: Segment, request: wire.ForecastRequest, prior: EarlierRunsPrior | None
 ) -> wire.Flat | msgspec.UnsetType:
     if request.budget is None or request.budget <= segment.start:
         return msgspec.UNSET
-    found = flatness(segment.curve, request.min_gain, request.horizon, request.budget - segment.start)
+    found = detect_plateau(segment.curve, request.min_gain, request.horizon, request.budget - segment.start)
     if found is None:
         return msgspec.UNSET
     if prior is not None:
@@ -232,7 +232,7 @@ def _outlook(fitted: Fit, start: float, request: wire.ForecastRequest) -> wire.O
         best = best_block(fitted, request.value, request.price, horizon)
         block = wire.BestBlock(compute=best.compute, gain=best.gain, net=best.net)
     late = p_late_rise(
-        math.log2(request.horizon), request.min_gain, fitted.pooled.mean_late_rise / fitted.settings.late_rise
+        math.log2(request.horizon), request.min_gain, fitted.pool.mean_late_rise / fitted.settings.late_rise
     )
     sizes = late_rise_sizes(request.min_gain)
     return wire.Outlook(
@@ -278,7 +278,7 @@ def _fit_answer(fitted: Fit, start: float) -> wire.FitAnswer:
     )
 
 
-def _guard_answer(checked: GuardResult, start: float) -> wire.GuardAnswer:
+def _guard_answer(checked: CollapseCheck, start: float) -> wire.GuardAnswer:
     fall = checked.fall
     return wire.GuardAnswer(
         broken=checked.broken,

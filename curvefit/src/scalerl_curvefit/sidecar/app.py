@@ -39,8 +39,8 @@ RETRY_AFTER_SECONDS = 1
 LINGER_SECONDS = 1.0
 """For the rest of a body that nobody reads, after its answer."""
 
-Asked = TypeVar("Asked", wire.FitRequest, wire.ForecastRequest)
-Steps = Callable[[Asked], Iterator[msgspec.Struct | None]]
+RequestT = TypeVar("RequestT", wire.FitRequest, wire.ForecastRequest)
+Steps = Callable[[RequestT], Iterator[msgspec.Struct | None]]
 """Computes an answer: None after each step, then the answer."""
 
 
@@ -54,7 +54,7 @@ class Limits:
     queue: int = 64
 
 
-class Refused(Exception):
+class Rejected(Exception):
     """A request that is answered with an error: status, stable code, message for people."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
@@ -95,13 +95,13 @@ class Sidecar:
                 web.post(wire.FORECAST, self._forecast),
                 web.get(endpoints.HEALTH, self._health),
                 web.get(endpoints.METRICS, self._metrics_text),
-                web.get(wire.OPENAPI, self._describe),
+                web.get(wire.OPENAPI, self._openapi_text),
             ]
         )
         application.on_cleanup.append(self._close)
         return application
 
-    def watched(self) -> web.Application:
+    def metrics_application(self) -> web.Application:
         """Health and metrics alone, for a port that others than the service's own caller may reach."""
         application = web.Application()
         application.add_routes(
@@ -118,23 +118,27 @@ class Sidecar:
     async def _metrics_text(self, _: web.Request) -> web.Response:
         return web.Response(body=self._metrics.text(), headers={"content-type": "text/plain; version=0.0.4"})
 
-    async def _describe(self, _: web.Request) -> web.Response:
+    async def _openapi_text(self, _: web.Request) -> web.Response:
         return web.Response(body=self._openapi, content_type=JSON)
 
     async def _fit(self, request: web.Request) -> web.Response:
-        return await self._answer(request, wire.FitRequest, lambda asked: iter([answer_fit(asked)]))
+        return await self._answer(
+            request, wire.FitRequest, lambda fit_request: iter([answer_fit(fit_request)])
+        )
 
     async def _forecast(self, request: web.Request) -> web.Response:
         return await self._answer(request, wire.ForecastRequest, forecast_steps)
 
-    async def _answer(self, request: web.Request, asked: type[Asked], answer: Steps[Asked]) -> web.Response:
+    async def _answer(
+        self, request: web.Request, request_type: type[RequestT], answer: Steps[RequestT]
+    ) -> web.Response:
         started = time.perf_counter()
         try:
             self._authorise(request)
             body = await self._read(request)
-            encoded = await self._compute(body, asked, answer)
+            encoded = await self._compute(body, request_type, answer)
             response = web.Response(body=encoded, content_type=JSON)
-        except Refused as refusal:
+        except Rejected as refusal:
             self._metrics.refused.labels(refusal.code).inc()
             error = wire.ErrorAnswer(code=refusal.code, message=str(refusal))
             response = web.Response(status=refusal.status, body=msgspec.json.encode(error), content_type=JSON)
@@ -151,28 +155,28 @@ class Sidecar:
             return
         given = request.headers.get("authorization", "")
         if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
-            raise Refused(401, "token", "send the sidecar's token as a bearer token")
+            raise Rejected(401, "token", "send the sidecar's token as a bearer token")
 
     async def _read(self, request: web.Request) -> bytes:
         encoding = request.headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
-            raise Refused(
+            raise Rejected(
                 415, "content_encoding", f"send the body as it is, without the encoding {encoding!r}"
             )
         try:
             return await asyncio.wait_for(request.read(), self._limits.read_seconds)
         except web.HTTPRequestEntityTooLarge as error:
-            raise Refused(413, "body_size", f"the body exceeds {self._limits.body_bytes} bytes") from error
+            raise Rejected(413, "body_size", f"the body exceeds {self._limits.body_bytes} bytes") from error
         except TimeoutError as error:
             seconds = self._limits.read_seconds
-            raise Refused(503, "slow_body", f"the body did not arrive within {seconds:g} s") from error
+            raise Rejected(503, "slow_body", f"the body did not arrive within {seconds:g} s") from error
 
-    async def _compute(self, body: bytes, asked: type[Asked], answer: Steps[Asked]) -> bytes:
+    async def _compute(self, body: bytes, request_type: type[RequestT], answer: Steps[RequestT]) -> bytes:
         if self._pending >= self._limits.queue:
-            raise Refused(503, "busy", f"{self._pending} requests are being computed or wait for it")
+            raise Rejected(503, "busy", f"{self._pending} requests are being computed or wait for it")
 
         def work() -> Iterator[bytes | None]:
-            message = msgspec.json.decode(body, type=asked)
+            message = msgspec.json.decode(body, type=request_type)
             self._metrics.points.observe(len(message.points.compute))
             for step in answer(message):
                 yield None if step is None else msgspec.json.encode(step)
@@ -192,13 +196,15 @@ class Sidecar:
         except TimeoutError as error:
             future.cancel()
             seconds = self._limits.compute_seconds
-            raise Refused(503, "out_of_time", f"no answer within {seconds:g} s; send fewer points") from error
+            raise Rejected(
+                503, "out_of_time", f"no answer within {seconds:g} s; send fewer points"
+            ) from error
         except msgspec.ValidationError as error:
-            raise Refused(400, "request_type", str(error)) from error
+            raise Rejected(400, "request_type", str(error)) from error
         except msgspec.DecodeError as error:
-            raise Refused(400, "json", f"{error}; NaN and Infinity are no JSON") from error
+            raise Rejected(400, "json", f"{error}; NaN and Infinity are no JSON") from error
         except CurveError as error:
-            raise Refused(422, error_code(error), str(error)) from error
+            raise Rejected(422, error_code(error), str(error)) from error
 
     def _count(self, change: int) -> None:
         self._pending += change

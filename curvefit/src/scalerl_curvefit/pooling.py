@@ -33,16 +33,16 @@ GOLDEN: Final = 0.5 * (5.0**0.5 - 1.0)
 """Multiples of it, without their whole part, are evenly spread however many there are."""
 
 
-OWN: Final = 0.5
+OWN_PRECISION_WEIGHT: Final = 0.5
 """Weight of the precision of the run's own forecasts, beside 1 of the earlier runs' gains."""
-MOST_EARLIER: Final = 0.95
+MAX_EARLIER_WEIGHT: Final = 0.95
 """Weight that the earlier runs' gains have at most."""
-Z: Final = np.linspace(-5.0, 5.0, 101)
+NORMAL_QUANTILES: Final = np.linspace(-5.0, 5.0, 101)
 """Quantiles of Student's t are taken at these of the normal distribution, and linearly between."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Gains:
+class GainPrior:
     """What earlier runs gained beyond this compute: Student's t of `dof` degrees of freedom, with mean and scale at each
     of `doublings`, which start at 0; linear between, constant beyond.
 
@@ -53,7 +53,7 @@ class Gains:
     scale: FloatArray
     dof: float
     late_rise: float
-    trust: float
+    strength: float
 
     def at(self, doublings: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Mean and scale."""
@@ -63,7 +63,7 @@ class Gains:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pool:
+class ForecastPool:
     """Draws of what one run may do; all arrays (d,), one entry a draw.
 
     curves: up to now, and beyond it where they are of a family. expert: which forecast a draw is of, an index into
@@ -77,7 +77,7 @@ class Pool:
     trend: Trend
     now: float
     settings: FitSettings
-    gains: Gains | None
+    gains: GainPrior | None
     departure: FloatArray
     late_rise: float
     rise_after: FloatArray
@@ -88,7 +88,7 @@ class Pool:
         return len(self.curves)
 
     @property
-    def by_earlier(self) -> NDArray[np.bool_]:
+    def from_earlier_runs(self) -> NDArray[np.bool_]:
         """(d,) whether a draw is of the earlier runs' gains."""
         return np.asarray(self.expert == len(self.curves.families) + 1)
 
@@ -97,7 +97,7 @@ class Pool:
         """Probability of a late rise in a doubling, over all draws."""
         if self.gains is None:
             return self.late_rise
-        share = float(np.mean(self.by_earlier))
+        share = float(np.mean(self.from_earlier_runs))
         return share * self.gains.late_rise + (1.0 - share) * self.late_rise
 
     def doublings(self, compute: FloatArray) -> FloatArray:
@@ -118,7 +118,7 @@ class Pool:
         by_trend = self.settings.trend_damping * self.trend.gain * doublings_c
         ahead_dc[self.expert == families] = self.trend.level + by_trend
         if self.gains is not None:
-            ahead_dc[self.by_earlier] = self.trend.level + self.gains.at(doublings_c)[0]
+            ahead_dc[self.from_earlier_runs] = self.trend.level + self.gains.at(doublings_c)[0]
         mean_c = ahead_dc.mean(axis=0)
         for expert in range(families + 2):
             of = self.expert == expert
@@ -139,7 +139,7 @@ class Pool:
         reward_dc = self.expected(compute)
         own_c, earlier_c = self.departure_scale(compute)
         reward_dc += self.departure[:, None] * (
-            own_c if self.gains is None else np.where(self.by_earlier[:, None], earlier_c, own_c)
+            own_c if self.gains is None else np.where(self.from_earlier_runs[:, None], earlier_c, own_c)
         )
         reward_dc += self.rise[:, None] * (doublings_c > self.rise_after[:, None])
         return np.asarray(np.clip(reward_dc, 0.0, 1.0, out=reward_dc))
@@ -154,16 +154,16 @@ def departure_sd(trend: Trend, settings: FitSettings) -> float:
     return float(np.hypot(settings.departure, settings.departure_headroom * trend.headroom))
 
 
-def drawn_pool(
+def sample_forecast_pool(
     nodes: Sequence[Nodes],
     trend: Trend,
     now: float,
     settings: FitSettings,
     n: int,
     random: np.random.Generator,
-    gains: Gains | None = None,
+    gains: GainPrior | None = None,
     late_rise: float | None = None,
-) -> Pool:
+) -> ForecastPool:
     """`n` draws. The trend's carry curves of the first family, which they are on until now.
 
     gains: of earlier runs. late_rise: in place of that of the settings.
@@ -180,7 +180,7 @@ def drawn_pool(
     order = random.permutation(n)
     with np.errstate(divide="ignore"):
         rise_after = np.log1p(-(order + 0.5) / n) / np.log1p(-late_rise)
-    drawn = Pool(
+    drawn = ForecastPool(
         curves=curves,
         expert=expert,
         trend=trend,
@@ -196,17 +196,19 @@ def drawn_pool(
     return drawn if gains is None else _with_gains(drawn, gains, random)
 
 
-def _with_gains(own: Pool, gains: Gains, random: np.random.Generator) -> Pool:
+def _with_gains(own: ForecastPool, gains: GainPrior, random: np.random.Generator) -> ForecastPool:
     """The pool with some of its draws, those of all forecasts alike, given to the earlier runs'."""
     at, n = np.array([2.0 * own.now]), len(own)
     variance = float(np.var(own.expected(at)) + departure_sd(own.trend, own.settings) ** 2)
     scale = float(gains.at(np.ones(1))[1][0])
-    given = round(n * gains.trust * min(1.0 / (1.0 + OWN * scale**2 / variance), MOST_EARLIER))
+    given = round(
+        n * gains.strength * min(1.0 / (1.0 + OWN_PRECISION_WEIGHT * scale**2 / variance), MAX_EARLIER_WEIGHT)
+    )
     of = random.permutation(n)[:given]
     expert, departure = own.expert.copy(), own.departure.copy()
     expert[of] = len(own.curves.families) + 1
     spread = ndtri((np.arange(given) + 0.5) / max(given, 1))
-    departure[of] = np.interp(spread, Z, stdtrit(gains.dof, ndtr(Z)))
+    departure[of] = np.interp(spread, NORMAL_QUANTILES, stdtrit(gains.dof, ndtr(NORMAL_QUANTILES)))
     rise_after = own.rise_after.copy()
     rise_after[of] *= np.log1p(-own.late_rise) / np.log1p(-gains.late_rise)
     return replace(own, expert=expert, gains=gains, departure=departure, rise_after=rise_after)

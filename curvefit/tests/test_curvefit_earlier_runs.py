@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import scalerl_curvefit as cf
-from scalerl_curvefit.earlier import BROAD, Shape
+from scalerl_curvefit.earlier_runs import BROAD_SHARE, ShapePrior
 from scalerl_curvefit.simulate import ar1_noise
 
 FIVE = range(1, 6)
@@ -147,7 +147,7 @@ def test_a_run_that_never_passed_anything_counts():
 
 def test_probabilities_integrate_what_the_draws_show():
     fitted = cf.fit(run_of(0).head(16), earlier=earlier())
-    drawn = cf.pool(fitted, 200_000)
+    drawn = cf.forecast_pool(fitted, 200_000)
     rewards = drawn.reward(np.array([fitted.now, 2 * fitted.now]))
     for least in (0.02, 0.08, 0.1, 0.15):
         share = np.mean(rewards[:, 1] - rewards[:, 0] > least)
@@ -169,14 +169,14 @@ def moments_of_a(nodes):
 def test_a_shape_weighs_the_nodes_and_keeps_a_broad_share():
     fitted = cf.fit(run_of(0).head(16))
     (nodes, _) = fitted.nodes
-    near = Shape(np.array([0.6, np.log(1.8), np.log(20.0)]), np.array([0.03, 0.25, 0.3]), 7.0)
+    near = ShapePrior(np.array([0.6, np.log(1.8), np.log(20.0)]), np.array([0.03, 0.25, 0.3]), 7.0)
     weighed = near.weigh(nodes)
     assert weighed.weight_js.sum() == pytest.approx(1.0)
     (mean, sd), (broad_mean, broad_sd) = moments_of_a(weighed), moments_of_a(nodes)
     assert abs(mean - 0.6) < abs(broad_mean - 0.6)
     assert sd < broad_sd
-    nowhere = Shape(np.array([40.0, 40.0, 40.0]), np.array([0.03, 0.25, 0.3]), 7.0)
-    np.testing.assert_allclose(nowhere.weigh(nodes).weight_js, nodes.weight_js, rtol=1e-3 / BROAD)
+    nowhere = ShapePrior(np.array([40.0, 40.0, 40.0]), np.array([0.03, 0.25, 0.3]), 7.0)
+    np.testing.assert_allclose(nowhere.weigh(nodes).weight_js, nodes.weight_js, rtol=1e-3 / BROAD_SHARE)
 
 
 @given(
@@ -198,7 +198,9 @@ def test_whatever_earlier_runs_are_the_forecast_stands(rewards, points):
     at_twice = forecast(fitted)
     assert 0.0 <= at_twice.low <= at_twice.median <= at_twice.high <= 1.0
     assert 0.0 <= cf.p_gain_above(fitted, 2 * fitted.now, 0.02) <= 1.0
-    assert np.all(np.isfinite(cf.pool(fitted).reward(fitted.now * np.array([0.5, 1.0, 3.0, 1000.0]))))
+    assert np.all(
+        np.isfinite(cf.forecast_pool(fitted).reward(fitted.now * np.array([0.5, 1.0, 3.0, 1000.0])))
+    )
 
 
 def test_a_run_that_counts_for_nothing_lets_no_unlike_one_in():
@@ -217,7 +219,7 @@ def test_no_forecast_jumps_where_a_run_is_just_unlike():
     for shift in np.arange(0.0, 0.16, 0.005):
         fitted = cf.fit(head, earlier=[cf.EarlierRun("up", cf.Curve(whole.compute, whole.reward + shift))])
         weights.append(fitted.earlier[0].weight)
-        shares.append(float(np.mean(fitted.pooled.by_earlier)))
+        shares.append(float(np.mean(fitted.pool.from_earlier_runs)))
     assert max(weights) > 0.9
     assert shares[-1] == 0.0
     assert np.max(np.abs(np.diff(shares))) < 0.15
@@ -235,7 +237,7 @@ def test_a_run_that_hardly_counts_hardly_changes_the_noise():
 def test_before_now_a_reward_is_that_of_the_draws():
     fitted = cf.fit(run_of(0).head(16), earlier=earlier())
     at = 0.6 * fitted.now
-    middle = float(np.median(cf.pool(fitted).reward(np.array([at]))))
+    middle = float(np.median(cf.forecast_pool(fitted).reward(np.array([at]))))
     assert cf.p_reward_above(fitted, at, middle) == pytest.approx(0.5, abs=0.1)
 
 

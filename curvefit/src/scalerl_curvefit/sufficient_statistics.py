@@ -28,12 +28,12 @@ from numpy.typing import NDArray
 
 from .curve import FloatArray
 
-FEWEST_KNOTS: Final = 64
-MOST_KNOTS: Final = 160
+MIN_KNOTS: Final = 64
+MAX_KNOTS: Final = 160
 
 
 @dataclass(frozen=True, slots=True)
-class Moments:
+class SufficientStatistics:
     """Sufficient statistics of the points under AR(1) noise, for each ρ of a grid.
 
     n: number of points. ln_compute_k: knots. rho_r: the AR(1) coefficients.
@@ -55,7 +55,7 @@ class Moments:
 
 def knot_count(n: int) -> int:
     """About n/3 knots for n points, at least all of the first 64, at most 160."""
-    return int(np.clip(n // 3, FEWEST_KNOTS, MOST_KNOTS))
+    return int(np.clip(n // 3, MIN_KNOTS, MAX_KNOTS))
 
 
 def knots(ln_compute: FloatArray, max_knots: int) -> NDArray[np.intp]:
@@ -69,21 +69,23 @@ def knots(ln_compute: FloatArray, max_knots: int) -> NDArray[np.intp]:
     return np.unique(np.concatenate(([0], nearest, [n - 1])))
 
 
-def moments(
+def sufficient_statistics(
     ln_compute: FloatArray,
     reward: FloatArray,
     precision: FloatArray,
     rho: FloatArray,
     max_knots: int | None = None,
-) -> Moments:
+) -> SufficientStatistics:
     """Sums over all points; O(n) once, whatever the size of the grid that uses them.
 
     precision: (n,) relative weights 1/sd, mean square 1; the AR(1) sequence is ε·precision.
     max_knots: at most about so many knots; by default `knot_count` says.
     """
     knot = knots(ln_compute, max_knots or knot_count(ln_compute.size))
-    onto = (
-        _onto_points(precision) if knot.size == precision.size else _onto_knots(ln_compute, precision, knot)
+    interpolation = (
+        _no_interpolation(precision)
+        if knot.size == precision.size
+        else _interpolation(ln_compute, precision, knot)
     )
     values_2n = np.stack([precision, precision * reward])
     # Ω_ρ = (1 + ρ²)·1 − ρ²·(ends) − ρ·(neighbours): all forms with each of the three in the place of Ω,
@@ -93,17 +95,17 @@ def moments(
     neighbours_2n[:, 1:] = values_2n[:, :-1]
     neighbours_2n[:, :-1] += values_2n[:, 1:]
     forms_3m = [
-        np.concatenate([*ss_k, *onto.sums(omega_values_2n), *_without_s(values_2n, omega_values_2n)])
+        np.concatenate([*ss_k, *interpolation.sums(omega_values_2n), *_without_s(values_2n, omega_values_2n)])
         for ss_k, omega_values_2n in (
-            (onto.own_k, values_2n),
-            (onto.ends_k, ends_2n),
-            (onto.neighbours_k, neighbours_2n),
+            (interpolation.identity_k, values_2n),
+            (interpolation.ends_k, ends_2n),
+            (interpolation.neighbours_k, neighbours_2n),
         )
     ]
     squares_r = rho * rho
     forms_mr = np.stack(forms_3m, axis=1) @ np.stack([1.0 + squares_r, -squares_r, -rho])
     k = knot.size
-    return Moments(
+    return SufficientStatistics(
         n=precision.size,
         ln_compute_k=ln_compute[knot],
         rho_r=rho,
@@ -118,7 +120,7 @@ def moments(
 
 
 @dataclass(frozen=True, slots=True)
-class _Onto:
+class _Interpolation:
     """H with the precisions P, by what the sums need of it.
 
     sums: rows v (2, n) → HᵀPv (2, k). own_k, ends_k, neighbours_k: diagonal (k,) and off-diagonal (k − 1,)
@@ -126,24 +128,24 @@ class _Onto:
     """
 
     sums: Callable[[FloatArray], FloatArray]
-    own_k: tuple[FloatArray, FloatArray]
+    identity_k: tuple[FloatArray, FloatArray]
     ends_k: tuple[FloatArray, FloatArray]
     neighbours_k: tuple[FloatArray, FloatArray]
 
 
-def _onto_points(precision: FloatArray) -> _Onto:
+def _no_interpolation(precision: FloatArray) -> _Interpolation:
     """Every point is a knot: H is 1."""
     squares = precision * precision
     none = np.zeros(precision.size)
-    return _Onto(
+    return _Interpolation(
         sums=lambda values_2n: precision * values_2n,
-        own_k=(squares, none[1:]),
+        identity_k=(squares, none[1:]),
         ends_k=(_ends_of(squares), none[1:]),
         neighbours_k=(none, precision[1:] * precision[:-1]),
     )
 
 
-def _onto_knots(ln_compute: FloatArray, precision: FloatArray, knot: NDArray[np.intp]) -> _Onto:
+def _interpolation(ln_compute: FloatArray, precision: FloatArray, knot: NDArray[np.intp]) -> _Interpolation:
     """Points between knots, each by its share of either side."""
     ln_compute_k, k_count = ln_compute[knot], knot.size
     left = np.clip(np.searchsorted(ln_compute_k, ln_compute, side="right") - 1, 0, k_count - 2)
@@ -159,9 +161,9 @@ def _onto_knots(ln_compute: FloatArray, precision: FloatArray, knot: NDArray[np.
         return np.bincount(where, weights=values, minlength=k_count).astype(np.float64, copy=False)
 
     right = left + 1
-    return _Onto(
+    return _Interpolation(
         sums=lambda values_2n: np.stack([at(left, u * row) + at(right, v * row) for row in values_2n]),
-        own_k=(at(left, u * u) + at(right, v * v), at(left, u * v)[:-1]),
+        identity_k=(at(left, u * u) + at(right, v * v), at(left, u * v)[:-1]),
         ends_k=(_ends_of(precision[knot] ** 2), np.zeros(k_count - 1)),
         neighbours_k=(
             2.0 * (at(left[:-1], u[:-1] * u_next) + at(right[:-1], v[:-1] * v_next)),

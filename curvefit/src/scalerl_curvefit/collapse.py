@@ -37,7 +37,7 @@ WITHIN_NOISE: Final = 1.645
 """An alarm is over once the newest mean is within so many s of the best: 5 % of a normal distribution."""
 LEAST: Final = 0.01
 """Smallest fall that matters. Autoscaling asks for half of its `minGain`, which this is at its default."""
-MOST_TRUNCATED: Final = 0.10
+MAX_TRUNCATION: Final = 0.10
 """A truncation rate above 10 % precedes collapse; below 5 % is healthy (ScaleRL, §A [P])."""
 MIN_HISTORY: Final = 8
 """Evaluations, the last three included, without which nothing is compared: the noise is not known yet."""
@@ -78,7 +78,7 @@ class Fall:
 
 
 @dataclass(frozen=True, slots=True)
-class GuardResult:
+class CollapseCheck:
     """Whether the run is broken, and why.
 
     broken: an alarm that stands; no forecast should be made or acted on. reasons: in words, one each.
@@ -95,14 +95,14 @@ class GuardResult:
     fall: Fall | None = None
 
 
-def guard(
+def detect_collapse(
     curve: Curve,
     truncation: Sequence[float] | float | None = None,
     *,
     least: float = LEAST,
     after: float = 0.0,
     start: float = 0.0,
-) -> GuardResult:
+) -> CollapseCheck:
     """Alarm when the run lies below its best so far by more than noise, or too many rollouts are cut off.
 
     truncation: share of rollouts cut off at the length limit, of each point or the latest; an alarm at
@@ -117,24 +117,24 @@ def guard(
     last = curve.segments()[-1].curve
     reasons = []
     latest = _latest_truncation(truncation)
-    if latest is not None and latest >= MOST_TRUNCATED:
-        reasons.append(f"{latest:.1%} of rollouts are truncated, {MOST_TRUNCATED:.0%} or more")
+    if latest is not None and latest >= MAX_TRUNCATION:
+        reasons.append(f"{latest:.1%} of rollouts are truncated, {MAX_TRUNCATION:.0%} or more")
     seen = tuple(float(r) for r in last.reward[-CONSECUTIVE:])
     first = int(np.searchsorted(last.compute, after, side="right"))
     checked = len(last) - first >= MIN_HISTORY
-    fall = _standing(last, first, least) if checked else None
+    fall = _current_fall(last, first, least) if checked else None
     if fall is None:
-        return GuardResult(bool(reasons), tuple(reasons), checked, seen)
+        return CollapseCheck(bool(reasons), tuple(reasons), checked, seen)
     reasons.insert(
         0,
-        f"the mean of the last {CONSECUTIVE} evaluations, {_short(fall.newest)}, is {_short(fall.depth)} below the best "
-        f"of {CONSECUTIVE} in a row, {_short(fall.best)} at compute {fall.best_compute + start:.4g}; noise explains "
-        f"{_short(fall.noise)}",
+        f"the mean of the last {CONSECUTIVE} evaluations, {_format_reward(fall.newest)}, is {_format_reward(fall.depth)} below the best "
+        f"of {CONSECUTIVE} in a row, {_format_reward(fall.best)} at compute {fall.best_compute + start:.4g}; noise explains "
+        f"{_format_reward(fall.noise)}",
     )
-    return GuardResult(True, tuple(reasons), True, seen, fall.best - fall.noise, fall)
+    return CollapseCheck(True, tuple(reasons), True, seen, fall.best - fall.noise, fall)
 
 
-def _standing(last: Curve, first: int, least: float) -> Fall | None:
+def _current_fall(last: Curve, first: int, least: float) -> Fall | None:
     """The fall that stands after the last evaluation, raised by it or before it, of evaluations from `first` on."""
     reward = last.reward[first:]
     count = np.arange(MIN_HISTORY, reward.size + 1)
@@ -217,7 +217,7 @@ def _robust_sd(deviations: FloatArray) -> float:
     return CUT_TO_SD * float(np.sqrt(np.mean(np.minimum(size, cut) ** 2)))
 
 
-def _short(value: float) -> str:
+def _format_reward(value: float) -> str:
     """``.412``."""
     text = f"{abs(value):.3f}"
     return ("−" if value < 0 else "") + (text.removeprefix("0") if value < 1 else text)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import scalerl_curvefit as cf
-from scalerl_curvefit import rises
+from scalerl_curvefit import plateau
 from scalerl_curvefit.simulate import ar1_noise
 
 COMPUTE = np.arange(1.0, 21.0)
@@ -22,8 +22,8 @@ def log_linear(slope: float, seed: int, sigma: float = 0.0075, rho: float = 0.0)
     return cf.Curve(COMPUTE, 0.3 + slope * np.log2(COMPUTE) + noise)
 
 
-def flat(curve: cf.Curve, budget: float = 40.0) -> rises.Flat:
-    found = rises.flatness(curve, least=0.02, horizon=2.0, budget=budget)
+def flat(curve: cf.Curve, budget: float = 40.0) -> plateau.Plateau:
+    found = plateau.detect_plateau(curve, least=0.02, horizon=2.0, budget=budget)
     assert found is not None
     return found
 
@@ -41,23 +41,23 @@ def counts() -> ModuleType:
 
 def test_the_counts_are_those_of_the_public_curves(counts: ModuleType) -> None:
     both = counts.counted()
-    assert sum(one["doublings"] for one in both.values()) == rises.DOUBLINGS
-    assert tuple(sorted(size for one in both.values() for size in one["sizes"])) == rises.SIZES
-    assert sum(one["curves"] for one in both.values()) == rises.CURVES
+    assert sum(one["doublings"] for one in both.values()) == plateau.DOUBLINGS
+    assert tuple(sorted(size for one in both.values() for size in one["sizes"])) == plateau.SIZES
+    assert sum(one["curves"] for one in both.values()) == plateau.CURVES
     not_risen = np.sum([one["not_risen"] for one in both.values()], axis=0)
-    assert (counts.SHARES, tuple(not_risen)) == (rises.SHARES, rises.NOT_RISEN)
+    assert (counts.SHARES, tuple(not_risen)) == (plateau.SHARES, plateau.NOT_RISEN)
 
 
 def test_a_late_rise_is_the_less_probable_the_less_is_left_and_the_more_is_asked() -> None:
-    assert rises.p_late_rise(1.0, 0.02) == pytest.approx(7.5 / 118)
-    assert rises.p_late_rise(2.0, 0.02) > rises.p_late_rise(1.0, 0.02) > rises.p_late_rise(1.0, 0.1)
-    assert rises.p_late_rise(1.0, 0.5) > 0.0
-    assert rises.p_late_rise(0.0, 0.02) == 0.0
-    assert rises.late_rise_sizes(0.02) == (0.108, 0.028, 0.267)
-    assert rises.late_rise_sizes(0.5) is None
-    first = [rises.p_first_rise(share) for share in (0.1, 0.3, 0.5, 0.7, 1.0)]
+    assert plateau.p_late_rise(1.0, 0.02) == pytest.approx(7.5 / 118)
+    assert plateau.p_late_rise(2.0, 0.02) > plateau.p_late_rise(1.0, 0.02) > plateau.p_late_rise(1.0, 0.1)
+    assert plateau.p_late_rise(1.0, 0.5) > 0.0
+    assert plateau.p_late_rise(0.0, 0.02) == 0.0
+    assert plateau.late_rise_sizes(0.02) == (0.108, 0.028, 0.267)
+    assert plateau.late_rise_sizes(0.5) is None
+    first = [plateau.p_first_rise(share) for share in (0.1, 0.3, 0.5, 0.7, 1.0)]
     assert first == sorted(first, reverse=True)
-    assert rises.p_first_rise(0.5) == pytest.approx(5 / 64)
+    assert plateau.p_first_rise(0.5) == pytest.approx(5 / 64)
 
 
 def test_a_run_without_a_trend_is_flat_and_one_with_a_trend_is_not() -> None:
@@ -76,7 +76,7 @@ def test_a_run_that_gains_just_what_matters_is_seldom_called_flat() -> None:
 
 
 def test_too_few_evaluations_have_no_trend_and_what_was_gained_is_told() -> None:
-    assert rises.flatness(log_linear(0.0, 0).head(9), 0.02, 2.0, 40.0) is None
+    assert plateau.detect_plateau(log_linear(0.0, 0).head(9), 0.02, 2.0, 40.0) is None
     assert flat(log_linear(0.0, 0)).gained < 0.02
     assert flat(log_linear(0.06, 0)).gained > 0.1
     silent = cf.Curve(COMPUTE, np.zeros(20), samples=1000)
@@ -88,7 +88,7 @@ def test_the_slope_of_a_rise_that_bends_is_less_sure() -> None:
     compute, noise = np.arange(1.0, 41.0), ar1_noise(40, 0.004, 0.0, np.random.default_rng(0))
     bending, level = 0.2 + 0.4 / (1 + (10 / compute) ** 2), np.full(40, 0.4)
     bent, straight = (
-        rises.flatness(cf.Curve(compute, reward + noise), least=0.02, horizon=2.0, budget=80.0)
+        plateau.detect_plateau(cf.Curve(compute, reward + noise), least=0.02, horizon=2.0, budget=80.0)
         for reward in (bending, level)
     )
     assert bent is not None

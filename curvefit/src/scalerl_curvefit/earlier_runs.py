@@ -26,44 +26,44 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .curve import Curve, FloatArray
-from .pool import Gains, Pool, departure_sd
+from .plateau import late_rises
+from .pooling import ForecastPool, GainPrior, departure_sd
 from .posterior import Nodes
-from .rises import late_rises
 from .settings import FitSettings
 from .trend import Trend, smoothed
 
-KNOTS: Final = 6
+KNOTS_PER_DOUBLING: Final = 6
 """A doubling, at which the level of an earlier run is kept."""
-MOST_KNOTS: Final = 120
+MAX_KNOTS: Final = 120
 WINDOW: Final = 0.1
 """Doublings over which the weight of a point for the level of an earlier run falls by e, to either side: narrower than
 the trend's, for a rise to come must not raise the level of now."""
 AHEAD: Final = np.array([0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 """Doublings beyond now at which gains are taken, and beyond the end of a record at which its forecast is taken."""
-BETWEEN_LEVEL: Final = 0.05
-BETWEEN_GAIN: Final = 0.03
+MIN_LEVEL_SPREAD: Final = 0.05
+MIN_GAIN_SPREAD: Final = 0.03
 """Smallest spread between runs of one task, of the level and of a doubling's gain, that likeness is measured in."""
-GAIN_SHARE: Final = 0.25
+GAIN_WEIGHT: Final = 0.25
 """Weight of the last doubling's gain in the likeness, beside the level's 1."""
-LIKE: Final = 0.9
+REPORTED_BELOW: Final = 0.9
 """A run that counts for less is reported with the reason."""
-FEWEST: Final = 0.1
+MIN_TOTAL_WEIGHT: Final = 0.1
 """Total weight of earlier runs below which they say nothing."""
 SHAPE_FLOOR: Final = np.array([0.03, 0.25, 0.3])
 """Smallest spread between runs of A, ln B and ln Cmid."""
-BROAD: Final = 0.02
+BROAD_SHARE: Final = 0.02
 """Of the shape's peak, everywhere."""
-PSEUDO: Final = 2.0
-SPREAD: Final = 0.01
+PRIOR_DOF: Final = 2.0
+PRIOR_SPREAD: Final = 0.01
 """ν0, for gains and shapes, and s0: spread between runs of what a doubling gains."""
 NOISE_DOF: Final = 2.0
-MOST_NOISE_DOF: Final = 8.0
+MAX_NOISE_DOF: Final = 8.0
 """Pseudo-points for the noise that each earlier run brings, and all together."""
-LATE_DOUBLINGS: Final = 12.0
+PUBLIC_DOUBLINGS: Final = 12.0
 """Doublings that the rate of public curves weighs, beside those of earlier runs."""
 NOISE_SDS: Final = 2.0
 """Sds of an evaluation that a rise of an earlier run has to exceed what matters by."""
-FLAT_RUNS: Final = 2.0
+PUBLIC_FLAT_RUNS: Final = 2.0
 """Runs that the public probability of a first rise weighs."""
 
 
@@ -110,7 +110,7 @@ class RunSummary:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SummarisedRun:
+class SummarizedRun:
     """An earlier run without its points, as `fit` uses it.
 
     seed: hash of its points. eval_version: of its last point. summary: or the reason why there is none.
@@ -123,20 +123,22 @@ class SummarisedRun:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Shape:
+class ShapePrior:
     """A, ln B, ln Cmid of the next run: Student's t with a centre and a spread each, (3,). trust: from 0 to 1."""
 
     centre: FloatArray
     spread: FloatArray
     dof: float
-    trust: float = 1.0
+    strength: float = 1.0
 
     def weigh(self, nodes: Nodes) -> Nodes:
         """The nodes of a sigmoid, weighted by this prior too, as far as it is trusted."""
         a, ln_b, ln_cmid = (
             self._density(i, x) for i, x in enumerate((nodes.a_js, nodes.ln_b_s, nodes.ln_cmid_s))
         )
-        weight_js = nodes.weight_js * (1.0 - self.trust + self.trust * (BROAD + a * (ln_b * ln_cmid)))
+        weight_js = nodes.weight_js * (
+            1.0 - self.strength + self.strength * (BROAD_SHARE + a * (ln_b * ln_cmid))
+        )
         return replace(nodes, weight_js=weight_js / weight_js.sum())
 
     def _density(self, i: int, x: FloatArray) -> FloatArray:
@@ -145,7 +147,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RunsPrior:
+class EarlierRunsPrior:
     """What the earlier runs say of one run now. None where they say nothing.
 
     noise: sd of an evaluation, and its weight in pseudo-points. late_rise: probability in a doubling. now: log2 compute.
@@ -153,8 +155,8 @@ class RunsPrior:
     """
 
     uses: tuple[EarlierUse, ...]
-    gains: Gains | None = None
-    shape: Shape | None = None
+    gains: GainPrior | None = None
+    shape: ShapePrior | None = None
     noise: tuple[float, float] | None = None
     late_rise: float | None = None
     now: float = 0.0
@@ -173,15 +175,17 @@ class RunsPrior:
             after = summary.level_k[~until & (summary.doubling_k <= summary.end)]
             flat += weight
             rose += weight * (after.max(initial=0.0) - summary.level([self.now])[0] >= rise)
-        return float((FLAT_RUNS * public + rose) / (FLAT_RUNS + flat))
+        return float((PUBLIC_FLAT_RUNS * public + rose) / (PUBLIC_FLAT_RUNS + flat))
 
 
-def summarise(curve: Curve, pool: Pool, settings: FitSettings, fell: float | None = None) -> RunSummary:
+def summarize(
+    curve: Curve, pool: ForecastPool, settings: FitSettings, fell: float | None = None
+) -> RunSummary:
     """Of a finished run, by its points and its own forecast."""
     at = curve.first_trained
     doubling, reward = np.log2(curve.compute[at:]), curve.reward[at:]
     end = float(doubling[-1])
-    count = int(np.clip(np.ceil((end - doubling[0]) * KNOTS), 2, MOST_KNOTS))
+    count = int(np.clip(np.ceil((end - doubling[0]) * KNOTS_PER_DOUBLING), 2, MAX_KNOTS))
     knots = np.linspace(doubling[0], end, count)
     level_k = smoothed(doubling, reward, knots, WINDOW)
     ahead = pool.expected(pool.now * 2.0 ** np.concatenate([[0.0], AHEAD])).mean(axis=0)
@@ -202,16 +206,16 @@ def summarise(curve: Curve, pool: Pool, settings: FitSettings, fell: float | Non
     )
 
 
-def runs_prior(
+def earlier_runs_prior(
     runs: Sequence[tuple[str, RunSummary | str]], curve: Curve, local: Trend, settings: FitSettings
-) -> RunsPrior:
+) -> EarlierRunsPrior:
     """The prior for a run of which `curve` and its trend are known.
 
     runs: name and summary, or why there is none. Raises nothing: a run that cannot count is left out with a reason.
     """
     summaries = [summary for _, summary in runs if isinstance(summary, RunSummary)]
     if not summaries:
-        return RunsPrior(tuple(EarlierUse(name, 0.0, str(why)) for name, why in runs))
+        return EarlierRunsPrior(tuple(EarlierUse(name, 0.0, str(why)) for name, why in runs))
     now = float(np.log2(curve.now))
     at = curve.first_trained
     back = max(now - 1.0, float(np.log2(curve.compute[at])))
@@ -219,27 +223,27 @@ def runs_prior(
     back_i, level_i, *ahead_i = np.array([c.level([back, now, *(now + AHEAD)]) for c in summaries]).T
     covered = np.array([np.clip(c.end - now, 0.0, 1.0) * (now >= c.doubling_k[0]) for c in summaries])
     own_gain = local.level - float(own_back[0])
-    alike, reasons = _likeness(level_i, level_i - back_i, local.level, own_gain, covered > 0)
-    weight = alike * covered
+    similarity, reasons = _similarity(level_i, level_i - back_i, local.level, own_gain, covered > 0)
+    weight = similarity * covered
     used = iter([_use(w, c, r, k) for w, c, r, k in zip(weight, covered, reasons, summaries, strict=True)])
     uses = tuple(
         EarlierUse(name, 0.0, found) if isinstance(found, str) else EarlierUse(name, *next(used))
         for name, found in runs
     )
     total = float(weight.sum())
-    if total < FEWEST:
-        return RunsPrior(uses)
+    if total < MIN_TOTAL_WEIGHT:
+        return EarlierRunsPrior(uses)
     share = weight / total
     doublings, rises = (float(weight @ np.array([c.late[i] for c in summaries])) for i in (0, 1))
-    public, watched = LATE_DOUBLINGS * settings.late_rise, LATE_DOUBLINGS + doublings
-    return RunsPrior(
+    public, watched = PUBLIC_DOUBLINGS * settings.late_rise, PUBLIC_DOUBLINGS + doublings
+    return EarlierRunsPrior(
         uses,
         # What rose late in an earlier run is among its gains.
         gains=_gains(summaries, np.array(ahead_i).T - level_i[:, None], weight, now, public / watched),
         shape=_shape(summaries, weight),
         noise=(
             float(np.exp(share @ np.log([max(c.sigma, settings.noise_floor) for c in summaries]))),
-            min(NOISE_DOF * total, MOST_NOISE_DOF),
+            min(NOISE_DOF * total, MAX_NOISE_DOF),
         ),
         late_rise=(public + rises) / watched,
         now=now,
@@ -248,7 +252,7 @@ def runs_prior(
     )
 
 
-def _likeness(
+def _similarity(
     level: FloatArray, gain: FloatArray, own_level: float, own: float, counts: NDArray[np.bool_]
 ) -> tuple[FloatArray, list[str]]:
     """How alike the earlier runs are to the run so far, from 0 to 1, and in words what differs most.
@@ -256,8 +260,8 @@ def _likeness(
     level: of each at the compute of now. gain: over the last doubling. counts: those whose spread is that between runs.
     """
     between_level, between_gain = (x[counts].std() if counts.any() else 0.0 for x in (level, gain))
-    z_level = (level - own_level) / np.hypot(BETWEEN_LEVEL, between_level)
-    z_gain = (gain - own) / np.hypot(BETWEEN_GAIN, between_gain) * np.sqrt(GAIN_SHARE)
+    z_level = (level - own_level) / np.hypot(MIN_LEVEL_SPREAD, between_level)
+    z_gain = (gain - own) / np.hypot(MIN_GAIN_SPREAD, between_gain) * np.sqrt(GAIN_WEIGHT)
     reasons = [
         f"it had {at_level:.2f} at this compute, this run has {own_level:.2f}"
         if abs(by_level) >= abs(by_gain)
@@ -269,8 +273,8 @@ def _likeness(
 
 def _use(weight: float, covered: float, differs: str, summary: RunSummary) -> tuple[float, str]:
     """Weight and reason of one run's `EarlierUse`."""
-    why = [] if weight >= LIKE * covered else [differs]
-    if covered < LIKE:
+    why = [] if weight >= REPORTED_BELOW * covered else [differs]
+    if covered < REPORTED_BELOW:
         why.append(
             f"its points cover {covered:.2f} of the next doubling"
             if covered > 0
@@ -283,26 +287,26 @@ def _use(weight: float, covered: float, differs: str, summary: RunSummary) -> tu
 
 def _gains(
     summaries: Sequence[RunSummary], gain_ik: FloatArray, weight: FloatArray, now: float, late_rise: float
-) -> Gains:
+) -> GainPrior:
     total = float(weight.sum())
     mean_k = weight @ gain_ik / total
-    dof = PSEUDO + max(total - 1.0, 0.0)
-    spread_k = PSEUDO * (SPREAD * AHEAD) ** 2 + weight @ (gain_ik - mean_k) ** 2
+    dof = PRIOR_DOF + max(total - 1.0, 0.0)
+    spread_k = PRIOR_DOF * (PRIOR_SPREAD * AHEAD) ** 2 + weight @ (gain_ik - mean_k) ** 2
     beyond_ik = np.maximum(now + AHEAD - np.array([[c.end] for c in summaries]), 0.0)
     departs_k = weight @ (np.array([[c.departure] for c in summaries]) * beyond_ik) ** 2 / total
     sd_k = np.sqrt(spread_k / dof * (1.0 + 1.0 / total) + departs_k)
     start = np.zeros(1)
-    return Gains(
+    return GainPrior(
         np.concatenate([start, AHEAD]),
         np.concatenate([start, mean_k]),
         np.concatenate([start, sd_k]),
         dof,
         late_rise,
-        _trust(total),
+        _strength(total),
     )
 
 
-def _shape(summaries: Sequence[RunSummary], weight: FloatArray) -> Shape:
+def _shape(summaries: Sequence[RunSummary], weight: FloatArray) -> ShapePrior:
     """Random effects: the spread between runs is what their own uncertainty leaves of their scatter."""
     shape_i3, sd_i3 = np.array([c.shape for c in summaries]), np.array([c.shape_sd for c in summaries])
     total = float(weight.sum())
@@ -312,9 +316,9 @@ def _shape(summaries: Sequence[RunSummary], weight: FloatArray) -> Shape:
     precision_i3 = weight[:, None] / (between + sd_i3**2)
     centre = (precision_i3 * shape_i3).sum(axis=0) / precision_i3.sum(axis=0)
     spread = np.sqrt(between + 1.0 / precision_i3.sum(axis=0))
-    return Shape(centre, spread, PSEUDO + total, _trust(total))
+    return ShapePrior(centre, spread, PRIOR_DOF + total, _strength(total))
 
 
-def _trust(total: float) -> float:
+def _strength(total: float) -> float:
     """0 at the least total weight that says something, 1 from one whole run on: no forecast jumps where a run is just unlike."""
-    return float(np.clip((total - FEWEST) / (1.0 - FEWEST), 0.0, 1.0))
+    return float(np.clip((total - MIN_TOTAL_WEIGHT) / (1.0 - MIN_TOTAL_WEIGHT), 0.0, 1.0))

@@ -54,14 +54,14 @@ def test_gain_and_its_probability_agree(fitted: cf.Fit) -> None:
 @pytest.mark.parametrize("far", [0.5, 2.0, 4.0])
 def test_a_probability_is_that_of_the_draws_without_their_chance(fitted: cf.Fit, far: float) -> None:
     at = far * fitted.now
-    many = cf.pool(fitted, 200_000).reward(np.array([fitted.now, at]))
+    many = cf.forecast_pool(fitted, 200_000).reward(np.array([fitted.now, at]))
     for target in np.quantile(many[:, 1], (0.05, 0.5, 0.9)):
         assert cf.p_reward_above(fitted, at, target) == pytest.approx(np.mean(many[:, 1] > target), abs=0.02)
     if far > 1:
         least = float(np.quantile(many[:, 1] - many[:, 0], 0.9))
         assert cf.p_gain_above(fitted, at, least) == pytest.approx(0.1, abs=0.02)
-        none = np.zeros(len(fitted.pooled))
-        unlucky = replace(fitted, pooled=replace(fitted.pooled, departure=none, rise=none))
+        none = np.zeros(len(fitted.pool))
+        unlucky = replace(fitted, pool=replace(fitted.pool, departure=none, rise=none))
         assert cf.p_gain_above(unlucky, at, least) == cf.p_gain_above(fitted, at, least)
 
 
@@ -152,7 +152,7 @@ def test_discrepancy_widens_with_distance(seed: int) -> None:
 
 
 def test_the_pool_holds_each_forecast_by_its_weight(fitted: cf.Fit) -> None:
-    ahead, choices = cf.pool(fitted, 1000), fitted.settings
+    ahead, choices = cf.forecast_pool(fitted, 1000), fitted.settings
     counts = np.bincount(ahead.expert, minlength=3)
     np.testing.assert_allclose(counts / 1000, choices.pool, atol=0.001)
     assert set(ahead.curves.family[ahead.expert == 2]) == {0}
@@ -160,7 +160,7 @@ def test_the_pool_holds_each_forecast_by_its_weight(fitted: cf.Fit) -> None:
 
 def test_pooled_forecasts_move_to_their_mean_and_keep_it(fitted: cf.Fit) -> None:
     def means(spread: float) -> np.ndarray:
-        ahead = replace(fitted.pooled, settings=replace(fitted.settings, pool_spread=spread))
+        ahead = replace(fitted.pool, settings=replace(fitted.settings, pool_spread=spread))
         expected = ahead.expected(np.array([2 * fitted.now]))[:, 0]
         return np.array([expected.mean(), *(expected[ahead.expert == k].mean() for k in range(3))])
 
@@ -171,16 +171,16 @@ def test_pooled_forecasts_move_to_their_mean_and_keep_it(fitted: cf.Fit) -> None
 
 def test_up_to_now_the_pool_shows_the_fitted_curves(fitted: cf.Fit) -> None:
     past = np.linspace(0.1, 0.9, 5) * fitted.now
-    np.testing.assert_array_equal(fitted.pooled.expected(past), fitted.pooled.curves.reward(past))
+    np.testing.assert_array_equal(fitted.pool.expected(past), fitted.pool.curves.reward(past))
 
 
 def test_late_rises_come_at_their_rate_and_stay_below_their_size(fitted: cf.Fit) -> None:
-    ahead = cf.pool(fitted, 100_000)
+    ahead = cf.forecast_pool(fitted, 100_000)
     for doublings in (1.0, 3.0):
         share = np.mean(ahead.rise_after < doublings)
         assert share == pytest.approx(1 - (1 - fitted.settings.late_rise) ** doublings, abs=0.003)
     assert ahead.rise.max() <= fitted.trend.headroom
-    never = cf.pool(cf.fit(fitted.curve, cf.FitSettings(late_rise=0.0)))
+    never = cf.forecast_pool(cf.fit(fitted.curve, cf.FitSettings(late_rise=0.0)))
     assert np.isinf(never.rise_after).all()
 
 

@@ -12,8 +12,8 @@ from scipy.special import ndtr, stdtr
 from .curve import FloatArray
 from .errors import RequestError
 from .families import compute_share
-from .fitting import Estimate, Fit, draws, pool
-from .pool import Pool
+from .fitting import Estimate, Fit, draws, forecast_pool
+from .pooling import ForecastPool
 from .sampling import interval
 
 BLOCKS: Final = 32
@@ -29,7 +29,7 @@ SIZES: Final = (np.arange(8) + 0.5) / 8
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class ComputeToTarget:
     """Total compute at which a target is reached: 90 % interval, infinite where it never is.
 
     probability: that it is reached at all, P(A > target).
@@ -64,19 +64,19 @@ def marginal_gain(fitted: Fit, at: float | None = None) -> Estimate:
 
 def gain(fitted: Fit, to: float) -> Estimate:
     """R(to) − R(now), with departures and late rises."""
-    return _estimate(_gains(pool(fitted), np.array([_beyond(fitted, to)]))[:, 0])
+    return _estimate(_gains(forecast_pool(fitted), np.array([_beyond(fitted, to)]))[:, 0])
 
 
 def p_gain_above(fitted: Fit, to: float, least: float) -> float:
     """P(R(to) − R(now) > least)."""
-    ahead = pool(fitted)
+    ahead = forecast_pool(fitted)
     now = np.clip(ahead.expected(np.array([fitted.now]))[:, 0], 0.0, 1.0)
     return _p_above(ahead, _beyond(fitted, to), now + least)
 
 
 def p_reward_above(fitted: Fit, at: float, target: float) -> float:
     """P(R(at) > target), the reward itself, without the noise of an evaluation."""
-    return _p_above(pool(fitted), _positive("at", at), target)
+    return _p_above(forecast_pool(fitted), _positive("at", at), target)
 
 
 def p_asymptote_above(fitted: Fit, target: float) -> float:
@@ -85,7 +85,7 @@ def p_asymptote_above(fitted: Fit, target: float) -> float:
     return float(np.mean(asymptote > target))
 
 
-def compute_to(fitted: Fit, target: float) -> Reach:
+def compute_to(fitted: Fit, target: float) -> ComputeToTarget:
     """Compute at which the curve reaches `target`: Cmid·((T − R0)/(A − T))^{1/B} for the sigmoid.
 
     Without departures: the question is about the curve, and a level has no compute beyond it.
@@ -101,7 +101,7 @@ def compute_to(fitted: Fit, target: float) -> Reach:
     ln_compute = compute_share(drawn.families[0], inside, np.log(drawn.Cmid), np.log(drawn.B))
     compute = np.where(reachable, np.where(share <= 0.0, 0.0, np.exp(np.minimum(ln_compute, 700.0))), np.inf)
     low, median, high = (float(q) for q in np.quantile(compute, (0.05, 0.5, 0.95), method="higher"))
-    return Reach(target, float(reachable.mean()), median, low, high)
+    return ComputeToTarget(target, float(reachable.mean()), median, low, high)
 
 
 def best_block(fitted: Fit, value: float, price: float, horizon: float) -> Block:
@@ -113,7 +113,7 @@ def best_block(fitted: Fit, value: float, price: float, horizon: float) -> Block
     if value < 0 or price < 0 or not np.isfinite([value, price]).all():
         raise RequestError(f"value is {value:g} and price {price:g}; both must be finite and not negative")
     sizes = np.geomspace(0.01, _beyond(fitted, horizon) / fitted.now - 1.0, BLOCKS) * fitted.now
-    expected = _gains(pool(fitted, BLOCK_DRAWS), fitted.now + sizes).mean(axis=0)
+    expected = _gains(forecast_pool(fitted, BLOCK_DRAWS), fitted.now + sizes).mean(axis=0)
     net = value * expected - price * sizes
     best = int(np.argmax(net))
     if net[best] <= 0:
@@ -121,7 +121,7 @@ def best_block(fitted: Fit, value: float, price: float, horizon: float) -> Block
     return Block(float(sizes[best]), float(expected[best]), float(net[best]))
 
 
-def _p_above(ahead: Pool, compute: float, level: FloatArray | float) -> float:
+def _p_above(ahead: ForecastPool, compute: float, level: FloatArray | float) -> float:
     """P(R(compute) > level), level one number or one a draw.
 
     Departures and late rises are integrated in closed form: decisions have thresholds on this, and a run near one
@@ -136,7 +136,7 @@ def _p_above(ahead: Pool, compute: float, level: FloatArray | float) -> float:
     )
     if ahead.gains is not None and doublings > 0:
         # These draws expect the same of a compute: one stands for all.
-        of, dof = np.flatnonzero(ahead.by_earlier), ahead.gains.dof
+        of, dof = np.flatnonzero(ahead.from_earlier_runs), ahead.gains.dof
         rising = 1.0 - (1.0 - ahead.gains.late_rise) ** doublings
         above[of] = _rises_above(
             lambda x: stdtr(dof, x), over[of[:1]] / earlier, ahead.trend.headroom / earlier, rising
@@ -152,7 +152,7 @@ def _rises_above(
     return np.asarray((1.0 - rising) * below(over) + rising * with_rise)
 
 
-def _gains(ahead: Pool, compute: FloatArray) -> FloatArray:
+def _gains(ahead: ForecastPool, compute: FloatArray) -> FloatArray:
     reward_dc = ahead.reward(np.concatenate([[ahead.now], compute]))
     return np.asarray(reward_dc[:, 1:] - reward_dc[:, :1])
 

@@ -19,7 +19,7 @@ TINY: Final = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
-class PointFit:
+class LeastSquaresFit:
     """One curve: R(C) = R0 + (A − R0)·s(C).
 
     residual_sd: root mean square of the (precision-weighted) residuals.
@@ -59,7 +59,7 @@ def linear_part(
     return a, r0, np.asarray(y - a * s - r0 * t)
 
 
-def point_fit(
+def least_squares_fit(
     ln_compute: FloatArray,
     reward: FloatArray,
     precision: FloatArray,
@@ -68,7 +68,7 @@ def point_fit(
     high: FloatArray,
     a_range: tuple[float, float],
     family: Family = Family.SIGMOID,
-) -> PointFit:
+) -> LeastSquaresFit:
     """Least squares from `start` = (ln Cmid, ln B), kept within the box [low, high]."""
 
     def at(shape: FloatArray) -> tuple[float, float, FloatArray]:
@@ -93,7 +93,7 @@ def point_fit(
             damping *= 6.0
             if damping > 1e8:
                 break
-    return PointFit(
+    return LeastSquaresFit(
         A=a,
         B=float(np.exp(shape[1])),
         Cmid=float(np.exp(shape[0])),

@@ -20,8 +20,8 @@ from typing import Final
 import numpy as np
 from scipy.special import ndtr
 
+from .collapse import CONSECUTIVE, PAIRED, difference_sd
 from .curve import Curve, FloatArray
-from .guard import CONSECUTIVE, PAIRED, difference_sd
 
 LEAST: Final = 0.02
 """Gain that counts as a rise."""
@@ -41,7 +41,7 @@ ENOUGH: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Flat:
+class Plateau:
     """What says that nothing more comes of a run, whatever a curve fitted to it says.
 
     gained: best mean of three evaluations above the first of them.
@@ -115,7 +115,7 @@ def p_first_rise(share: float) -> float:
     return learns * later / (learns * later + NEVER_LEARNS)
 
 
-def flatness(curve: Curve, least: float, horizon: float, budget: float) -> Flat | None:
+def detect_plateau(curve: Curve, least: float, horizon: float, budget: float) -> Plateau | None:
     """The evidence that one segment is flat; None with fewer than 10 evaluations in its last two doublings' reach.
 
     least: gain that matters. horizon: multiple of now up to which it counts. budget: total compute that may be used, on
@@ -145,4 +145,4 @@ def flatness(curve: Curve, least: float, horizon: float, budget: float) -> Flat 
         curve.reward[curve.first_trained :], np.full(CONSECUTIVE, 1.0 / CONSECUTIVE), "valid"
     )
     gained = float(all_means.max() - all_means[0])
-    return Flat(share, gained, slope, slope_sd, p_trend, p_first_rise(share))
+    return Plateau(share, gained, slope, slope_sd, p_trend, p_first_rise(share))
