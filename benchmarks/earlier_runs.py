@@ -24,6 +24,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +54,7 @@ class Case:
 
     group: str
     target: Target
-    earlier: tuple[LLMCurve, ...]
+    earlier: tuple[cf.SummarizedRun, ...]
 
 
 def main() -> None:
@@ -120,15 +121,19 @@ def cases_of(group: str, task: Sequence[LLMCurve], others: Sequence[LLMCurve]) -
         recipe = run.name.split("-run")[0]
         beside = sorted((o for o in others if o is not run), key=lambda o: o.name.split("-run")[0] != recipe)
         every = EVERY if len(run.curve) > 30 else 1
-        cases += [Case(group, target, tuple(beside)) for target in targets([run])[::every]]
+        cases += [Case(group, target, tuple(map(summary_of, beside))) for target in targets([run])[::every]]
     return cases
+
+
+@cache
+def summary_of(run: LLMCurve) -> cf.SummarizedRun:
+    return cf.summarize_run(cf.EarlierRun(run.name, run.curve))
 
 
 def both(case: Case) -> tuple[Row, Row]:
     """Scores without and with the earlier runs."""
-    earlier = [cf.EarlierRun(run.name, run.curve) for run in case.earlier]
     at = np.array([case.target.at])
-    alone, informed = (cf.fit(case.target.head, earlier=runs) for runs in ([], earlier))
+    alone, informed = (cf.fit(case.target.head, earlier=runs) for runs in ([], case.earlier))
     return (
         row_of(case.target, cf.forecast_pool(alone).evaluation(at)[:, 0]),
         row_of(case.target, cf.forecast_pool(informed).evaluation(at)[:, 0]),
@@ -188,7 +193,7 @@ def game_tasks() -> list[list[LLMCurve]]:
 def speed() -> dict[str, float]:
     """Milliseconds of CPU of a fit at 40 points, with 50 earlier runs that were given before."""
     tasks = simulated_tasks(0.01, 4)
-    earlier = [cf.EarlierRun(run.name, run.curve) for task in tasks for run in task][:50]
+    earlier = [summary_of(run) for task in tasks for run in task][:50]
     heads = [run.curve.head(20 + i % 20) for i, run in enumerate(run for task in tasks for run in task)]
     cf.fit(heads[0], earlier=earlier)
     took = {}

@@ -86,14 +86,16 @@ def test_runs_that_cannot_count_are_left_out_with_their_reasons():
     whole = run_of(1)
     mixed = cf.Curve(whole.compute, whole.reward, recipe=["a"] * 20 + ["b"] * 20)
     runs = [
+        cf.EarlierRun("untrained", cf.Curve([0.0], [0.1])),
         cf.EarlierRun("short", whole.head(3)),
         cf.EarlierRun("mixed", mixed),
         cf.EarlierRun("ended", whole.head(10)),
         cf.EarlierRun("good", whole),
     ]
     uses = {use.name: use for use in cf.fit(run_of(0).head(16), earlier=runs).earlier}
-    assert list(uses) == ["short", "mixed", "ended", "good"]
-    assert [uses[name].weight for name in ("short", "mixed", "ended")] == [0, 0, 0]
+    assert list(uses) == ["untrained", "short", "mixed", "ended", "good"]
+    assert [uses[name].weight for name in ("untrained", "short", "mixed", "ended")] == [0, 0, 0, 0]
+    assert "0 points" in uses["untrained"].reason
     assert "3 points" in uses["short"].reason
     assert "recipe" in uses["mixed"].reason
     assert "no further" in uses["ended"].reason

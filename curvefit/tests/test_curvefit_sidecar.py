@@ -22,7 +22,6 @@ from aiohttp.test_utils import unused_port
 import scalerl_curvefit as cf
 from scalerl_api import endpoints
 from scalerl_api import forecast as wire
-from scalerl_curvefit import fitting
 from scalerl_curvefit.plateau import p_late_rise
 from scalerl_curvefit.sidecar import answers, app
 from scalerl_curvefit.sidecar.app import Limits, Sidecar, runner
@@ -205,17 +204,11 @@ def forecast_with_earlier_runs() -> wire.ForecastRequest:
     )
 
 
-def forget_earlier_runs() -> None:
-    answers._read_earlier.cache_clear()
-    fitting._summary_by_content.cache_clear()
-
-
 def test_cached_earlier_runs_leave_the_answer_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     request = forecast_with_earlier_runs()
-    forget_earlier_runs()
+    answers._read_earlier.cache_clear()
     first = answers.answer_forecast(request)
     monkeypatch.setattr(answers, "_read_earlier", answers._read_earlier.__wrapped__)
-    monkeypatch.setattr(fitting, "_summary_by_content", fitting._summary_by_content.__wrapped__)
     uncached = answers.answer_forecast(request)
     monkeypatch.undo()
     read: list[wire.Points] = []
@@ -230,7 +223,7 @@ def test_cached_earlier_runs_leave_the_answer_as_it_is(monkeypatch: pytest.Monke
 
 def test_each_new_earlier_run_is_a_step() -> None:
     request = forecast_with_earlier_runs()
-    forget_earlier_runs()
+    answers._read_earlier.cache_clear()
     *steps, answer = answers.forecast_steps(request)
     assert steps == [None] * 5, "two of six have the same points"
     assert list(answers.forecast_steps(request)) == [answer]

@@ -1,11 +1,25 @@
-"""Compute–reward curves: fit them, say how far they can be believed, and forecast.
+"""Fits compute–reward curves and forecasts them, with calibrated intervals.
 
-What lives here: the points of a run and their checks (`curve`), the shapes (`families`), the point
-fit by variable projection (`point`), the grid posterior (`moments`, `posterior`, `sampling`), the local trend (`trend`), the prior
-from earlier runs (`earlier`), the pool of forecasts (`pool`), the fit (`fitting`) and what follows from it (`forecasting`, `outlook`). numpy and scipy only.
+A forecast, from the request on the wire to the answer::
 
-What never does: Kubernetes, torch, policies (whether to stop or grow is the operator's), plotting,
-files and command lines.
+    operator           sidecar
+      │ POST forecast    app.Sidecar._forecast() ▶ _authorise() ▶ _read() ▶ _compute() in one thread
+      ├───────────────▶  answers.forecast_steps(): _last_segment() ▶ Curve.segments()
+      │                    each new earlier run: fitting.summarize_run() ▶ earlier_runs.summarize(), cached
+      │                  fitting.fit()
+      │                    trend.trend(): level and gain of the last doubling, without a shape
+      │                    earlier_runs_prior(): gains, shape, noise and late rises of the earlier runs
+      │                    sufficient_statistics() ▶ grid_posterior() for each of the families ▶ sampling.sample()
+      │                    least_squares_fit(): the point estimate
+      │                    sample_forecast_pool(): sigmoid, power law, trend, earlier runs; departures, late rises
+      │                  collapse.detect_collapse(): a run that fell gets no forecast
+      │                  forecasting.forecast() ▶ ForecastPool.reward() ▶ interval()
+      │                  decision_quantities: gain(), p_gain_above(), compute_to(), best_block()
+      │                  plateau.detect_plateau(), with a budget
+      │◀ ForecastAnswer    _fit_answer(), _guard_answer(), _outlook()
+
+Besides: `compare` two recipes, `hindcasts` for calibration, `baselines` (the paper's grid search), `simulate`.
+numpy and scipy only. No Kubernetes, torch, plotting, files or command lines; the operator decides whether to stop or grow.
 
 >>> import numpy as np
 >>> compute = np.arange(1.0, 41.0)
@@ -31,7 +45,7 @@ from .decision_quantities import (
     p_gain_above,
     p_reward_above,
 )
-from .earlier_runs import EarlierRun, EarlierUse
+from .earlier_runs import EarlierRun, EarlierUse, SummarizedRun
 from .errors import (
     ConstantRewardError,
     CurveError,
@@ -49,7 +63,7 @@ from .errors import (
     UnsortedComputeError,
 )
 from .families import Family
-from .fitting import Edge, Estimate, Fit, draws, fit, forecast_pool
+from .fitting import Edge, Estimate, Fit, draws, fit, forecast_pool, summarize_run
 from .forecasting import Forecast, forecast
 from .hindcast import Hindcast, hindcasts
 from .least_squares import LeastSquaresFit
@@ -94,6 +108,7 @@ __all__ = [
     "Segment",
     "SettingsError",
     "ShapeError",
+    "SummarizedRun",
     "TooFewPointsError",
     "UnsortedComputeError",
     "best_block",
@@ -112,4 +127,5 @@ __all__ = [
     "p_reward_above",
     "paper_grid_search",
     "power_law",
+    "summarize_run",
 ]

@@ -1,4 +1,4 @@
-"""Two recipes side by side, as the paper compares them."""
+"""Compares two recipes by the paper's rule."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .settings import FitSettings
 A_MARGIN: Final = 0.02
 """The paper's error margin of A, from three seeds [P]. It states none for B."""
 PINNED: Final = 0.0005
-"""Half width of the interval A is pinned to in the refit."""
+"""Half width of the interval of A in the refit."""
 
 
 class Better(StrEnum):
-    """Which recipe, by the paper's rule. TIE: equal to the last digit. UNDECIDED: the rule does not apply yet."""
+    """The better recipe. TIE: both fitted values are equal. UNDECIDED: the rule does not apply yet."""
 
     FIRST = "first"
     SECOND = "second"
@@ -29,15 +29,15 @@ class Better(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """What the paper's rule says of two recipes.
+    """The result of the paper's rule for two recipes.
 
-    same_asymptote: the fitted A differ by at most .02. If so, `first` and `second` are the refits at
-    the mean A (`shared_a`), and the larger B is better; if not, they are the fits, and the larger A is.
-    by: "A" or "B". better: UNDECIDED while either run is probably below its own midpoint, where
-    recipes must not be compared [P].
-    probability: that the one named has the larger A or B, from the two posteriors, ties shared; of the
-    first where none is named.
-    doubts: why this should not be believed yet, such as an A that its bound sets and not the points.
+    first, second: the fits; with `same_asymptote`, the refits at the mean A (`shared_a`).
+    same_asymptote: the fitted A differ by at most .02. The larger B is better then, else the larger A.
+    by: "A" or "B".
+    better: UNDECIDED while either run is probably below its own midpoint, where recipes must not be compared [P].
+    probability: that the better recipe (the first, if none is better) has the larger A or B, from the two posteriors;
+        ties count half.
+    doubts: reasons to distrust the result, such as an A that is set by its bound.
     """
 
     first: Fit
@@ -80,7 +80,7 @@ def compare(a: Curve, b: Curve, settings: FitSettings | None = None) -> Comparis
 
 
 def bounds_met(fitted: Fit) -> tuple[str, ...]:
-    """What a bound, and not the points, says of the curve: in words, one each. ρ is noise, not the curve."""
+    """A sentence for each parameter of the curve that a prior bound determines. ρ is left out: it describes the noise."""
     met = [
         f"{edge.parameter} is at its {edge.side} bound, {edge.bound:.4g}, with probability {edge.mass:.2f}"
         for edge in fitted.edges

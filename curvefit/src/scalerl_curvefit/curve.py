@@ -1,4 +1,4 @@
-"""The measured points of one run, checked once so that nothing below checks them again."""
+"""The measured points of one run, validated once on construction."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ SIGNED_SCALE: Final = (-1.0, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch of a curve with one recipe and one evaluation version.
+    """Consecutive points of one recipe and one evaluation version.
 
-    curve: its points, compute counted from the start of the recipe (`start`).
-    start: compute that had been spent on earlier recipes, in the curve's unit.
+    curve: the points; compute counts from the start of the recipe (`start`).
+    start: compute spent on earlier recipes, in the curve's unit.
     """
 
     curve: Curve
@@ -50,10 +50,9 @@ class Curve:
     compute : (n,) strictly increasing, ≥ 0, in any unit of useful work (trained tokens, samples,
         or device-hours at a constant efficiency). A point at 0 is the evaluation before training.
     reward : (n,) mean validation reward, within `scale`.
-    samples : (n,) or one number: evaluation samples behind a point; gives the binomial noise floor.
-    eval_version, recipe : one label, or one a point. Where a label changes a new segment starts.
-    scale : (lowest, highest) possible reward. Rewards are mapped linearly onto [0, 1]; pass
-        `SIGNED_SCALE` for ±1 rewards. Nothing is rescaled unless this says so.
+    samples : (n,) or one number: evaluation samples per point; gives the binomial noise floor.
+    eval_version, recipe : one label, or one a point. A new segment starts where a label changes.
+    scale : (lowest, highest) possible reward, mapped linearly onto [0, 1]; pass `SIGNED_SCALE` for ±1 rewards.
 
     Raises
     ------
@@ -108,9 +107,9 @@ class Curve:
         return int(np.searchsorted(self.compute, 0.0, side="right"))
 
     def head(self, n: int) -> Curve:
-        """The first `n` points: what was known when point n−1 had been measured. They share these ones' memory."""
+        """The first `n` points, as a view."""
         if not self.compute[:n].size:
-            raise ShapeError(f"the first {n} of {len(self)} points are none")
+            raise ShapeError(f"the first {n} of {len(self)} points are an empty curve; take at least 1")
         taken = object.__new__(Curve)
         for name in ("compute", "reward", "samples", "eval_version", "recipe"):
             column = getattr(self, name)
@@ -121,8 +120,8 @@ class Curve:
     def segments(self) -> list[Segment]:
         """Split where the recipe or the evaluation version changes, in order.
 
-        A new recipe counts its compute from the last point of the old one, since its R0 is what
-        the old one reached; a new evaluation version alone keeps the axis.
+        The compute of a new recipe counts from the last point of the old one, since it starts from the reward that the
+        old one reached; a new evaluation version alone keeps the axis.
         """
         n, changes = len(self), self._changes()
         if not changes:
@@ -144,7 +143,7 @@ class Curve:
             )
 
     def _changes(self) -> list[int]:
-        """Points whose label is another than that of the point before."""
+        """Indices of points whose label differs from that of the point before."""
         if all(labels is None or len(set(labels)) == 1 for labels in (self.recipe, self.eval_version)):
             return []
         return [i for i in range(1, len(self)) if self._label(i) != self._label(i - 1)]
@@ -175,7 +174,7 @@ def _column(name: str, values: ArrayLike) -> FloatArray:
     if not finite.all():
         bad = np.flatnonzero(~finite)
         raise NonFiniteError(
-            f"{name}[{bad[0]}] is {column[bad[0]]} ({bad.size} such); drop the point or mend its evaluation"
+            f"{name}[{bad[0]}] is {column[bad[0]]} ({bad.size} such); drop the point or repeat its evaluation"
         )
     return column
 
@@ -196,12 +195,12 @@ def _check_compute(compute: FloatArray) -> None:
         i = int(np.argmax(step < 0)) + 1
         raise UnsortedComputeError(
             f"compute goes back at point {i}: {compute[i - 1]:g} → {compute[i]:g}; "
-            "sort the points, or, after a restart from a checkpoint, drop those that were undone"
+            "sort the points, or, after a restart from a checkpoint, drop those after the checkpoint"
         )
     if np.any(step == 0):
         i = int(np.argmax(step == 0)) + 1
         raise DuplicateComputeError(
-            f"points {i - 1} and {i} stand at the same compute {compute[i]:g}; keep one, or their mean"
+            f"points {i - 1} and {i} have the same compute {compute[i]:g}; keep one, or their mean"
         )
 
 

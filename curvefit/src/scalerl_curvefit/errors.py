@@ -1,34 +1,17 @@
-"""Every way a curve or a request can be wrong, each with its own type.
+"""Errors of this package; the sidecar sends their names as stable codes (`TooFewPointsError`: `too_few_points`).
 
-```
-CurveError (ValueError)
-├── InputError                what the caller measured cannot be fitted as it stands
-│   ├── ShapeError            columns of different length, or not one-dimensional
-│   ├── NonFiniteError        NaN or infinity
-│   ├── NegativeComputeError  compute below zero
-│   ├── UnsortedComputeError  compute goes back
-│   ├── DuplicateComputeError two points at the same compute
-│   ├── RewardRangeError      rewards outside [0, 1] and no scale stated
-│   ├── SamplesError          evaluation samples that are no positive counts
-│   ├── TooFewPointsError     not enough points left to fit
-│   ├── ConstantRewardError   all rewards equal: there is no curve in them
-│   └── MixedSegmentsError    the recipe or the evaluation set changed midway
-├── SettingsError             a setting outside its range
-└── RequestError              a forecast that cannot be asked for (compute ≤ 0, no draws, ...)
-```
-
-Messages say what was wrong, at which point (0-based index), and what to do.
+Messages say what is wrong, at which point (0-based index), and what to do.
 """
 
 from __future__ import annotations
 
 
 class CurveError(ValueError):
-    """Base of everything this package refuses."""
+    """Base of all errors of this package."""
 
 
 class InputError(CurveError):
-    """The points cannot be fitted as they stand."""
+    """The points cannot be fitted."""
 
 
 class ShapeError(InputError):
@@ -44,11 +27,11 @@ class NegativeComputeError(InputError):
 
 
 class UnsortedComputeError(InputError):
-    """Compute goes back from one point to the next."""
+    """Compute decreases from one point to the next."""
 
 
 class DuplicateComputeError(InputError):
-    """Two points stand at the same compute."""
+    """Two points have the same compute."""
 
 
 class RewardRangeError(InputError):
@@ -64,7 +47,7 @@ class TooFewPointsError(InputError):
 
 
 class ConstantRewardError(InputError):
-    """All rewards are equal, so that no curve can be told from any other."""
+    """All rewards are equal, so that they fit every curve."""
 
 
 class MixedSegmentsError(InputError):
@@ -76,4 +59,4 @@ class SettingsError(CurveError):
 
 
 class RequestError(CurveError):
-    """A forecast cannot be made as asked."""
+    """A forecast request is invalid (compute ≤ 0, no draws, …)."""

@@ -1,7 +1,7 @@
-"""Shapes of the share of the gain that is reached at a given compute.
+"""Curve families: the share s of the gain that is reached at a given compute.
 
-Every family is written as R(C) = R0·(1 − s) + A·s with s rising from 0 to 1 and s(Cmid) = 1/2, so that
-R0, A and Cmid mean the same in each and A and R0 stay linear (variable projection, analytic integrals).
+Each is R(C) = R0·(1 − s) + A·s with s rising from 0 to 1 and s(Cmid) = 1/2: R0, A and Cmid mean the same in each, and A and
+R0 stay linear (variable projection, analytic integrals).
 
 - sigmoid:      s = 1/(1 + (Cmid/C)^B)                        ScaleRL eq. 1 [P]
 - stretched:    s = 1 − exp(−ln 2 · (C/Cmid)^B)               faster approach than any power

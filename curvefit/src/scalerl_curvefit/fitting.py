@@ -1,12 +1,11 @@
-"""From points to a Fit: the point estimate, the posterior, what is identifiable, and the edges it met."""
+"""Fits a curve to points: point estimate, posterior, identifiability, and the prior bounds that matter."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -36,13 +35,13 @@ MIN_POINTS: Final = 4
 ENOUGH_POINTS: Final = 10
 MAX_P_BEFORE_CMID: Final = 0.2
 MAX_A_WIDTH: Final = 0.15
-"""Below ENOUGH_POINTS points, with a 90 % interval of A wider than WIDEST_A, or with a probability above
-MOST_P_BEFORE_CMID that Cmid still lies ahead, the asymptote is not identifiable."""
+"""The asymptote is not identifiable with fewer than ENOUGH_POINTS points, with a 90 % interval of A wider than
+MAX_A_WIDTH, or with a probability above MAX_P_BEFORE_CMID that Cmid still lies ahead."""
 DRAWS: Final = 2000
 SMALLEST: Final = 1e-6
-"""Change of one reward that makes equal ones a curve."""
+"""Change of one of several equal rewards, so that they can be fitted."""
 EDGE_MASS: Final = 0.05
-"""Posterior mass in the outermost part of a prior's range from which that edge is reported."""
+"""A bound of the prior is reported from this posterior mass next to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +60,12 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """The posterior leans on a bound of its prior, so that the bound, not the data, sets the interval.
+    """A prior bound with posterior mass next to it: the bound, not the data, sets the interval.
 
-    parameter: A, B, Cmid, rho or A - R0 (a curve does not fall). side: "low" or "high". bound: its value. mass: posterior share there.
+    parameter: A, B, Cmid, rho or A - R0 (a curve does not fall).
+    side: "low" or "high".
+    bound: its value.
+    mass: posterior probability next to it.
     """
 
     parameter: str
@@ -74,18 +76,26 @@ class Edge:
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """What the points say of the curve.
+    """The fit of one segment.
 
-    A, B, Cmid, R0: medians with 90 % intervals, of the sigmoid. R0 is where the fitted window points
-    to at C → 0; it is weakly determined and may lie below 0.
-    point: the least-squares curve. sigma: evaluation noise (sd of one point). rho: its AR(1)
-    coefficient, posterior mean.
-    identifiable: whether A may be believed; if not, `doubts` says why. edges: bounds that were met.
-    points_used: points at compute > 0; burn_in_points: how many of them, the first, count less; now: the last compute.
-    nodes: the posterior of each of `settings.families`. trend: level and gain at the last point.
-    drawn: DRAWS curves of the first family, behind the estimates. pooled: as many draws of the pool, behind the forecasts.
-    prior: what earlier runs say; None without any. seed: hash of points, settings and earlier runs; all draws follow
-    from it.
+    A, B, Cmid, R0: medians with 90 % intervals, of the sigmoid. R0 extrapolates the fitted points to C → 0; it is
+        weakly determined and may be negative.
+    sigma: evaluation noise (sd of one point).
+    rho: its AR(1) coefficient, posterior mean.
+    point: the least-squares curve.
+    identifiable: whether the points determine A.
+    doubts: if not, why.
+    edges: prior bounds with posterior mass next to them.
+    p_before_cmid: probability that Cmid lies beyond the last point.
+    points_used: points at compute > 0.
+    burn_in_points: how many of them, the first, have less weight.
+    now: compute of the last point.
+    nodes: the posterior of each of `settings.families`.
+    trend: level and gain at the last point.
+    draws: DRAWS curves of the first family, for the estimates.
+    pool: DRAWS draws of the forecast pool, for the forecasts.
+    seed: hash of points, settings and earlier runs; seeds all draws.
+    prior: from earlier runs; None without any.
     """
 
     curve: Curve
@@ -113,12 +123,12 @@ class Fit:
 
     @property
     def earlier(self) -> tuple[EarlierUse, ...]:
-        """What each earlier run counted for, in the order given."""
+        """Weight of each earlier run, in the order given."""
         return () if self.prior is None else self.prior.uses
 
     @property
     def departure(self) -> float:
-        """sd that forecasts gain with each doubling of compute beyond now."""
+        """Increase of the forecasts' sd per doubling of compute beyond now."""
         return departure_sd(self.trend, self.settings)
 
 
@@ -127,13 +137,12 @@ def fit(
 ) -> Fit:
     """Fit R(C) = R0 + (A − R0)/(1 + (Cmid/C)^B) (ScaleRL eq. 1 [P]) to the points of one segment.
 
-    Deterministic: the same points and settings give the same Fit and the same draws. Takes about 5 ms
-    at 100 points and well under 100 ms at 10,000 (see `moments`: all points count, with their AR(1)
-    neighbours, at a cost that does not grow with them).
+    Deterministic: the same points and settings give the same Fit and the same draws. Takes about 5 ms at 100 points
+    and well under 100 ms at 10,000 (`sufficient_statistics`).
 
-    earlier: finished runs of the same task and model, on the same axis of compute, as a prior (`earlier`). Those of
-    another evaluation version, and those too short to fit, are left out; `Fit.earlier` says so. The first time that one
-    is given costs a fit of its own; a `SummarisedRun`, made with the same settings, costs none.
+    earlier: finished runs of the same task and model, on the same axis of compute, as a prior (`earlier_runs`). Runs of
+    another evaluation version and runs too short to fit are left out; `Fit.earlier` gives the reason. Each `EarlierRun`
+    costs a fit of its own; a `SummarizedRun`, made with the same settings, costs none.
 
     Raises
     ------
@@ -204,7 +213,7 @@ def draws(fitted: Fit, n: int = DRAWS) -> Draws:
 
 
 def forecast_pool(fitted: Fit, n: int = DRAWS) -> ForecastPool:
-    """`n` draws of what the run may do; the same ones for the same fit and n."""
+    """`n` draws of the run's future rewards; the same ones for the same fit and n."""
     _check_draws(n)
     if n == DRAWS:
         return fitted.pool
@@ -227,18 +236,26 @@ def _pool(
 
 
 def summarize_run(run: EarlierRun, settings: FitSettings | None = None) -> SummarizedRun:
-    """Fit an earlier run, or read its fit from the cache. Raises nothing: an error becomes the reason."""
-    curve, seed = run.curve, content_seed(run.curve)
+    """Fit a finished run for use as a prior. Raises nothing: an error becomes the reason in `summary`."""
+    settings = settings or DEFAULTS
+    curve = run.curve
     try:
         curve.require_one_segment()
-        summary: RunSummary | str = _summary_by_content(_Content(seed, curve), settings or DEFAULTS)
+        trained = curve.reward[curve.first_trained :]
+        if trained.size and np.ptp(trained) == 0.0:
+            curve = with_changed_last_reward(curve)  # a run that learned nothing is evidence too
+        fall = detect_collapse(curve).fall
+        if fall is not None:
+            curve = curve.head(fall.points)
+        compute = None if fall is None else fall.compute
+        summary: RunSummary | str = summarize(curve, fit(curve, settings).pool, settings, compute)
     except CurveError as error:
         summary = str(error)
-    return SummarizedRun(run.name, seed, _eval_version(curve), summary)
+    return SummarizedRun(run.name, content_seed(run.curve), _eval_version(run.curve), summary)
 
 
 def _summary_for(run: SummarizedRun, curve: Curve) -> RunSummary | str:
-    """The summary of an earlier run for the prior of `curve`, or why it does not count."""
+    """The summary of an earlier run for the prior of `curve`, or the reason why it has no weight."""
     of = run.eval_version, _eval_version(curve)
     if None not in of and of[0] != of[1]:
         return f"its rewards are of evaluation version {of[0]}, this run's of {of[1]}"
@@ -249,29 +266,8 @@ def _eval_version(curve: Curve) -> str | None:
     return curve.eval_version[-1] if curve.eval_version else None
 
 
-@dataclass(unsafe_hash=True)
-class _Content:
-    """A curve by a hash of its points: a run under way asks again after each evaluation, with the same earlier runs."""
-
-    seed: int
-    curve: Curve | None = field(compare=False)
-
-
-@lru_cache(maxsize=1024)
-def _summary_by_content(content: _Content, settings: FitSettings) -> RunSummary:
-    curve, content.curve = content.curve, None  # what is cached holds no points
-    assert curve is not None
-    if np.ptp(curve.reward[curve.first_trained :]) == 0.0:
-        curve = with_changed_last_reward(curve)  # it learned nothing, which says much
-    fall = detect_collapse(curve).fall
-    if fall is not None:
-        curve = curve.head(fall.points)
-    fitted = fit(curve, settings)
-    return summarize(curve, fitted.pool, settings, None if fall is None else fall.compute)
-
-
 def with_changed_last_reward(curve: Curve) -> Curve:
-    """A curve of equal rewards with the last one changed by as little as a fit can see."""
+    """A curve of equal rewards with the last one changed by `SMALLEST`, so that it can be fitted."""
     reward = curve.reward.copy()
     reward[-1] += SMALLEST if reward[-1] < 0.5 else -SMALLEST
     return Curve(curve.compute, reward, curve.samples, curve.eval_version)
@@ -296,7 +292,7 @@ def content_seed(curve: Curve, settings: FitSettings | None = None, earlier: Seq
 
 @dataclass(frozen=True, slots=True)
 class _Points:
-    """The points at compute > 0 as the likelihood takes them, all (n,)."""
+    """The points at compute > 0 for the likelihood, all (n,). burnt: how many of the first have less weight."""
 
     compute: FloatArray
     ln_compute: FloatArray
@@ -344,10 +340,10 @@ def _prepare(curve: Curve, settings: FitSettings, earlier: EarlierRunsPrior | No
 
 
 def _noise(curve: Curve, reward: FloatArray, settings: FitSettings) -> tuple[FloatArray, float]:
-    """Guess of each point's sd (n,), from the binomial where samples are known, and its weight in pseudo-points."""
+    """Prior estimate of each point's sd (n,), from the binomial where samples are known, and its weight in pseudo-points."""
     if curve.samples is None:
         return np.full(reward.size, settings.noise_guess), settings.guess_dof
-    # One rate for all points, so that a point at 0 or 1 does not claim to be free of noise.
+    # One rate for all points: at a rate of 0 or 1 the binomial sd is 0, but an evaluation is not free of noise.
     rate = float(np.clip(np.mean(reward), 0.02, 0.98))
     binomial_n = np.sqrt(rate * (1.0 - rate) / curve.samples[-reward.size :])
     return np.hypot(settings.noise_share * binomial_n, settings.noise_floor), settings.noise_dof

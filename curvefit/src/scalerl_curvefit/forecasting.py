@@ -1,4 +1,4 @@
-"""What the fit says of compute that has not been spent yet."""
+"""Forecasts of the reward at given compute."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .sampling import interval
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Reward at a compute.
+    """A forecast of the reward at `compute`.
 
-    median, low, high: median and 90 % interval of what an evaluation there will show: the pooled forecasts, departures
-    and late rises beyond now, and the noise of one evaluation.
+    median, low, high: median and 90 % interval of an evaluation's reward there: forecast pool, departures and late rises
+        beyond now, and the noise of one evaluation.
     curve_low, curve_high: 90 % interval of the reward itself, without the evaluation's noise.
     """
 
@@ -31,7 +31,7 @@ class Forecast:
 
 
 def forecast(fitted: Fit, at: Sequence[float], draws: int = DRAWS) -> list[Forecast]:
-    """Median and 90 % intervals at each compute in `at` (> 0), in the order given. See `pool`.
+    """Median and 90 % intervals at each compute in `at` (> 0), in the order given.
 
     Raises RequestError for compute that is not positive and finite, and for a bad number of draws.
     """

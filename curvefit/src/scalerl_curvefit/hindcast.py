@@ -1,4 +1,4 @@
-"""What forecasts of this run would have been, made at past moments, beside what came."""
+"""Hindcasts: forecasts from the first points of a run, compared with the later ones."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from .sampling import interval
 from .settings import FitSettings
 
 LOOKBACK_FACTORS: Final = (4.0, 2.0)
-"""Past moments, as C_now divided by these."""
+"""A hindcast is made at C_now divided by each of these."""
 MIN_POINTS: Final = 8
-"""Points at compute > 0 that a past moment needs to be worth a forecast."""
+"""Points at compute > 0 that a hindcast needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hindcast:
-    """A forecast made with the points up to compute `made_at` for the last one within the doubling after it.
+    """A forecast from the points up to compute `made_at` for the last point within the doubling after it.
 
-    until, seen: compute and reward of that one. median, low, high: as `Forecast` has them. below: probability of a
-    lower reward than `seen`.
+    until, seen: compute and reward of that point.
+    median, low, high: as in `Forecast`.
+    below: forecast probability of a lower reward than `seen`.
     """
 
     made_at: float
@@ -37,10 +38,7 @@ class Hindcast:
 
 
 def hindcasts(curve: Curve, settings: FitSettings | None = None) -> tuple[Hindcast, ...]:
-    """Forecasts made at a quarter and at half of the present compute of one segment, where points suffice.
-
-    Each takes as long as a fit.
-    """
+    """Hindcasts from a quarter and from half of the compute of one segment, where points suffice; each costs a fit."""
     made = []
     for back in LOOKBACK_FACTORS:
         count = int(np.searchsorted(curve.compute, curve.now / back * (1 + 1e-9), side="right"))
@@ -52,7 +50,7 @@ def hindcasts(curve: Curve, settings: FitSettings | None = None) -> tuple[Hindca
         head = curve.head(count)
         try:
             then = fit(head, settings)
-        except CurveError:  # nothing had changed yet
+        except CurveError:  # all rewards equal so far
             continue
         seen = float(curve.reward[until])
         drawn = forecast_pool(then).evaluation(curve.compute[until : until + 1])[:, 0]
