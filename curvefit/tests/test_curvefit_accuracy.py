@@ -1,4 +1,4 @@
-"""A small, seeded table of `benchmarks/forecast.py`, by its own functions: its targets, less what chance takes at this size."""
+"""A small, seeded table of `benchmarks/forecast.py`: its targets, minus the sampling error at this size."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def at_most(what: str, hits: list[bool], target: float) -> None:
     assert share <= bound, what
 
 
-def test_simulated_forecasts_are_as_near_and_as_sure_as_promised(table: ModuleType) -> None:
+def test_simulated_forecast_accuracy_and_coverage(table: ModuleType) -> None:
     size = table.Size(
         repeats=2,
         paper_rows=0,
@@ -70,7 +70,7 @@ def test_simulated_forecasts_are_as_near_and_as_sure_as_promised(table: ModuleTy
     assert ours > stays
 
 
-def test_ours_is_hardly_further_off_than_the_papers_search(table: ModuleType) -> None:
+def test_error_is_close_to_paper_grid_search(table: ModuleType) -> None:
     # Persistence is printed only: three curves near their plateau do not tell it apart, the test above does.
     rows = [table.one_simulated((row, 4.0, (0.0075, 0.3), 0, True)) for row in range(3)]
     ours, search, stays = (np.mean([r[k] for r in rows]) for k in ("error", "paper", "persistence"))
@@ -80,7 +80,7 @@ def test_ours_is_hardly_further_off_than_the_papers_search(table: ModuleType) ->
     )
 
 
-def test_real_curves_fall_inside_the_intervals_and_ours_beats_persistence(table: ModuleType) -> None:
+def test_real_curves_coverage_and_error_against_persistence(table: ModuleType) -> None:
     rows = [table.one_real((name, origin, False)) for name, origin, _ in table.real_jobs(table.FULL)]
     for held_out, least_gain in ((False, 0.25), (True, HELD_OUT_GAIN)):
         some = [r for r in rows if r["held_out"] is held_out]
@@ -95,14 +95,14 @@ def test_real_curves_fall_inside_the_intervals_and_ours_beats_persistence(table:
         assert 1 - ours / stays >= least_gain, what
 
 
-def test_few_runs_stop_falsely_and_most_that_are_over_stop(table: ModuleType) -> None:
+def test_stop_rule_false_stops_and_recall(table: ModuleType) -> None:
     rows = [table.one_run(job) for job in range(28)]
     at_most("false stops", [r["false"] for r in rows], 0.02)
     over = [r["stopped"] for r in rows if r["over"]]
     at_least("stopped, of runs long over", over, 0.8)
 
 
-def test_the_guard_finds_broken_runs_and_leaves_healthy_ones(table: ModuleType) -> None:
+def test_detect_collapse_recall_and_false_alarms(table: ModuleType) -> None:
     rows = [table.one_guard(job) for job in range(56)]
     at_least("broken runs found", [found for _, found in rows], 0.75)
     at_most("healthy runs with an alarm", [false for false, _ in rows], 0.10)

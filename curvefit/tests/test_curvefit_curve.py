@@ -1,4 +1,4 @@
-"""A curve refuses what cannot be fitted, and says which point and what to do."""
+"""Invalid points raise errors that name the point and what to do; segments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ import scalerl_curvefit as cf
         ([1, 2], [0.1, 0.2], {"eval_version": ["v1"]}, cf.ShapeError, "eval_version has 1"),
     ],
 )
-def test_bad_points_are_refused_by_name(compute, reward, options, error, says) -> None:
+def test_curve_invalid_points_raise_named_error(compute, reward, options, error, says) -> None:
     with pytest.raises(error, match=says):
         cf.Curve(compute, reward, **options)
 
@@ -41,24 +41,24 @@ def test_bad_points_are_refused_by_name(compute, reward, options, error, says) -
         (([1, 2, 3, 4, 5], [0.2] * 5), cf.ConstantRewardError, "all 5 rewards are 0.2"),
     ],
 )
-def test_points_that_hold_no_curve_are_refused(points, error, says) -> None:
+def test_fit_without_enough_distinct_points_raises(points, error, says) -> None:
     with pytest.raises(error, match=says):
         cf.fit(cf.Curve(*points))
 
 
-def test_every_error_is_a_curve_error() -> None:
+def test_errors_derive_from_curve_error() -> None:
     errors = [value for name, value in vars(cf).items() if name.endswith("Error")]
     assert len(errors) == 14
     assert all(issubclass(error, cf.CurveError) and issubclass(error, ValueError) for error in errors)
 
 
-def test_signed_rewards_become_pass_rates_only_when_stated() -> None:
+def test_curve_signed_scale_maps_rewards_to_pass_rates() -> None:
     curve = cf.Curve([1, 2, 3], [-1.0, 0.0, 1.0], scale=cf.SIGNED_SCALE)
     np.testing.assert_allclose(curve.reward, [0.0, 0.5, 1.0])
     np.testing.assert_allclose(curve.head(2).reward, [0.0, 0.5])
 
 
-def test_points_cannot_be_changed_afterwards() -> None:
+def test_curve_is_immutable() -> None:
     values = np.array([0.1, 0.2, 0.3])
     curve = cf.Curve([1, 2, 3], values)
     values[0] = 0.9
@@ -67,7 +67,7 @@ def test_points_cannot_be_changed_afterwards() -> None:
         curve.reward[0] = 0.5
 
 
-def test_a_new_recipe_starts_a_segment_at_its_own_zero() -> None:
+def test_segments_new_recipe_restarts_compute_at_zero() -> None:
     curve = cf.Curve([1, 2, 3, 4, 5], [0.1, 0.2, 0.3, 0.3, 0.4], recipe=["a", "a", "a", "b", "b"])
     with pytest.raises(cf.MixedSegmentsError, match="changes at point 3"):
         cf.fit(curve)
@@ -76,8 +76,17 @@ def test_a_new_recipe_starts_a_segment_at_its_own_zero() -> None:
     np.testing.assert_array_equal(second.curve.compute, [1.0, 2.0])
 
 
-def test_a_new_evaluation_version_starts_a_segment_on_the_same_axis() -> None:
+def test_segments_new_eval_version_keeps_compute_axis() -> None:
     curve = cf.Curve([1, 2, 3, 4], [0.1, 0.2, 0.3, 0.3], eval_version=["v1", "v1", "v2", "v2"])
     _, second = curve.segments()
     assert second.start == 0.0
     np.testing.assert_array_equal(second.curve.compute, [3.0, 4.0])
+
+
+def test_head_keeps_points_and_scale() -> None:
+    curve = cf.Curve([1, 2, 3], [-0.3, 0.1, 0.7], samples=5, recipe="a", scale=cf.SIGNED_SCALE)
+    head = curve.head(2)
+    np.testing.assert_array_equal(head.reward, curve.reward[:2])
+    assert (len(head), head.recipe, head.scale) == (2, ("a", "a"), cf.SIGNED_SCALE)
+    with pytest.raises(cf.ShapeError, match="the first 0 of 3"):
+        curve.head(0)

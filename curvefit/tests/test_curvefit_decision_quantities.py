@@ -1,4 +1,4 @@
-"""What the draws say of the future: against closed forms, and never a claim beyond the data."""
+"""Decision quantities, hindcasts, forecast pool and trend, against closed forms."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fitted() -> cf.Fit:
     cmid=st.floats(0.1, 1e9),
     b=st.floats(0.5, 5.0),
 )
-def test_every_family_reaches_half_at_cmid_and_has_an_inverse(
+def test_gain_share_is_half_at_cmid_and_invertible(
     family: cf.Family, share: float, cmid: float, b: float
 ) -> None:
     ln_cmid, ln_b = np.log(cmid), np.log(b)
@@ -36,14 +36,14 @@ def test_every_family_reaches_half_at_cmid_and_has_an_inverse(
     assert float(gain_share(family, ln_compute, ln_cmid, ln_b)) == pytest.approx(share, rel=1e-6)
 
 
-def test_marginal_gain_is_the_derivative_of_the_sigmoid(fitted: cf.Fit) -> None:
+def test_marginal_gain_equals_sigmoid_derivative(fitted: cf.Fit) -> None:
     drawn = cf.draws(fitted)
     share = drawn.share(np.array([fitted.now]))[:, 0]
     closed = (drawn.A - drawn.R0) * drawn.B * share * (1 - share) / fitted.now
     assert cf.marginal_gain(fitted).median == pytest.approx(float(np.median(closed)), rel=1e-5)
 
 
-def test_gain_and_its_probability_agree(fitted: cf.Fit) -> None:
+def test_gain_agrees_with_p_gain_above(fitted: cf.Fit) -> None:
     gained = cf.gain(fitted, 2 * fitted.now)
     truth = float(SCALERL.reward(2 * fitted.now) - SCALERL.reward(fitted.now))
     assert gained.low < truth < gained.high
@@ -52,7 +52,7 @@ def test_gain_and_its_probability_agree(fitted: cf.Fit) -> None:
 
 
 @pytest.mark.parametrize("far", [0.5, 2.0, 4.0])
-def test_a_probability_is_that_of_the_draws_without_their_chance(fitted: cf.Fit, far: float) -> None:
+def test_p_gain_above_is_independent_of_drawn_departures(fitted: cf.Fit, far: float) -> None:
     at = far * fitted.now
     many = cf.forecast_pool(fitted, 200_000).reward(np.array([fitted.now, at]))
     for target in np.quantile(many[:, 1], (0.05, 0.5, 0.9)):
@@ -65,7 +65,7 @@ def test_a_probability_is_that_of_the_draws_without_their_chance(fitted: cf.Fit,
         assert cf.p_gain_above(unlucky, at, least) == cf.p_gain_above(fitted, at, least)
 
 
-def test_rewards_stay_within_bounds_in_probabilities(fitted: cf.Fit) -> None:
+def test_p_reward_above_respects_reward_bounds(fitted: cf.Fit) -> None:
     wide = cf.fit(fitted.curve, cf.FitSettings(departure=5.0))
     assert cf.p_reward_above(wide, 4 * wide.now, 1.0) == 0.0
     assert 0.2 < cf.p_reward_above(wide, 4 * wide.now, 0.999) < 0.6
@@ -73,7 +73,7 @@ def test_rewards_stay_within_bounds_in_probabilities(fitted: cf.Fit) -> None:
     assert cf.p_gain_above(wide, 4 * wide.now, -1.0) == 1.0
 
 
-def test_compute_to_a_target(fitted: cf.Fit) -> None:
+def test_compute_to_target(fitted: cf.Fit) -> None:
     near = cf.compute_to(fitted, 0.59)
     exact = SCALERL.Cmid * ((0.59 - 0.2) / (0.61 - 0.59)) ** (1 / 1.92)
     assert near.low < exact < near.high
@@ -85,7 +85,7 @@ def test_compute_to_a_target(fitted: cf.Fit) -> None:
     assert reached.high < fitted.now
 
 
-def test_probabilities_fall_with_the_target(fitted: cf.Fit) -> None:
+def test_p_asymptote_above_decreases_with_target(fitted: cf.Fit) -> None:
     targets = np.linspace(0.3, 0.95, 8)
     for curve in (
         [cf.p_reward_above(fitted, 1e5, t) for t in targets],
@@ -96,7 +96,7 @@ def test_probabilities_fall_with_the_target(fitted: cf.Fit) -> None:
         assert curve[-1] < fitted.settings.late_rise
 
 
-def test_the_best_block_shrinks_with_its_price(fitted: cf.Fit) -> None:
+def test_best_block_shrinks_with_price(fitted: cf.Fit) -> None:
     free = cf.best_block(fitted, value=1.0, price=0.0, horizon=4 * fitted.now)
     dear = cf.best_block(fitted, value=1.0, price=1.0, horizon=4 * fitted.now)
     some = cf.best_block(fitted, value=1.0, price=2e-7, horizon=4 * fitted.now)
@@ -116,12 +116,12 @@ def test_the_best_block_shrinks_with_its_price(fitted: cf.Fit) -> None:
         lambda f: cf.p_reward_above(f, float("nan"), 0.5),
     ],
 )
-def test_questions_without_an_answer_are_refused(fitted: cf.Fit, ask) -> None:
+def test_decision_quantities_invalid_arguments_raise(fitted: cf.Fit, ask) -> None:
     with pytest.raises(cf.RequestError):
         ask(fitted)
 
 
-def test_past_forecasts_are_made_without_the_future() -> None:
+def test_hindcasts_ignore_later_points() -> None:
     """What was forecast at half the compute does not change when later points do."""
     curve = simulated(n=60, reach=5, seed=1)
     changed = cf.Curve(curve.compute, np.where(np.arange(60) < 30, curve.reward, curve.reward * 0.5))
@@ -131,7 +131,7 @@ def test_past_forecasts_are_made_without_the_future() -> None:
     assert one.low <= one.seen <= one.high
 
 
-def test_a_past_forecast_is_that_of_a_fit_of_the_points_then() -> None:
+def test_hindcast_equals_forecast_of_head() -> None:
     curve = simulated(n=60, reach=5, seed=1)
     (made,) = cf.forecast(cf.fit(curve.head(30)), [2 * curve.compute[29]])
     past = cf.hindcasts(curve)[-1]
@@ -139,26 +139,26 @@ def test_a_past_forecast_is_that_of_a_fit_of_the_points_then() -> None:
     assert (past.low, past.high) == (made.low, made.high)
 
 
-def test_too_few_points_make_no_past_forecast() -> None:
+def test_hindcasts_need_enough_points() -> None:
     assert cf.hindcasts(simulated(n=12, reach=3)) == ()
 
 
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 100))
-def test_discrepancy_widens_with_distance(seed: int) -> None:
+def test_forecast_interval_widens_with_distance(seed: int) -> None:
     fitted = cf.fit(simulated(n=50, reach=6, seed=seed))
     near, far = cf.forecast(fitted, [1.5 * fitted.now, 30 * fitted.now])
     assert far.curve_high - far.curve_low > near.curve_high - near.curve_low
 
 
-def test_the_pool_holds_each_forecast_by_its_weight(fitted: cf.Fit) -> None:
+def test_pool_has_experts_by_weight(fitted: cf.Fit) -> None:
     ahead, choices = cf.forecast_pool(fitted, 1000), fitted.settings
     counts = np.bincount(ahead.expert, minlength=3)
     np.testing.assert_allclose(counts / 1000, choices.pool, atol=0.001)
     assert set(ahead.curves.family[ahead.expert == 2]) == {0}
 
 
-def test_pooled_forecasts_move_to_their_mean_and_keep_it(fitted: cf.Fit) -> None:
+def test_pool_spread_moves_experts_to_common_mean(fitted: cf.Fit) -> None:
     def means(spread: float) -> np.ndarray:
         ahead = replace(fitted.pool, settings=replace(fitted.settings, pool_spread=spread))
         expected = ahead.expected(np.array([2 * fitted.now]))[:, 0]
@@ -169,12 +169,12 @@ def test_pooled_forecasts_move_to_their_mean_and_keep_it(fitted: cf.Fit) -> None
     np.testing.assert_allclose(half, 0.5 * (apart + together))
 
 
-def test_up_to_now_the_pool_shows_the_fitted_curves(fitted: cf.Fit) -> None:
+def test_pool_before_now_equals_fitted_curves(fitted: cf.Fit) -> None:
     past = np.linspace(0.1, 0.9, 5) * fitted.now
     np.testing.assert_array_equal(fitted.pool.expected(past), fitted.pool.curves.reward(past))
 
 
-def test_late_rises_come_at_their_rate_and_stay_below_their_size(fitted: cf.Fit) -> None:
+def test_pool_late_rises_have_rate_and_maximal_size(fitted: cf.Fit) -> None:
     ahead = cf.forecast_pool(fitted, 100_000)
     for doublings in (1.0, 3.0):
         share = np.mean(ahead.rise_after < doublings)
@@ -184,7 +184,7 @@ def test_late_rises_come_at_their_rate_and_stay_below_their_size(fitted: cf.Fit)
     assert np.isinf(never.rise_after).all()
 
 
-def test_the_trend_is_the_level_and_the_last_doublings_gain() -> None:
+def test_trend_level_and_gain_of_last_doubling() -> None:
     doublings = np.linspace(-4, 0, 41)
     local = trend(2.0**doublings, 0.5 + 0.03 * doublings, cf.FitSettings())
     assert (local.level, local.gain) == (pytest.approx(0.5), pytest.approx(0.03))
@@ -193,12 +193,12 @@ def test_the_trend_is_the_level_and_the_last_doublings_gain() -> None:
     assert jumped.level > 0.5
 
 
-def test_the_trend_needs_no_more_than_three_points_anywhere() -> None:
+def test_trend_of_three_points() -> None:
     local = trend(np.array([1.0, 10.0, 100.0]), np.array([0.1, 0.2, 0.3]), cf.FitSettings())
     assert local.gain == pytest.approx(0.1 / np.log2(10))
 
 
-def test_evaluations_close_together_make_no_slope() -> None:
+def test_trend_gain_ignores_dense_points_alone() -> None:
     compute = np.array([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 64.05, 64.1, 64.2])
     reward = np.array([0.1, 0.2, 0.3, 0.4, 0.5, 0.55, 0.6, 0.61, 0.6, 0.59])
     assert 0.0 < trend(compute, reward, cf.FitSettings()).gain < 0.1
@@ -206,12 +206,12 @@ def test_evaluations_close_together_make_no_slope() -> None:
     assert abs(few.gain) < 0.05
 
 
-def test_points_far_apart_leave_the_level_of_the_last() -> None:
+def test_trend_level_of_sparse_points_is_last_point() -> None:
     far = trend(np.geomspace(1e-60, 1e50, 6), np.linspace(0.1, 0.6, 6), cf.FitSettings())
     assert far.level == pytest.approx(0.6)
 
 
-def test_published_windows_of_the_long_run() -> None:
+def test_fit_published_windows_of_long_run() -> None:
     """A of the 100k-GPU-hour run from its windows, A .645, B 1.70, Cmid 10,909 [P]: within ±.015."""
     truth = Truth(0.645, 1.70, 10909.0)
     compute = np.arange(1, 38) * 1350.0
@@ -222,3 +222,11 @@ def test_published_windows_of_the_long_run() -> None:
         assert abs(fitted.A.median - 0.645) < 0.015
     law = cf.power_law(cf.Curve(compute[compute > 1500], reward[compute > 1500]))
     assert law.A > 0.9
+
+
+def test_gain_share_sigmoid_matches_logistic_function() -> None:
+    x = np.linspace(-40.0, 40.0, 801)
+    got = gain_share(cf.Family.SIGMOID, x, np.float64(0.0), np.log(2.0))
+    np.testing.assert_allclose(got, 0.5 + 0.5 * np.tanh(x), atol=5e-16)
+    far = gain_share(cf.Family.SIGMOID, np.array([-np.inf, -1e4, 1e4]), np.float64(0.0), np.log(2.0))
+    assert far.tolist() == [0.0, 0.0, 1.0]

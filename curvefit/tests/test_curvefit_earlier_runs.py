@@ -1,4 +1,4 @@
-"""A prior from earlier runs: what it narrows, what it leaves out, and what it says of either."""
+"""The prior from earlier runs: intervals, weights, excluded runs."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def steps(rises_at, points=40, height=0.3, seed=0):
     return cf.Curve(compute, np.clip(0.1 + height * (compute > 100.0 * rises_at) + noise, 0, 1))
 
 
-def test_five_like_runs_narrow_the_interval_to_less_than_point_six():
+def test_prior_five_similar_runs_narrow_interval():
     ratios, inside = [], []
     for seed in range(10, 30):
         whole = run_of(seed)
@@ -57,14 +57,14 @@ def test_five_like_runs_narrow_the_interval_to_less_than_point_six():
     assert np.mean(inside) >= 0.85
 
 
-def test_without_earlier_runs_nothing_changes():
+def test_fit_empty_prior_changes_nothing():
     head = run_of(0).head(16)
     assert cf.fit(head).earlier == ()
     assert forecast(cf.fit(head)) == forecast(cf.fit(head, earlier=[]))
     assert forecast(cf.fit(head, earlier=earlier())) == forecast(cf.fit(head, earlier=earlier()))
 
 
-def test_runs_of_another_task_count_for_next_to_nothing_and_say_why():
+def test_prior_other_task_has_little_weight_and_reason():
     head = run_of(0).head(16)
     informed = cf.fit(head, earlier=earlier(start=0.7, asymptote=0.95))
     assert all(use.weight < 0.01 for use in informed.earlier)
@@ -74,7 +74,7 @@ def test_runs_of_another_task_count_for_next_to_nothing_and_say_why():
     assert width(informed) == pytest.approx(width(cf.fit(head)), rel=0.1)
 
 
-def test_another_evaluation_version_is_left_out():
+def test_prior_excludes_other_eval_version():
     labelled = cf.Curve(run_of(0).compute, run_of(0).reward, eval_version="b")
     other = cf.EarlierRun("old", cf.Curve(run_of(1).compute, run_of(1).reward, eval_version="a"))
     (use,) = cf.fit(labelled.head(16), earlier=[other]).earlier
@@ -82,7 +82,7 @@ def test_another_evaluation_version_is_left_out():
     assert "evaluation version a" in use.reason
 
 
-def test_runs_that_cannot_count_are_left_out_with_their_reasons():
+def test_prior_excludes_unfittable_runs_with_reasons():
     whole = run_of(1)
     mixed = cf.Curve(whole.compute, whole.reward, recipe=["a"] * 20 + ["b"] * 20)
     runs = [
@@ -103,7 +103,7 @@ def test_runs_that_cannot_count_are_left_out_with_their_reasons():
     assert uses["good"].reason == ""
 
 
-def test_a_run_that_fell_counts_up_to_its_fall():
+def test_summary_ends_at_fall():
     fallen = run_of(1).reward.copy()
     fallen[30:] -= 0.2
     runs = [*earlier([2, 3]), cf.EarlierRun("fell", cf.Curve(run_of(1).compute, fallen))]
@@ -114,22 +114,22 @@ def test_a_run_that_fell_counts_up_to_its_fall():
 
 
 @pytest.mark.parametrize("factor", [1e-6, 1e6])
-def test_compute_in_another_unit_counts_for_nothing(factor):
+def test_prior_other_compute_unit_has_no_weight(factor):
     other = run_of(1)
     (use,) = cf.fit(
         run_of(0).head(16), earlier=[cf.EarlierRun("hours", cf.Curve(other.compute * factor, other.reward))]
     ).earlier
     assert use.weight == 0.0
-    assert "in one unit" in use.reason
+    assert "same unit" in use.reason
 
 
-def test_a_record_that_covers_half_of_the_next_doubling_counts_for_half():
+def test_prior_weight_scales_with_coverage_of_next_doubling():
     fitted = cf.fit(run_of(0).head(28), earlier=earlier([1]))
     assert fitted.earlier[0].weight == pytest.approx(np.log2(40 / 28), abs=0.1)
     assert "of the next doubling" in fitted.earlier[0].reason
 
 
-def test_runs_that_rose_from_here_say_that_this_one_may():
+def test_p_first_rise_follows_earlier_runs():
     head = steps(0.6, seed=9).head(20)
     alone = cf.p_gain_above(cf.fit(head), 100.0, 0.02)
     rising = [cf.EarlierRun(str(seed), steps(0.6, seed=seed)) for seed in FIVE]
@@ -141,13 +141,13 @@ def test_runs_that_rose_from_here_say_that_this_one_may():
     assert cf.fit(head, earlier=never).prior.p_first_rise(0.1, 0.02) < 0.05
 
 
-def test_a_run_that_never_passed_anything_counts():
+def test_prior_uses_run_with_all_zero_rewards():
     zeros = cf.EarlierRun("zeros", cf.Curve(np.arange(1.0, 41.0), np.zeros(40)))
     head = cf.Curve(np.arange(1.0, 16.0), np.r_[np.zeros(14), 0.002])
     assert cf.fit(head, earlier=[zeros]).earlier[0].weight > 0.9
 
 
-def test_probabilities_integrate_what_the_draws_show():
+def test_p_gain_above_matches_draws_with_prior():
     fitted = cf.fit(run_of(0).head(16), earlier=earlier())
     drawn = cf.forecast_pool(fitted, 200_000)
     rewards = drawn.reward(np.array([fitted.now, 2 * fitted.now]))
@@ -156,7 +156,7 @@ def test_probabilities_integrate_what_the_draws_show():
         assert cf.p_gain_above(fitted, 2 * fitted.now, least) == pytest.approx(share, abs=0.01)
 
 
-def test_late_rises_of_earlier_runs_are_counted():
+def test_late_rise_rate_includes_earlier_runs():
     rising = [cf.EarlierRun(str(seed), steps(0.6, seed=seed)) for seed in FIVE]
     prior = cf.fit(steps(0.6, seed=9).head(20), earlier=rising).prior
     assert prior.late_rise > 2 * cf.FitSettings().late_rise
@@ -168,17 +168,17 @@ def moments_of_a(nodes):
     return mean, float(np.sqrt((nodes.weight_js * (nodes.a_js - mean) ** 2).sum()))
 
 
-def test_a_shape_weighs_the_nodes_and_keeps_a_broad_share():
+def test_shape_prior_reweights_nodes_and_keeps_broad_share():
     fitted = cf.fit(run_of(0).head(16))
     (nodes, _) = fitted.nodes
     near = ShapePrior(np.array([0.6, np.log(1.8), np.log(20.0)]), np.array([0.03, 0.25, 0.3]), 7.0)
-    weighed = near.weigh(nodes)
+    weighed = near.reweight(nodes)
     assert weighed.weight_js.sum() == pytest.approx(1.0)
     (mean, sd), (broad_mean, broad_sd) = moments_of_a(weighed), moments_of_a(nodes)
     assert abs(mean - 0.6) < abs(broad_mean - 0.6)
     assert sd < broad_sd
     nowhere = ShapePrior(np.array([40.0, 40.0, 40.0]), np.array([0.03, 0.25, 0.3]), 7.0)
-    np.testing.assert_allclose(nowhere.weigh(nodes).weight_js, nodes.weight_js, rtol=1e-3 / BROAD_SHARE)
+    np.testing.assert_allclose(nowhere.reweight(nodes).weight_js, nodes.weight_js, rtol=1e-3 / BROAD_SHARE)
 
 
 @given(
@@ -190,7 +190,7 @@ def test_a_shape_weighs_the_nodes_and_keeps_a_broad_share():
     st.integers(4, 16),
 )
 @settings(max_examples=40, deadline=None)
-def test_whatever_earlier_runs_are_the_forecast_stands(rewards, points):
+def test_forecast_is_finite_for_any_earlier_runs(rewards, points):
     runs = [
         cf.EarlierRun(str(i), cf.Curve(np.arange(1.0, len(r) + 1.0) * 3.0, r)) for i, r in enumerate(rewards)
     ]
@@ -205,8 +205,8 @@ def test_whatever_earlier_runs_are_the_forecast_stands(rewards, points):
     )
 
 
-def test_a_run_that_counts_for_nothing_lets_no_unlike_one_in():
-    """The spread between runs is that of those which can count."""
+def test_similarity_ignores_runs_without_weight():
+    """The spread between runs is that of the runs with weight."""
     head = run_of(0).head(16)
     unlike = cf.EarlierRun("unlike", run_of(1, start=0.6, asymptote=0.95))
     zeros = cf.EarlierRun("zeros", cf.Curve(np.arange(1.0, 9.0), np.zeros(8)))
@@ -215,7 +215,7 @@ def test_a_run_that_counts_for_nothing_lets_no_unlike_one_in():
     assert alone < 0.05
 
 
-def test_no_forecast_jumps_where_a_run_is_just_unlike():
+def test_forecast_is_continuous_in_similarity():
     head, whole = run_of(0, noise=1e-9).head(16), run_of(1, noise=1e-9)
     shares, weights = [], []
     for shift in np.arange(0.0, 0.16, 0.005):
@@ -227,7 +227,7 @@ def test_no_forecast_jumps_where_a_run_is_just_unlike():
     assert np.max(np.abs(np.diff(shares))) < 0.15
 
 
-def test_a_run_that_hardly_counts_hardly_changes_the_noise():
+def test_noise_prior_scales_with_weight():
     head = cf.Curve(run_of(0).compute[:12], run_of(0).reward[:12], samples=1000)
     noisy = run_of(3, noise=0.06)
     near = [cf.EarlierRun("noisy", cf.Curve(noisy.compute, np.clip(noisy.reward + 0.09, 0, 1), samples=40))]
@@ -236,14 +236,14 @@ def test_a_run_that_hardly_counts_hardly_changes_the_noise():
     assert fitted.sigma.median < 3 * cf.fit(head).sigma.median
 
 
-def test_before_now_a_reward_is_that_of_the_draws():
+def test_p_reward_above_before_now_matches_draws():
     fitted = cf.fit(run_of(0).head(16), earlier=earlier())
     at = 0.6 * fitted.now
     middle = float(np.median(cf.forecast_pool(fitted).reward(np.array([at]))))
     assert cf.p_reward_above(fitted, at, middle) == pytest.approx(0.5, abs=0.1)
 
 
-def test_noise_of_flat_runs_is_no_rise():
+def test_p_first_rise_ignores_noise_of_flat_runs():
     flat_runs = [
         cf.EarlierRun(
             str(seed),

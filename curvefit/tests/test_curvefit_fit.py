@@ -1,4 +1,4 @@
-"""The fit recovers known curves, counts every point, and says when it cannot know."""
+"""Fits: recovery of known curves, use of every point, identifiability, invalid settings."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 import scalerl_curvefit as cf
 from scalerl_curvefit.families import gain_share
 from scalerl_curvefit.simulate import SCALERL, Truth, ar1_noise, simulated
-from scalerl_curvefit.sufficient_statistics import sufficient_statistics
+from scalerl_curvefit.sufficient_statistics import _interpolation, _no_interpolation, sufficient_statistics
 
 
-def test_a_clean_curve_is_recovered() -> None:
+def test_fit_recovers_noiseless_curve() -> None:
     compute = np.linspace(200.0, 12000.0, 60)
     fitted = cf.fit(cf.Curve(compute, SCALERL.reward(compute)))
     point = fitted.point
@@ -30,14 +30,14 @@ def test_forecast_at_twice_the_compute() -> None:
     assert ahead.low < ahead.curve_low < ahead.median < ahead.curve_high < ahead.high + 0.01
 
 
-def test_below_the_midpoint_the_asymptote_is_not_claimed() -> None:
+def test_fit_below_midpoint_is_not_identifiable() -> None:
     fitted = cf.fit(simulated(reach=0.5, seed=1))
     assert not fitted.identifiable
     assert any("A is" in doubt for doubt in fitted.doubts)
     assert fitted.A.width > 0.2
 
 
-def test_the_same_points_give_the_same_answer() -> None:
+def test_fit_is_deterministic() -> None:
     one, two = cf.fit(simulated(seed=5)), cf.fit(simulated(seed=5))
     assert (one.A, one.B, one.Cmid, one.R0, one.seed) == (two.A, two.B, two.Cmid, two.R0, two.seed)
     assert cf.forecast(one, [9e3, 3e4]) == cf.forecast(two, [9e3, 3e4])
@@ -45,7 +45,7 @@ def test_the_same_points_give_the_same_answer() -> None:
 
 
 @pytest.mark.parametrize("n", [5, 12, 300])
-def test_sums_over_points_equal_the_dense_ar1_likelihood(n: int) -> None:
+def test_sufficient_statistics_match_dense_ar1_likelihood(n: int) -> None:
     """All quadratic forms against the explicit inverse of the AR(1) covariance."""
     random = np.random.default_rng(n)
     ln_compute = np.sort(random.uniform(0, 4, n))
@@ -70,7 +70,7 @@ def test_sums_over_points_equal_the_dense_ar1_likelihood(n: int) -> None:
         np.testing.assert_allclose(got, want, rtol=1e-9)
 
 
-def test_knots_change_nothing_that_matters() -> None:
+def test_knots_leave_posterior_unchanged() -> None:
     """2,000 points through 160 knots against all 2,000 as knots: the same forms to 1e-3 of the noise."""
     compute = np.linspace(10.0, 12000.0, 2000)
     reward = SCALERL.reward(compute) + ar1_noise(2000, 0.0075, 0.6, np.random.default_rng(1))
@@ -99,14 +99,14 @@ def test_knots_change_nothing_that_matters() -> None:
         assert sse(thin, r) == pytest.approx(sse(full, r), rel=1e-3)
 
 
-def test_many_points_narrow_the_interval_as_correlated_points_do() -> None:
+def test_interval_narrows_with_correlated_points() -> None:
     """100 times the points at the same ρ: ten times narrower, still around the truth."""
     few, many = cf.fit(simulated(n=100, seed=2)), cf.fit(simulated(n=10_000, seed=2))
     assert many.A.low < 0.61 < many.A.high
     assert 0.05 < many.A.width / few.A.width < 0.2
 
 
-def test_edges_are_reported() -> None:
+def test_fit_reports_prior_bounds() -> None:
     """Rewards that rise straight on: neither Cmid nor A can be told, and both bounds are named."""
     compute = np.linspace(1.0, 40.0, 40)
     fitted = cf.fit(cf.Curve(compute, 0.1 + 0.01 * compute))
@@ -115,7 +115,7 @@ def test_edges_are_reported() -> None:
     assert cf.fit(simulated(n=60, reach=6)).edges == ()
 
 
-def test_a_falling_curve_meets_the_bound_that_curves_do_not_fall() -> None:
+def test_fit_falling_curve_reports_bound_of_rise() -> None:
     """Its B and Cmid come from that bound alone."""
     compute = np.arange(1.0, 31.0)
     fitted = cf.fit(cf.Curve(compute, 0.6 - 0.01 * compute))
@@ -124,7 +124,7 @@ def test_a_falling_curve_meets_the_bound_that_curves_do_not_fall() -> None:
     assert edge.mass > 0.9
 
 
-def test_compute_zero_is_allowed_and_not_fitted() -> None:
+def test_fit_ignores_point_at_compute_zero() -> None:
     curve = simulated(seed=4)
     with_zero = cf.Curve([0.0, *curve.compute], [0.05, *curve.reward])
     fitted = cf.fit(with_zero, cf.FitSettings(burn_in_fraction=0.0))
@@ -151,13 +151,13 @@ def test_compute_zero_is_allowed_and_not_fitted() -> None:
         ({"families": ()}, "families"),
     ],
 )
-def test_settings_are_checked(change: dict[str, object], says: str) -> None:
+def test_settings_invalid_values_raise(change: dict[str, object], says: str) -> None:
     with pytest.raises(cf.SettingsError, match=says):
         cf.FitSettings(**change)
 
 
 @pytest.mark.parametrize("at", [[], [0.0], [-1.0], [float("inf")]])
-def test_requests_are_checked(at: list[float]) -> None:
+def test_forecast_invalid_compute_raises(at: list[float]) -> None:
     with pytest.raises(cf.RequestError):
         cf.forecast(cf.fit(simulated()), at=at)
     with pytest.raises(cf.RequestError):
@@ -172,7 +172,9 @@ def test_requests_are_checked(at: list[float]) -> None:
     unit=st.sampled_from([1e-6, 1.0, 1e12]),
     shape=st.sampled_from(["curve", "noise", "falling", "jump"]),
 )
-def test_any_valid_points_give_ordered_finite_intervals(n: int, seed: int, unit: float, shape: str) -> None:
+def test_fit_any_valid_points_give_ordered_finite_intervals(
+    n: int, seed: int, unit: float, shape: str
+) -> None:
     random = np.random.default_rng(seed)
     compute = np.cumsum(random.uniform(0.1, 3.0, n))
     reward = {
@@ -195,8 +197,21 @@ def test_any_valid_points_give_ordered_finite_intervals(n: int, seed: int, unit:
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 1000), unit=st.sampled_from([1e-5, 3600.0, 1e9]))
-def test_the_unit_of_compute_does_not_matter(seed: int, unit: float) -> None:
+def test_fit_is_invariant_to_compute_unit(seed: int, unit: float) -> None:
     curve = simulated(seed=seed)
     plain, scaled = cf.fit(curve), cf.fit(cf.Curve(curve.compute * unit, curve.reward))
     np.testing.assert_allclose(scaled.point.A, plain.point.A, atol=1e-4)
     assert scaled.Cmid.median == pytest.approx(plain.Cmid.median * unit, rel=0.05)
+
+
+@settings(max_examples=25, deadline=None)
+@given(n=st.integers(4, 50), seed=st.integers(0, 1000))
+def test_interpolation_is_identity_at_knots(n: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    ln_compute, precision = np.sort(random.uniform(0, 4, n)), random.uniform(0.5, 2, n)
+    short, plain = _no_interpolation(precision), _interpolation(ln_compute, precision, np.arange(n))
+    rows = random.normal(size=(2, n))
+    np.testing.assert_allclose(short.sums(rows), plain.sums(rows), rtol=1e-12)
+    for name in ("identity_k", "ends_k", "neighbours_k"):
+        for got, want in zip(getattr(short, name), getattr(plain, name), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-12)

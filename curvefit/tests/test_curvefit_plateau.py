@@ -1,4 +1,4 @@
-"""Late rises and flat runs: probabilities from counts of public curves, and from the run's own trend."""
+"""Plateau detection, and probabilities of late rises from counts of public curves."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def counts() -> ModuleType:
     return module
 
 
-def test_the_counts_are_those_of_the_public_curves(counts: ModuleType) -> None:
+def test_constants_match_public_curves(counts: ModuleType) -> None:
     both = counts.counted()
     assert sum(one["doublings"] for one in both.values()) == plateau.DOUBLINGS
     assert tuple(sorted(size for one in both.values() for size in one["sizes"])) == plateau.SIZES
@@ -48,7 +48,7 @@ def test_the_counts_are_those_of_the_public_curves(counts: ModuleType) -> None:
     assert (counts.SHARES, tuple(not_risen)) == (plateau.SHARES, plateau.NOT_RISEN)
 
 
-def test_a_late_rise_is_the_less_probable_the_less_is_left_and_the_more_is_asked() -> None:
+def test_p_late_rise_decreases_with_size_and_increases_with_doublings() -> None:
     assert plateau.p_late_rise(1.0, 0.02) == pytest.approx(7.5 / 118)
     assert plateau.p_late_rise(2.0, 0.02) > plateau.p_late_rise(1.0, 0.02) > plateau.p_late_rise(1.0, 0.1)
     assert plateau.p_late_rise(1.0, 0.5) > 0.0
@@ -60,7 +60,7 @@ def test_a_late_rise_is_the_less_probable_the_less_is_left_and_the_more_is_asked
     assert plateau.p_first_rise(0.5) == pytest.approx(5 / 64)
 
 
-def test_a_run_without_a_trend_is_flat_and_one_with_a_trend_is_not() -> None:
+def test_detect_plateau_separates_flat_and_rising_runs() -> None:
     still = [flat(log_linear(0.0, seed)) for seed in range(40)]
     assert np.mean([one.p_gain < 0.15 for one in still]) >= 0.85
     assert {one.share for one in still} == {0.5}
@@ -68,14 +68,14 @@ def test_a_run_without_a_trend_is_flat_and_one_with_a_trend_is_not() -> None:
     assert all(flat(log_linear(0.06, seed)).p_trend > 0.9 for seed in range(20))
 
 
-def test_a_run_that_gains_just_what_matters_is_seldom_called_flat() -> None:
-    """The error rate of the trend, with independent noise and with neighbours alike."""
+def test_detect_plateau_error_rate() -> None:
+    """With independent and with correlated noise."""
     for rho, most in ((0.0, 0.12), (0.5, 0.3)):
         called = [flat(log_linear(0.02, seed, rho=rho)).p_trend < 0.07 for seed in range(200)]
         assert np.mean(called) <= most
 
 
-def test_too_few_evaluations_have_no_trend_and_what_was_gained_is_told() -> None:
+def test_detect_plateau_needs_evaluations_and_reports_gain() -> None:
     assert plateau.detect_plateau(log_linear(0.0, 0).head(9), 0.02, 2.0, 40.0) is None
     assert flat(log_linear(0.0, 0)).gained < 0.02
     assert flat(log_linear(0.06, 0)).gained > 0.1
@@ -83,8 +83,8 @@ def test_too_few_evaluations_have_no_trend_and_what_was_gained_is_told() -> None
     assert flat(silent).p_trend == pytest.approx(0.0, abs=1e-6)
 
 
-def test_the_slope_of_a_rise_that_bends_is_less_sure() -> None:
-    """What the guard leaves out of its noise, the bend, says that a line is no good description here."""
+def test_detect_plateau_curvature_widens_slope_sd() -> None:
+    """Collapse detection excludes curvature from the noise; the trend line must not."""
     compute, noise = np.arange(1.0, 41.0), ar1_noise(40, 0.004, 0.0, np.random.default_rng(0))
     bending, level = 0.2 + 0.4 / (1 + (10 / compute) ** 2), np.full(40, 0.4)
     bent, straight = (

@@ -1,4 +1,4 @@
-"""The posterior against brute force: every parameter on a dense grid, nothing integrated analytically."""
+"""The posterior against brute force on a dense grid of every parameter, without analytic integrals."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def weighted(values: np.ndarray, mass: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("reach", [0.6, 1.5, 4.0])
-def test_quantiles_are_those_of_brute_force(reach: float) -> None:
+def test_posterior_quantiles_match_brute_force(reach: float) -> None:
     curve = simulated(Truth(0.61, 1.92, 10.0), n=14, reach=reach, sigma=0.015, seed=7)
     want = brute_force(curve, cf.Family.SIGMOID)
     drawn = cf.draws(cf.fit(curve, CHOICES), 20_000)
@@ -78,7 +78,7 @@ def test_quantiles_are_those_of_brute_force(reach: float) -> None:
         )
 
 
-def test_flat_points_say_that_the_curve_does_not_fall() -> None:
+def test_posterior_of_flat_points_excludes_falling_curves() -> None:
     """Nearly flat noise: without the bound R0 ≤ A half of the mass would fall."""
     random = np.random.default_rng(5)
     curve = cf.Curve(np.linspace(1, 14, 14), 0.4 + random.normal(0, 0.02, 14))

@@ -1,4 +1,4 @@
-"""The service on a real socket: its limits, its refusals, and a client that neither hangs nor believes."""
+"""The service on a real socket: its limits, its errors, and the client."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import io
 import json
+import platform
 import re
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from scalerl_api import forecast as wire
 from scalerl_curvefit.plateau import p_late_rise
 from scalerl_curvefit.sidecar import answers, app
 from scalerl_curvefit.sidecar.app import Limits, Sidecar, runner
+from scalerl_curvefit.sidecar.malloc import keep_freed_memory
 from scalerl_curvefit.simulate import SCALERL, simulated
 from scalerl_operator.autoscaling.forecast_client import SidecarClient, SidecarRefused, SidecarUnavailable
 
@@ -57,7 +59,7 @@ async def post(url: str, body: bytes, **headers: str) -> tuple[int, dict[str, ob
         return response.status, json.loads(await response.read())
 
 
-async def test_a_forecast_is_the_librarys(start) -> None:
+async def test_forecast_matches_library(start) -> None:
     curve = simulated(n=50, seed=1)
     request = wire.ForecastRequest(
         points=points(curve), at=[2 * curve.now], target=0.58, max_compute=50_000.0, value=1.0, price=1e-6
@@ -79,7 +81,7 @@ async def test_a_forecast_is_the_librarys(start) -> None:
     assert not answer.guard.broken
 
 
-async def test_a_target_out_of_reach_is_never_not_infinity(start) -> None:
+async def test_forecast_unreachable_target_is_null(start) -> None:
     request = wire.ForecastRequest(points=points(simulated(n=50, seed=1)), target=0.95)
     async with SidecarClient(await start(Sidecar().application())) as sidecar:
         answer = await sidecar.forecast(request)
@@ -87,7 +89,7 @@ async def test_a_target_out_of_reach_is_never_not_infinity(start) -> None:
     assert answer.outlook.to_target.probability < 0.05
 
 
-async def test_a_broken_run_gets_no_forecast(start) -> None:
+async def test_forecast_broken_run_has_no_outlook(start) -> None:
     request = wire.ForecastRequest(points=points(simulated(n=40, seed=1)), truncation=[0.3])
     async with SidecarClient(await start(Sidecar().application())) as sidecar:
         answer = await sidecar.forecast(request)
@@ -95,7 +97,7 @@ async def test_a_broken_run_gets_no_forecast(start) -> None:
     assert (answer.forecasts, answer.outlook) == ([], None)
 
 
-async def test_equal_rewards_are_answered_where_it_is_asked_how_flat_the_run_is(start) -> None:
+async def test_forecast_equal_rewards_with_budget(start) -> None:
     """A model that passes nothing: no curve is fitted to it otherwise, and it would never be stopped."""
     silent = wire.Points(compute=[float(i) for i in range(1, 21)], reward=[0.0] * 20, samples=1000.0)
     async with SidecarClient(await start(Sidecar().application())) as sidecar:
@@ -109,7 +111,7 @@ async def test_equal_rewards_are_answered_where_it_is_asked_how_flat_the_run_is(
     assert answer.flat.p_gain < 0.1
 
 
-async def test_late_rises_are_counted_in(start) -> None:
+async def test_forecast_includes_late_rises(start) -> None:
     curve = points(simulated(n=50, seed=1))
     async with SidecarClient(await start(Sidecar().application())) as sidecar:
         answer = await sidecar.forecast(wire.ForecastRequest(points=curve, horizon=4.0))
@@ -118,7 +120,7 @@ async def test_late_rises_are_counted_in(start) -> None:
     assert answer.outlook.late_rise.high == pytest.approx(0.267)
 
 
-async def test_a_new_recipe_is_answered_on_the_axis_of_the_request(start) -> None:
+async def test_forecast_new_recipe_uses_axis_of_request(start) -> None:
     before, after = simulated(n=20, seed=1), simulated(n=40, seed=2)
     curve = wire.Points(
         compute=[*before.compute.tolist(), *(after.compute + before.now).tolist()],
@@ -155,7 +157,7 @@ GOOD = json.dumps({"points": {"compute": [1, 2, 3, 4, 5], "reward": [0.1, 0.2, 0
         (GOOD.replace("0.35, ", ""), 422, "shape"),
     ],
 )
-async def test_bad_requests_are_refused_by_code(start, body: str, status: int, code: str) -> None:
+async def test_invalid_requests_have_error_codes(start, body: str, status: int, code: str) -> None:
     url = await start(Sidecar().application())
     for path in (wire.FIT, wire.FORECAST):
         got, answer = await post(url + path, body.encode())
@@ -163,7 +165,7 @@ async def test_bad_requests_are_refused_by_code(start, body: str, status: int, c
         assert answer["message"]
 
 
-async def test_earlier_runs_count_and_what_is_no_curve_is_reported(start) -> None:
+async def test_forecast_earlier_runs_have_weights_and_reasons(start) -> None:
     url = await start(Sidecar().application())
     points = json.loads(GOOD)["points"]
     whole = simulated(n=40, reach=8)
@@ -204,11 +206,11 @@ def forecast_with_earlier_runs() -> wire.ForecastRequest:
     )
 
 
-def test_cached_earlier_runs_leave_the_answer_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forecast_cached_earlier_runs_give_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     request = forecast_with_earlier_runs()
-    answers._read_earlier.cache_clear()
+    answers._earlier_segment.cache_clear()
     first = answers.answer_forecast(request)
-    monkeypatch.setattr(answers, "_read_earlier", answers._read_earlier.__wrapped__)
+    monkeypatch.setattr(answers, "_earlier_segment", answers._earlier_segment.__wrapped__)
     uncached = answers.answer_forecast(request)
     monkeypatch.undo()
     read: list[wire.Points] = []
@@ -218,20 +220,18 @@ def test_cached_earlier_runs_leave_the_answer_as_it_is(monkeypatch: pytest.Monke
     assert first == uncached == known
     assert read == [request.points], "a known earlier run is checked again"
     assert [use.weight > 0 for use in known.earlier] == [True, True, False, False, False, False]
-    assert "change of recipe in one" in known.earlier[4].reason
+    assert "change of recipe in only one" in known.earlier[4].reason
 
 
-def test_each_new_earlier_run_is_a_step() -> None:
+def test_forecast_steps_once_per_new_earlier_run() -> None:
     request = forecast_with_earlier_runs()
-    answers._read_earlier.cache_clear()
+    answers._earlier_segment.cache_clear()
     *steps, answer = answers.forecast_steps(request)
     assert steps == [None] * 5, "two of six have the same points"
     assert list(answers.forecast_steps(request)) == [answer]
 
 
-async def test_others_are_answered_between_the_steps_of_one_request(
-    start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_requests_interleave_between_steps(start, monkeypatch: pytest.MonkeyPatch) -> None:
     waits, answered = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 
@@ -257,7 +257,7 @@ async def test_others_are_answered_between_the_steps_of_one_request(
 @pytest.mark.parametrize(
     "runs", [["same", "same"], [str(i) for i in range(wire.MAX_EARLIER_RUNS + 1)]], ids=["names", "runs"]
 )
-async def test_limits_on_earlier_runs(start, runs: list[str]) -> None:
+async def test_forecast_limits_on_earlier_runs(start, runs: list[str]) -> None:
     url = await start(Sidecar().application())
     request = json.loads(GOOD)
     request["earlier"] = [{"name": name, "points": request["points"]} for name in runs]
@@ -265,7 +265,7 @@ async def test_limits_on_earlier_runs(start, runs: list[str]) -> None:
     assert (status, answer["code"]) == (422, "request")
 
 
-async def test_points_of_earlier_runs_count_towards_the_most(start) -> None:
+async def test_forecast_points_limit_includes_earlier_runs(start) -> None:
     url = await start(Sidecar().application())
     many = list(range(1, wire.MAX_POINTS))
     earlier = [{"name": "long", "points": {"compute": many, "reward": [0.1] * len(many)}}]
@@ -276,7 +276,7 @@ async def test_points_of_earlier_runs_count_towards_the_most(start) -> None:
     assert "those of earlier runs included" in answer["message"]
 
 
-async def test_a_flat_run_may_rise_where_earlier_ones_did(start) -> None:
+async def test_forecast_plateau_uses_earlier_runs(start) -> None:
     url = await start(Sidecar().application())
     compute = list(range(1, 41))
     rises = [0.1 if c <= 24 else 0.5 for c in compute]
@@ -315,7 +315,7 @@ async def test_limits_on_body_points_token_and_queue(start) -> None:
     assert (status, answer["code"]) == (422, "request")
 
 
-async def test_out_of_time_is_said_and_the_service_goes_on(start) -> None:
+async def test_out_of_time_is_503_and_service_continues(start) -> None:
     url = await start(Sidecar(Limits(compute_seconds=0.0005)).application())
     curve = simulated(n=20_000, reach=4)
     body = json.dumps(
@@ -327,7 +327,7 @@ async def test_out_of_time_is_said_and_the_service_goes_on(start) -> None:
         assert response.status == 200
 
 
-async def test_a_body_that_never_comes_is_given_up(start) -> None:
+async def test_slow_body_is_503(start) -> None:
     url = await start(Sidecar(Limits(read_seconds=0.1)).application())
     host, port = re.search(r"//(.*):(\d+)", url).groups()
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -340,7 +340,7 @@ async def test_a_body_that_never_comes_is_given_up(start) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "deflate"])
-async def test_a_compressed_body_is_refused(start, encoding: str) -> None:
+async def test_compressed_body_is_415(start, encoding: str) -> None:
     url = await start(Sidecar().application())
     for body in (b"garbage", gzip.compress(b" " * 1_000_000)):
         status, answer = await post(url + wire.FIT, body, **{"content-encoding": encoding})
@@ -349,7 +349,7 @@ async def test_a_compressed_body_is_refused(start, encoding: str) -> None:
         assert f'{wire.REQUESTS_METRIC}_total{{path="{wire.FIT}",status="415"}} 2.0' in await response.text()
 
 
-async def test_no_body_is_unpacked_before_a_handler_could_refuse_it(start) -> None:
+async def test_runner_does_not_decompress_bodies(start) -> None:
     async def sent(request: web.Request) -> web.Response:
         return web.Response(body=await request.read())
 
@@ -362,14 +362,14 @@ async def test_no_body_is_unpacked_before_a_handler_could_refuse_it(start) -> No
             assert await answer.read() == packed
 
 
-async def test_a_hundred_thousand_points_are_answered(start) -> None:
+async def test_forecast_hundred_thousand_points(start) -> None:
     curve = simulated(n=100_000, reach=4)
     async with SidecarClient(await start(Sidecar().application()), timeout_seconds=20) as sidecar:
         answer = await sidecar.forecast(wire.ForecastRequest(points=points(curve)))
     assert abs(answer.fit.A.median - 0.61) < 0.01
 
 
-async def test_metrics_and_description_match_the_types(start) -> None:
+async def test_metrics_and_openapi_match_wire_types(start) -> None:
     url = await start(Sidecar().application())
     await post(url + wire.FIT, GOOD.encode())
     await post(url + wire.FIT, b"no")
@@ -385,7 +385,7 @@ async def test_metrics_and_description_match_the_types(start) -> None:
     assert set(schemas["ForecastAnswer"]["properties"]) == set(wire.ForecastAnswer.__struct_fields__)
 
 
-async def test_a_refusal_is_not_repeated(start) -> None:
+async def test_client_does_not_retry_refusals(start) -> None:
     calls = 0
 
     async def refuse(_: web.Request) -> web.Response:
@@ -402,7 +402,7 @@ async def test_a_refusal_is_not_repeated(start) -> None:
 
 
 @pytest.mark.parametrize("trouble", ["down", "slow", "error", "garbage", "nan", "half", "endless"])
-async def test_no_believable_answer_is_unavailable_after_all_attempts(start, trouble: str) -> None:
+async def test_client_invalid_answers_are_unavailable_after_retries(start, trouble: str) -> None:
     calls = 0
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -430,7 +430,7 @@ async def test_no_believable_answer_is_unavailable_after_all_attempts(start, tro
     assert calls == (0 if trouble == "down" else 2)
 
 
-def test_of_scipy_the_sidecar_imports_its_special_functions_alone() -> None:
+def test_sidecar_imports_only_scipy_special() -> None:
     """The operator's image has no more of it."""
     code = "import scalerl_curvefit.sidecar.__main__, sys; print(*sys.modules)"
     done = subprocess.run(
@@ -441,7 +441,7 @@ def test_of_scipy_the_sidecar_imports_its_special_functions_alone() -> None:
     assert public == {"special", "version"}
 
 
-async def test_the_command_serves_and_ends_on_sigterm() -> None:
+async def test_command_serves_until_sigterm() -> None:
     command = [sys.executable, "-m", "scalerl_curvefit.sidecar", "--port", "0", "--metrics-port", "0"]
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
     try:
@@ -471,7 +471,7 @@ async def test_the_command_serves_and_ends_on_sigterm() -> None:
             await process.wait()
 
 
-async def test_a_port_that_is_taken_is_named() -> None:
+async def test_command_port_in_use_is_named() -> None:
     server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     command = [sys.executable, "-m", "scalerl_curvefit.sidecar", "--port", "0", "--metrics-port", str(port)]
@@ -485,3 +485,7 @@ async def test_a_port_that_is_taken_is_named() -> None:
             await process.wait()
     assert process.returncode == 2
     assert f"cannot listen on 127.0.0.1:{port}".encode() in said
+
+
+def test_keep_freed_memory_on_glibc() -> None:
+    assert keep_freed_memory() == (platform.libc_ver()[0] == "glibc")

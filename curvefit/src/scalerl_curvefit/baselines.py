@@ -1,4 +1,4 @@
-"""How the paper does it, kept to be measured against: its grid search, and the power law it warns of."""
+"""Baselines: the paper's grid search, and the power law that it advises against."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ CMID_VALUES: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class GridSearch:
-    """The best pair of the grid, how many `curve_fit` calls it took, and whether it lies on an edge.
+    """The best pair of the grid.
 
-    B is whatever `curve_fit` found, which nothing keeps positive.
+    B: from `curve_fit`, unbounded.
+    fits: number of `curve_fit` calls.
+    edges: edges of the grid on which the pair lies.
     """
 
     A: float
@@ -61,14 +63,15 @@ def paper_grid_search(
 ) -> GridSearch:
     """Least squares as the paper does it: SciPy's `curve_fit` for B alone at every pair of (A, Cmid).
 
-    a_values: `ARTICLE_A` if not given. cmid_values: 100 linear values from the first compute to the
-    last if not given; the article has 4,000 … 16,000 for a run of 96,725 GPU-hours. r0: held fixed; its
-    value is not published [?], the first reward if not given. No interval comes with it.
+    a_values: `ARTICLE_A` if not given.
+    cmid_values: 100 linear values from the first compute to the last if not given; the article has 4,000 … 16,000 for a
+        run of 96,725 GPU-hours.
+    r0: held fixed; the first reward if not given, since the paper's value is not published [?].
 
     Raises TooFewPointsError under 3 points at compute > 0; RequestError for an empty grid or when no
     pair converges.
     """
-    # Here: with it come half of SciPy and most of the sidecar's start-up, and the sidecar never asks for this search.
+    # Imported here: scipy.optimize would be most of the sidecar's start-up time, and the sidecar does not use it.
     from scipy.optimize import OptimizeWarning, curve_fit
 
     trained = curve.compute > 0
@@ -126,7 +129,7 @@ def paper_grid_search(
 def power_law(curve: Curve) -> PowerLaw:
     """Least squares of R = A − D/C^B with A ≤ 1, B by a fine scan, A and D solved.
 
-    What the paper holds against it [P]: on (1.5k, 50k) of its 100k-GPU-hour run it gives A = 1.0.
+    The paper's argument against it [P]: on (1.5k, 50k) of its 100k-GPU-hour run it gives A = 1.0.
     """
     trained = curve.compute > 0
     compute, reward = curve.compute[trained], curve.reward[trained]

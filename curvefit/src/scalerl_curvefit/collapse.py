@@ -1,18 +1,19 @@
-"""Has the run fallen? A check of the last evaluations against the best ones before them, and of truncation.
+"""Detects a collapse: the last evaluations lie below the best earlier ones, or too many rollouts are truncated.
 
 An alarm needs a fall of the reward itself, not of a forecast: a slow start, a stall and a run at its best raise none.
-The means m of 3 neighbouring evaluations are compared, the newest with the best of those that share no evaluation
-with it, and the fall f = best − newest counts if it exceeds what noise makes of the best of many,
+The newest mean of 3 neighbouring evaluations is compared with the best mean that shares no evaluation with it. The fall
+f = best − newest raises an alarm if it exceeds the noise of the best of many,
 
     f ≥ max(least, t·s),    t: Student's t with k/3 degrees of freedom at 1 − α/(k²/9),  k evaluations so far,
 
-for twice (k/3)²/2 pairs of means, the neighbours among them alike, have been compared by then. α is the chance that a
-run which never falls raises an alarm at any time; over 40 evaluations of a flat line, the hardest case, 1 % did with
-independent noise, 3 % with an autocorrelation of .3. s is the sd of the difference of two such means, from the
-evaluations before the last three alone: the larger of what differences of neighbours say, first or second, whichever are
-smaller, and what third differences of means of three say, which see slow noise too and no trend, both without outliers.
-Evaluations on the same prompts vary less than the binomial sd of their samples at the best mean says, so that serves as a
-lower bound only, at .43 of it.
+since by then twice (k/3)²/2 pairs of means have been compared (neighbouring means are correlated). α is the probability
+that a run which never falls raises an alarm at any time; over 40 evaluations of a flat line, the hardest case, 1 % did
+with independent noise, 3 % with an autocorrelation of .3.
+
+s is the sd of the difference of two such means, estimated from the evaluations before the last three: the larger of two
+robust estimates. One is from first or second differences of neighbours, whichever are smaller; the other from third
+differences of means of three, which contain slow noise too and no trend. Evaluations on the same prompts vary less than
+the binomial sd of their samples at the best mean, so .43 of that is a lower bound.
 """
 
 from __future__ import annotations
@@ -32,35 +33,38 @@ from .errors import RequestError
 CONSECUTIVE: Final = 3
 """Evaluations that are averaged."""
 ERROR_RATE: Final = 0.01
-"""α: chance of an alarm, at any time, of a run that never falls."""
+"""α: probability that a run which never falls raises an alarm at any time."""
 WITHIN_NOISE: Final = 1.645
-"""An alarm is over once the newest mean is within so many s of the best: 5 % of a normal distribution."""
+"""An alarm ends once the newest mean is within this many s of the best: 5 % of a normal distribution."""
 LEAST: Final = 0.01
-"""Smallest fall that matters. Autoscaling asks for half of its `minGain`, which this is at its default."""
+"""Smallest fall that matters: half of the default `minGain`, as for the autoscaler."""
 MAX_TRUNCATION: Final = 0.10
 """A truncation rate above 10 % precedes collapse; below 5 % is healthy (ScaleRL, §A [P])."""
 MIN_HISTORY: Final = 8
-"""Evaluations, the last three included, without which nothing is compared: the noise is not known yet."""
+"""Fewest evaluations, the last three included, that determine the noise; with fewer nothing is compared."""
 PAIRED: Final = 0.43
-"""Of the binomial sd: the least noise that evaluations on the same prompts were seen with, in six sources."""
+"""Smallest noise of evaluations on the same prompts in six sources, as a share of the binomial sd."""
 GROWTH: Final = 1.15
-"""The noise is estimated again whenever there are so many times the evaluations."""
+"""The noise is estimated again whenever the number of evaluations has grown by this factor."""
 WINDOW: Final = 400
-"""From at most so many of them, the newest."""
+"""The noise is estimated from this many of the newest evaluations."""
 MAD_TO_SD: Final = 1.4826
 CUT: Final = 2.5
-"""Sds beyond which a deviation counts as one of so many; CUT_TO_SD makes up for it where the noise is normal."""
+"""Deviations are clipped at this many sds; CUT_TO_SD corrects the estimate for normal noise."""
 CUT_TO_SD: Final = 1.03
 
 
 @dataclass(frozen=True, slots=True)
 class Fall:
-    """A run lies below its own best by more than noise.
+    """A fall of the reward below its best by more than noise.
 
-    points: of the segment, those before the fall; the last of them was within noise of the best. compute: of the
-    first evaluation after them. best: highest mean of three evaluations, best_compute: of the last of those.
-    newest: mean of the last three. noise: by how much noise lets the newest lie lower. over: evaluations since the
-    fall began.
+    points: points of the segment before the fall; the last of them was within noise of the best.
+    compute: of the first evaluation after them.
+    best: highest mean of three evaluations.
+    best_compute: compute of the last of those three.
+    newest: mean of the last three evaluations.
+    noise: the fall that noise explains.
+    over: evaluations since the fall began.
     """
 
     points: int
@@ -81,10 +85,12 @@ class Fall:
 class CollapseCheck:
     """Whether the run is broken, and why.
 
-    broken: an alarm that stands; no forecast should be made or acted on. reasons: in words, one each.
+    broken: an alarm is active; no forecast should be made or acted on.
+    reasons: a sentence for each cause.
     checked: whether there were enough evaluations to compare (if not, only truncation was checked).
-    seen: the last three evaluations, oldest first. floor: the reward that ends the alarm, as the mean of three.
-    fall: None where the reward has not fallen.
+    seen: the last three evaluations, oldest first.
+    floor: the mean of three evaluations that ends the alarm.
+    fall: None if the reward has not fallen.
     """
 
     broken: bool
@@ -103,16 +109,16 @@ def detect_collapse(
     after: float = 0.0,
     start: float = 0.0,
 ) -> CollapseCheck:
-    """Alarm when the run lies below its best so far by more than noise, or too many rollouts are cut off.
+    """Alarm if the reward fell below its best by more than noise, or 10 % or more of the rollouts are truncated.
 
-    truncation: share of rollouts cut off at the length limit, of each point or the latest; an alarm at
-    10 % or more. Rewards that are not finite never get here: `Curve` refuses them (NonFiniteError),
-    which a caller has to take for broken as well. least: smallest fall that matters. after: evaluations up to
-    this compute set no best and raise no alarm, for somebody knows of them. start: compute of earlier recipes, for
-    the words only.
+    truncation: share of rollouts cut off at the length limit, of each point or the latest.
+    least: smallest fall that matters.
+    after: evaluations up to this compute are acknowledged: they set no best and raise no alarm.
+    start: compute of earlier recipes, for the message only.
 
-    Looks at the last segment only. The answer follows from the points alone: an alarm that an earlier evaluation
-    raised stands until a mean of three is within noise of the best, or an evaluation is the best so far.
+    Checks the last segment only, and is stateless: an alarm that an earlier evaluation raised stays active until a mean
+    of three is within noise of the best, or an evaluation is the best so far. `Curve` refuses rewards that are not finite
+    (NonFiniteError); callers treat that as broken too.
     """
     last = curve.segments()[-1].curve
     reasons = []
@@ -135,7 +141,7 @@ def detect_collapse(
 
 
 def _current_fall(last: Curve, first: int, least: float) -> Fall | None:
-    """The fall that stands after the last evaluation, raised by it or before it, of evaluations from `first` on."""
+    """The fall that is active after the last evaluation, from evaluations `first` on; None without one."""
     reward = last.reward[first:]
     count = np.arange(MIN_HISTORY, reward.size + 1)
     means = np.convolve(reward, np.full(CONSECUTIVE, 1.0 / CONSECUTIVE), "valid")
@@ -153,7 +159,7 @@ def _current_fall(last: Curve, first: int, least: float) -> Fall | None:
     strict = stdtrit(count[deep] / 3.0, 1.0 - ERROR_RATE / pairs) * sd[deep]
     raised = np.zeros_like(stands)
     raised[deep] = (best - newest)[deep] >= strict
-    # Of the last three the newest and another lie beyond noise: one bad evaluation is no fall.
+    # Two of the last three, the newest among them, are below noise: one bad evaluation is no fall.
     raised &= stands & (last_three[-1] < best) & (np.maximum(latest, last_three[1]) < best - noise)
     quiet = np.flatnonzero(~stands)
     begin = int(quiet[-1]) + 1 if quiet.size else 0
@@ -175,7 +181,7 @@ def _current_fall(last: Curve, first: int, least: float) -> Fall | None:
 
 
 def _noise(last: Curve, first: int, count: NDArray[np.intp], best: FloatArray) -> FloatArray:
-    """s after each `count` of evaluations from `first` on, the binomial sd at the `best` mean before each."""
+    """s after each `count` of evaluations from `first` on; at least `PAIRED` of the binomial sd at the `best` mean."""
     reward = last.reward[first:]
     known = np.maximum(count - CONSECUTIVE, MIN_HISTORY)
     steps = np.unique(
@@ -193,16 +199,16 @@ def _noise(last: Curve, first: int, count: NDArray[np.intp], best: FloatArray) -
 def difference_sd(reward: FloatArray, order: int = 3) -> float:
     """s: sd of the difference of two means of three evaluations, from evaluations (n,) that may follow a trend.
 
-    order: of the differences that see slow noise; 2 takes the bend of a trend for noise too.
+    order: of the differences for slow noise; with 2 the curvature of a trend counts as noise too.
     """
     steps = np.diff(reward)
-    # Of independent noise both say the same; where a trend bends, the second differences say less of it.
+    # Equal for independent noise; second differences contain less of a curved trend.
     fast = min(
         _robust_sd(steps - np.median(steps)) / math.sqrt(CONSECUTIVE),
         _robust_sd(np.diff(steps)) / CONSECUTIVE,
     )
     means = np.convolve(reward, np.full(CONSECUTIVE, 1.0 / CONSECUTIVE), "valid")
-    # Third differences: those of a fast rise at the start would pass for noise ten times as large in the second ones.
+    # Third differences: in second differences a fast rise at the start looks like noise ten times as large.
     between = means[CONSECUTIVE:] - means[:-CONSECUTIVE]
     for _ in range(order - 1):
         between = between[CONSECUTIVE:] - between[:-CONSECUTIVE]

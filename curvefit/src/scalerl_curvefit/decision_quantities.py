@@ -1,4 +1,4 @@
-"""What is still to be gained, at what price: the quantities decisions are made of. No decision here."""
+"""Quantities for stop and grow decisions: expected gains, probabilities, compute to a target. The operator decides."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from .pooling import ForecastPool
 from .sampling import interval
 
 BLOCKS: Final = 32
-"""Sizes of a further block that `best_block` tries, from 1 % of now to the horizon."""
+"""Number of sizes that `best_block` tries, from 1 % of now to the horizon."""
 BLOCK_DRAWS: Final = 500
-"""Draws behind the expected gain of a block; a mean needs fewer than a quantile."""
+"""Draws for the expected gain of a block; a mean needs fewer than a quantile."""
 STEP: Final = 1e-4
 """Half step in ln C of the numeric derivative."""
 TINY: Final = 1e-12
-"""Stands for no departure at all, up to now and where the settings have none."""
+"""Scale of the departure where it is 0: up to now, or by the settings."""
 SIZES: Final = (np.arange(8) + 0.5) / 8
-"""Shares of the largest late rise that stand for all of its sizes."""
+"""Quadrature points of the late rise's size, as shares of the largest."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeToTarget:
-    """Total compute at which a target is reached: 90 % interval, infinite where it never is.
+    """Total compute at which a target is reached: median and 90 % interval, infinite where the target is not reached.
 
-    probability: that it is reached at all, P(A > target).
+    probability: P(A > target).
     """
 
     target: float
@@ -44,7 +44,12 @@ class ComputeToTarget:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The further compute that pays best: its size, expected gain, and value − price (0 if none pays)."""
+    """The further compute with the largest net value.
+
+    compute: its size; 0 if none has a positive net value.
+    gain: expected gain of reward.
+    net: value of the gain − price of the compute.
+    """
 
     compute: float
     gain: float
@@ -54,7 +59,7 @@ class Block:
 def marginal_gain(fitted: Fit, at: float | None = None) -> Estimate:
     """dR/dC at compute `at` (now, if not given): reward per unit of compute.
 
-    Of the fitted shape: for the sigmoid (A − R0)·B·s(1 − s)/C, taken numerically so that it holds for every family.
+    Of the fitted curve: (A − R0)·B·s(1 − s)/C for the sigmoid, computed numerically for every family.
     """
     compute = fitted.now if at is None else _positive("at", at)
     drawn = draws(fitted)
@@ -63,7 +68,7 @@ def marginal_gain(fitted: Fit, at: float | None = None) -> Estimate:
 
 
 def gain(fitted: Fit, to: float) -> Estimate:
-    """R(to) − R(now), with departures and late rises."""
+    """R(to) − R(now), departures and late rises included."""
     return _estimate(_gains(forecast_pool(fitted), np.array([_beyond(fitted, to)]))[:, 0])
 
 
@@ -75,7 +80,7 @@ def p_gain_above(fitted: Fit, to: float, least: float) -> float:
 
 
 def p_reward_above(fitted: Fit, at: float, target: float) -> float:
-    """P(R(at) > target), the reward itself, without the noise of an evaluation."""
+    """P(R(at) > target), of the reward itself, without evaluation noise."""
     return _p_above(forecast_pool(fitted), _positive("at", at), target)
 
 
@@ -88,7 +93,7 @@ def p_asymptote_above(fitted: Fit, target: float) -> float:
 def compute_to(fitted: Fit, target: float) -> ComputeToTarget:
     """Compute at which the curve reaches `target`: Cmid·((T − R0)/(A − T))^{1/B} for the sigmoid.
 
-    Without departures: the question is about the curve, and a level has no compute beyond it.
+    Without departures: they depend on compute, which is the unknown here.
     """
     if not 0.0 < target < 1.0:
         raise RequestError(f"target is {target:g}; it must be between 0 and 1")
@@ -107,7 +112,8 @@ def compute_to(fitted: Fit, target: float) -> ComputeToTarget:
 def best_block(fitted: Fit, value: float, price: float, horizon: float) -> Block:
     """max over ΔC of value·E[R(now + ΔC) − R(now)] − price·ΔC.
 
-    value: of one unit of reward (1.0 = from pass rate 0 to 1). price: of one unit of compute.
+    value: of one unit of reward (1.0 = from pass rate 0 to 1).
+    price: of one unit of compute.
     horizon: total compute up to which blocks are considered, > now.
     """
     if value < 0 or price < 0 or not np.isfinite([value, price]).all():
@@ -124,8 +130,8 @@ def best_block(fitted: Fit, value: float, price: float, horizon: float) -> Block
 def _p_above(ahead: ForecastPool, compute: float, level: FloatArray | float) -> float:
     """P(R(compute) > level), level one number or one a draw.
 
-    Departures and late rises are integrated in closed form: decisions have thresholds on this, and a run near one
-    must not be decided by which of them a seed has drawn.
+    Departures and late rises are integrated in closed form: decisions compare this with thresholds, and must not depend
+    on the seed of the draws.
     """
     at = np.array([compute])
     (doublings,) = ahead.doublings(at)
@@ -135,7 +141,7 @@ def _p_above(ahead: ForecastPool, compute: float, level: FloatArray | float) -> 
         ndtr, over / own, ahead.trend.headroom / own, 1.0 - (1.0 - ahead.late_rise) ** doublings
     )
     if ahead.gains is not None and doublings > 0:
-        # These draws expect the same of a compute: one stands for all.
+        # All draws of this expert have the same expected reward: the first stands for them.
         of, dof = np.flatnonzero(ahead.from_earlier_runs), ahead.gains.dof
         rising = 1.0 - (1.0 - ahead.gains.late_rise) ** doublings
         above[of] = _rises_above(
@@ -147,7 +153,7 @@ def _p_above(ahead: ForecastPool, compute: float, level: FloatArray | float) -> 
 def _rises_above(
     below: Callable[[FloatArray], FloatArray], over: FloatArray, headroom: float, rising: float
 ) -> FloatArray:
-    """P(departure + late rise > −over), all in units of the departure's scale; below: the departure's distribution."""
+    """P(departure + late rise > −over), in units of the departure's scale. below: the departure's distribution function."""
     with_rise = below(over[:, None] + headroom * SIZES).mean(axis=1)
     return np.asarray((1.0 - rising) * below(over) + rising * with_rise)
 

@@ -1,19 +1,17 @@
-"""A prior from one's own earlier runs of the same task and model, on the same axis of compute.
+"""A prior from earlier runs of the same task and model, on the same axis of compute.
 
-They say what no fit of the new run can: what came next from the same compute on. Four things follow:
-
-- *Gains* (`Gains`): what they gained over the next doublings, a fourth forecast of the pool. Mean and spread between
-  runs, as Student's t: with n runs of total weight w, s² = (ν0·s0²·d² + Σ wᵢ(gᵢ − ḡ)²)/(ν0 + w − 1)·(1 + 1/w) over d
-  doublings, ν0 and s0 standing for what is known of runs in general. Beyond the end of a record its own forecast
-  counts, with its departure.
-- *Shape* (`Shape`): where their fitted A, ln B and ln Cmid lie, with a spread between runs of no less than a floor.
-  It weighs the nodes of the new run's posterior; a share of the broad prior stays, for a run that is like none.
+- *Gains* (`GainPrior`): their gains over the next doublings, a fourth expert of the forecast pool. Mean and spread
+  between runs, as Student's t: with n runs of total weight w, s² = (ν0·s0²·d² + Σ wᵢ(gᵢ − ḡ)²)/(ν0 + w − 1)·(1 + 1/w)
+  over d doublings; ν0 and s0 are the prior for runs in general. Beyond the end of a record its own forecast is used,
+  with its departure.
+- *Shape* (`ShapePrior`): the distribution of their fitted A, ln B and ln Cmid, with a spread between runs of at least
+  a floor. It reweights the nodes of the new run's posterior; a share of the broad prior remains, for a run unlike them.
 - *Noise* of an evaluation, as pseudo-points.
 - *Late rises*: how many of their doublings rose after a flat one.
 
-A run counts the more, the more alike it is to the new one so far: by the level at the same compute, and what the last
-doubling gained, each in units of the spread between the earlier runs. Another task's run mostly stands elsewhere and
-counts for little; one whose curve passes the same points counts, and harms (docs/forecast.md).
+The weight of a run is its similarity to the new one so far: in the level at the same compute and in the gain of the last
+doubling, each in units of the spread between the earlier runs. A run of another task usually has another level and little
+weight; one whose curve passes the same points has weight, and does harm (docs/forecast.md).
 """
 
 from __future__ import annotations
@@ -33,38 +31,38 @@ from .settings import FitSettings
 from .trend import Trend, smoothed
 
 KNOTS_PER_DOUBLING: Final = 6
-"""A doubling, at which the level of an earlier run is kept."""
+"""Knots at which the level of an earlier run is stored."""
 MAX_KNOTS: Final = 120
 WINDOW: Final = 0.1
 """Doublings over which the weight of a point for the level of an earlier run falls by e, to either side: narrower than
-the trend's, for a rise to come must not raise the level of now."""
+the trend's, since a later rise must not raise the level before it."""
 AHEAD: Final = np.array([0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-"""Doublings beyond now at which gains are taken, and beyond the end of a record at which its forecast is taken."""
+"""Doublings beyond now for gains, and beyond the end of a record for its own forecast."""
 MIN_LEVEL_SPREAD: Final = 0.05
 MIN_GAIN_SPREAD: Final = 0.03
-"""Smallest spread between runs of one task, of the level and of a doubling's gain, that likeness is measured in."""
+"""Smallest spread between runs of one task, of the level and of a doubling's gain: the units of similarity."""
 GAIN_WEIGHT: Final = 0.25
-"""Weight of the last doubling's gain in the likeness, beside the level's 1."""
+"""Weight of the last doubling's gain in the similarity; the level has weight 1."""
 REPORTED_BELOW: Final = 0.9
-"""A run that counts for less is reported with the reason."""
+"""A smaller weight is reported with its reason."""
 MIN_TOTAL_WEIGHT: Final = 0.1
-"""Total weight of earlier runs below which they say nothing."""
+"""With a smaller total weight there is no prior."""
 SHAPE_FLOOR: Final = np.array([0.03, 0.25, 0.3])
 """Smallest spread between runs of A, ln B and ln Cmid."""
 BROAD_SHARE: Final = 0.02
-"""Of the shape's peak, everywhere."""
+"""Share of the shape's peak density that is added everywhere."""
 PRIOR_DOF: Final = 2.0
 PRIOR_SPREAD: Final = 0.01
 """ν0, for gains and shapes, and s0: spread between runs of what a doubling gains."""
 NOISE_DOF: Final = 2.0
 MAX_NOISE_DOF: Final = 8.0
-"""Pseudo-points for the noise that each earlier run brings, and all together."""
+"""Pseudo-points for the noise, of each earlier run, and of all together at most."""
 PUBLIC_DOUBLINGS: Final = 12.0
-"""Doublings that the rate of public curves weighs, beside those of earlier runs."""
+"""Weight, in doublings, of the rate of late rises in public curves."""
 NOISE_SDS: Final = 2.0
-"""Sds of an evaluation that a rise of an earlier run has to exceed what matters by."""
+"""A rise of an earlier run exceeds the smallest rise that matters by this many sds of an evaluation."""
 PUBLIC_FLAT_RUNS: Final = 2.0
-"""Runs that the public probability of a first rise weighs."""
+"""Weight, in runs, of the public probability of a first rise."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +75,7 @@ class EarlierRun:
 
 @dataclass(frozen=True, slots=True)
 class EarlierUse:
-    """What an earlier run counted for. weight: from 0 to 1. reason: why less than nearly all, else empty."""
+    """Weight of an earlier run, from 0 to 1. reason: why it is below `REPORTED_BELOW`, else empty."""
 
     name: str
     weight: float
@@ -86,12 +84,15 @@ class EarlierUse:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunSummary:
-    """An earlier run as the prior takes it.
+    """What the prior needs of an earlier run.
 
-    doubling_k, level_k: log2 compute and smoothed reward, to its end, and by its own forecast beyond it. end: log2 compute
-    of its last point. departure: sd a doubling beyond that. shape, shape_sd: (3,) A, ln B, ln Cmid. sigma: noise of an
-    evaluation. late: doublings that could show a late rise, and how many did. fell: compute at which it fell; only the
-    points before count.
+    doubling_k, level_k: log2 compute and smoothed reward, to its end, and by its own forecast beyond it.
+    end: log2 compute of its last point.
+    departure: sd per doubling beyond that.
+    shape, shape_sd: (3,) A, ln B, ln Cmid.
+    sigma: noise of an evaluation.
+    late: doublings that could have a late rise, and how many had one.
+    fell: compute at which it fell; only the points before are used.
     """
 
     doubling_k: FloatArray
@@ -105,15 +106,17 @@ class RunSummary:
     fell: float | None = None
 
     def level(self, doubling: Sequence[float]) -> FloatArray:
-        """At log2 compute."""
+        """The level at log2 compute."""
         return np.asarray(np.interp(doubling, self.doubling_k, self.level_k))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SummarizedRun:
-    """An earlier run without its points, as `fit` uses it.
+    """An earlier run without its points.
 
-    seed: hash of its points. eval_version: of its last point. summary: or the reason why there is none.
+    seed: hash of its points.
+    eval_version: of its last point.
+    summary: or the reason why there is none.
     """
 
     name: str
@@ -124,15 +127,15 @@ class SummarizedRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShapePrior:
-    """A, ln B, ln Cmid of the next run: Student's t with a centre and a spread each, (3,). trust: from 0 to 1."""
+    """A, ln B and ln Cmid of the next run: independent Student's t with centre and spread (3,). strength: from 0 to 1."""
 
     centre: FloatArray
     spread: FloatArray
     dof: float
     strength: float = 1.0
 
-    def weigh(self, nodes: Nodes) -> Nodes:
-        """The nodes of a sigmoid, weighted by this prior too, as far as it is trusted."""
+    def reweight(self, nodes: Nodes) -> Nodes:
+        """The nodes of a sigmoid with this prior, mixed with none by `strength`."""
         a, ln_b, ln_cmid = (
             self._density(i, x) for i, x in enumerate((nodes.a_js, nodes.ln_b_s, nodes.ln_cmid_s))
         )
@@ -148,10 +151,13 @@ class ShapePrior:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EarlierRunsPrior:
-    """What the earlier runs say of one run now. None where they say nothing.
+    """The prior for one run; None where the earlier runs have too little weight.
 
-    noise: sd of an evaluation, and its weight in pseudo-points. late_rise: probability in a doubling. now: log2 compute.
-    summaries, weight: of the runs that can count.
+    uses: weight of each earlier run.
+    noise: sd of an evaluation, and its weight in pseudo-points.
+    late_rise: probability per doubling.
+    now: log2 compute.
+    summaries, weight: of the runs that could be fitted.
     """
 
     uses: tuple[EarlierUse, ...]
@@ -164,11 +170,11 @@ class EarlierRunsPrior:
     weight: FloatArray = field(default_factory=lambda: np.zeros(0))
 
     def p_first_rise(self, public: float, least: float) -> float:
-        """Probability that a run which has gained less than `least` still rises by it; public: of other people's runs."""
+        """Probability that a run which has gained less than `least` still rises by it. public: that of public curves."""
         flat = rose = 0.0
         for weight, summary in zip(self.weight, self.summaries, strict=True):
             until = summary.doubling_k <= self.now
-            # Of many levels the highest is high by chance.
+            # The highest of many noisy levels is biased upwards.
             rise = least + NOISE_SDS * summary.sigma
             if summary.level_k[until].max(initial=summary.level_k[0]) - summary.level_k[0] >= rise:
                 continue
@@ -181,7 +187,7 @@ class EarlierRunsPrior:
 def summarize(
     curve: Curve, pool: ForecastPool, settings: FitSettings, fell: float | None = None
 ) -> RunSummary:
-    """Of a finished run, by its points and its own forecast."""
+    """Summarize a finished run by its points and its own forecast."""
     at = curve.first_trained
     doubling, reward = np.log2(curve.compute[at:]), curve.reward[at:]
     end = float(doubling[-1])
@@ -209,9 +215,9 @@ def summarize(
 def earlier_runs_prior(
     runs: Sequence[tuple[str, RunSummary | str]], curve: Curve, local: Trend, settings: FitSettings
 ) -> EarlierRunsPrior:
-    """The prior for a run of which `curve` and its trend are known.
+    """The prior for a run with the points `curve` and the trend `local`. Raises nothing.
 
-    runs: name and summary, or why there is none. Raises nothing: a run that cannot count is left out with a reason.
+    runs: name, and summary or the reason why there is none.
     """
     summaries = [summary for _, summary in runs if isinstance(summary, RunSummary)]
     if not summaries:
@@ -238,7 +244,7 @@ def earlier_runs_prior(
     public, watched = PUBLIC_DOUBLINGS * settings.late_rise, PUBLIC_DOUBLINGS + doublings
     return EarlierRunsPrior(
         uses,
-        # What rose late in an earlier run is among its gains.
+        # The gains of the earlier runs contain their late rises.
         gains=_gains(summaries, np.array(ahead_i).T - level_i[:, None], weight, now, public / watched),
         shape=_shape(summaries, weight),
         noise=(
@@ -255,9 +261,10 @@ def earlier_runs_prior(
 def _similarity(
     level: FloatArray, gain: FloatArray, own_level: float, own: float, counts: NDArray[np.bool_]
 ) -> tuple[FloatArray, list[str]]:
-    """How alike the earlier runs are to the run so far, from 0 to 1, and in words what differs most.
+    """Similarity of each earlier run to the run so far, from 0 to 1, and the largest difference as a message.
 
-    level: of each at the compute of now. gain: over the last doubling. counts: those whose spread is that between runs.
+    level, gain: of each at the compute of now, and over the last doubling.
+    counts: the runs that determine the spread between runs.
     """
     between_level, between_gain = (x[counts].std() if counts.any() else 0.0 for x in (level, gain))
     z_level = (level - own_level) / np.hypot(MIN_LEVEL_SPREAD, between_level)
@@ -278,10 +285,10 @@ def _use(weight: float, covered: float, differs: str, summary: RunSummary) -> tu
         why.append(
             f"its points cover {covered:.2f} of the next doubling"
             if covered > 0
-            else "its points go no further than this run's, or begin after it: check that compute is in one unit"
+            else "its points go no further than this run's, or begin after it: check that both use the same unit of compute"
         )
     if summary.fell is not None:
-        why.append(f"it fell at compute {summary.fell:g}, and counts up to there")
+        why.append(f"it fell at compute {summary.fell:g}; only the points before are used")
     return float(weight), "; ".join(why)
 
 
@@ -307,7 +314,7 @@ def _gains(
 
 
 def _shape(summaries: Sequence[RunSummary], weight: FloatArray) -> ShapePrior:
-    """Random effects: the spread between runs is what their own uncertainty leaves of their scatter."""
+    """Random effects: the variance between runs is their scatter minus their own uncertainty."""
     shape_i3, sd_i3 = np.array([c.shape for c in summaries]), np.array([c.shape_sd for c in summaries])
     total = float(weight.sum())
     middle = weight @ shape_i3 / total
@@ -320,5 +327,5 @@ def _shape(summaries: Sequence[RunSummary], weight: FloatArray) -> ShapePrior:
 
 
 def _strength(total: float) -> float:
-    """0 at the least total weight that says something, 1 from one whole run on: no forecast jumps where a run is just unlike."""
+    """0 at `MIN_TOTAL_WEIGHT`, 1 from a total weight of 1 on: a forecast does not jump where a run's weight vanishes."""
     return float(np.clip((total - MIN_TOTAL_WEIGHT) / (1.0 - MIN_TOTAL_WEIGHT), 0.0, 1.0))

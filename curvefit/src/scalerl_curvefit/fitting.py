@@ -171,7 +171,7 @@ def fit(
     )
     main = nodes[0]
     if prior is not None and prior.shape is not None:
-        nodes = (prior.shape.weigh(main), *nodes[1:])
+        nodes = (prior.shape.reweight(main), *nodes[1:])
     seed = content_seed(curve, settings, [run.seed for run in known])
     random = np.random.default_rng(seed)
     drawn = sample(nodes[:1], np.ones(1), DRAWS, random)

@@ -1,7 +1,7 @@
-"""The single best curve by variable projection: least squares in which A and R0 are solved, not searched.
+"""The point estimate: least squares by variable projection (Golub & Pereyra 1973).
 
-For given (Cmid, B) the model is linear in (A, R0), so that the search runs over two parameters only
-(Golub & Pereyra 1973). The steps are Levenberg–Marquardt with Kaufman's Jacobian.
+For given (Cmid, B) the model is linear in (A, R0), so that the search has two parameters only. The steps are
+Levenberg–Marquardt with Kaufman's Jacobian.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def linear_part(
     bounded = min(max(a, a_range[0]), a_range[1])
     if bounded != a:
         a, r0 = bounded, (ty - ts * bounded) / max(tt, TINY)
-    if r0 > a:  # A falling curve is outside the model; its nearest member is flat.
+    if r0 > a:  # The model has no falling curve; the nearest one is flat.
         a = r0 = min(max((sy + ty) / (ss + 2.0 * ts + tt), a_range[0]), a_range[1])
     return a, r0, np.asarray(y - a * s - r0 * t)
 
@@ -115,7 +115,7 @@ def _damped_step(jacobian_2n: FloatArray, residual_n: FloatArray, damping: float
 def _jacobian(
     family: Family, ln_compute: FloatArray, precision: FloatArray, shape: FloatArray, gain: float
 ) -> FloatArray:
-    """Kaufman's (2, n): d model/d shape with what A and R0 can absorb projected out."""
+    """Kaufman's Jacobian (2, n): d model/d shape, projected orthogonally to the directions of A and R0."""
     h = 1e-5
     moved = np.array([[0.0, 0.0], [h, 0.0], [0.0, h]])[:, :, None] + shape[:, None]
     share, *shares = gain_share(family, ln_compute, moved[:, 0], moved[:, 1])
@@ -129,6 +129,6 @@ def _jacobian(
 
 
 def _unit(vector: FloatArray) -> FloatArray:
-    """Of length 1; nothing if there is nothing of it, as where s is 0 or 1 at all points."""
+    """`vector` with length 1, or zeros if it is 0, as where s is 0 or 1 at all points."""
     length = float(np.sqrt(vector @ vector))
     return vector / length if length > TINY else np.zeros_like(vector)

@@ -1,14 +1,13 @@
-"""Rises that nothing announces: how often they come in real curves, and what that says of a run that is flat.
+"""Detects a plateau, and gives the probability of a rise after one.
 
-No fit sees a late rise coming, so its probability is taken from public curves: 23 of language models and 36 of game
+No fit predicts a late rise, so its probability comes from public curves: 23 of language models and 36 of game
 agents (`curvefit/data`; `benchmarks/late_rises.py` counts them). Rewards are means of three evaluations.
 
-- *Late rises*: of 117 doublings of compute (from a quarter to a half and from a half to the whole of each record), seven
-  began after a flat doubling (a gain under .02, at the best so far) and brought .02 or more: 3 of 45 with language
+- *Late rises*: in 117 doublings of compute (from a quarter to a half and from a half to the whole of each record), seven
+  rises of .02 or more began after a flat doubling (a gain under .02, at the best so far): 3 of 45 with language
   models, 4 of 72 with game agents.
-- *First rises*: how many of the 59 curves stood less than .02 above their start at each share of their record. All of
-  them rise at some time, for nobody publishes the others; a run of one's own that has shown nothing is taken to be one
-  that never learns with probability .5, before its evaluations count.
+- *First rises*: how many of the 59 curves were less than .02 above their start at each share of their record. All
+  published curves rise at some time; a run of the user that has gained nothing never learns with prior probability .5.
 """
 
 from __future__ import annotations
@@ -27,27 +26,28 @@ LEAST: Final = 0.02
 """Gain that counts as a rise."""
 DOUBLINGS: Final = 117
 SIZES: Final = (0.028, 0.049, 0.098, 0.108, 0.146, 0.151, 0.267)
-"""Gains of the late rises that were counted."""
+"""Gains of the counted late rises."""
 CURVES: Final = 59
 SHARES: Final = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 NOT_RISEN: Final = (9, 8, 6, 5, 4, 4)
 """Curves that had not risen by each share."""
 NEVER_LEARNS: Final = 0.5
-"""Beforehand, of a run that has shown nothing."""
-BACK: Final = 4.0
-"""The trend of a flat run is that of its last two doublings."""
-ENOUGH: Final = 10
+"""Prior probability."""
+TREND_FACTOR: Final = 4.0
+"""The trend is fitted to the points from now divided by this, two doublings."""
+MIN_EVALUATIONS: Final = 10
 """Fewest evaluations of a trend."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plateau:
-    """What says that nothing more comes of a run, whatever a curve fitted to it says.
+    """Evidence, without a fitted curve, on whether a run still gains.
 
-    gained: best mean of three evaluations above the first of them.
-    slope, slope_sd: reward gained with each doubling of compute, over the last two. p_trend: that the next gain by this
-    trend exceeds the least one. p_late: that a first rise is still to come. p_gain: either.
-    share: of the compute that may be used, spent.
+    share: of the compute budget, spent.
+    gained: best mean of three evaluations minus the first one.
+    slope, slope_sd: reward per doubling of compute, over the last two.
+    p_trend: probability that the gain by this trend exceeds the least one.
+    p_late: probability of a first rise later.
     """
 
     share: float
@@ -59,15 +59,15 @@ class Plateau:
 
     @property
     def p_gain(self) -> float:
-        """P(gain > least)."""
+        """P(gain > least), by the trend or by a first rise."""
         return 1.0 - (1.0 - self.p_trend) * (1.0 - self.p_late)
 
 
 def late_rises(curve: Curve, least: float = LEAST) -> tuple[int, list[float]]:
-    """The doublings of one finished run's record that could show a late rise, and the gains of those that did.
+    """The doublings of a finished run that could have a late rise, and the gains of its late rises.
 
-    Rewards are means of three evaluations. Over the doubling up to a quarter or a half of the record such a run gained
-    under `least` and stood within `least` of its best; within the next doubling it rose by `least` or more.
+    A late rise, in means of three evaluations: over the doubling up to a quarter or a half of the record the run gained
+    less than `least` and was within `least` of its best; within the next doubling it rose by `least` or more.
     """
     share, mean = record_means(curve)
     doublings, gains = 0, list[float]()
@@ -84,7 +84,7 @@ def late_rises(curve: Curve, least: float = LEAST) -> tuple[int, list[float]]:
 
 
 def record_means(curve: Curve) -> tuple[FloatArray, FloatArray]:
-    """Shares of the record, and at each the mean of the last three evaluations, at compute above 0."""
+    """At each point with compute > 0: share of the record, and mean of the last three evaluations."""
     at = curve.first_trained
     totals = np.concatenate([[0.0], np.cumsum(curve.reward[at:])])
     n = np.arange(1, totals.size)
@@ -93,9 +93,9 @@ def record_means(curve: Curve) -> tuple[FloatArray, FloatArray]:
 
 
 def p_late_rise(doublings: float, least: float, times: float = 1.0) -> float:
-    """Probability that a rise by `least` or more, which nothing announces, begins within so many doublings.
+    """Probability that a late rise by `least` or more begins within `doublings`.
 
-    times: how often such rises come, as a multiple of how often they do in public curves.
+    times: rate of late rises, as a multiple of that in public curves.
     """
     seen = sum(size >= least for size in SIZES)
     hazard = min(times * (seen + 0.5) / (DOUBLINGS + 1.0), 1.0)
@@ -103,7 +103,7 @@ def p_late_rise(doublings: float, least: float, times: float = 1.0) -> float:
 
 
 def late_rise_sizes(least: float) -> tuple[float, float, float] | None:
-    """Median, least and greatest gain of the late rises counted that brought `least` or more."""
+    """Median, smallest and largest gain of the counted late rises of `least` or more."""
     sizes = [size for size in SIZES if size >= least]
     return (float(np.median(sizes)), sizes[0], sizes[-1]) if sizes else None
 
@@ -116,23 +116,23 @@ def p_first_rise(share: float) -> float:
 
 
 def detect_plateau(curve: Curve, least: float, horizon: float, budget: float) -> Plateau | None:
-    """The evidence that one segment is flat; None with fewer than 10 evaluations in its last two doublings' reach.
+    """The evidence that one segment is flat; None with fewer than 10 evaluations in its last two doublings.
 
-    least: gain that matters. horizon: multiple of now up to which it counts. budget: total compute that may be used, on
-    the axis of the segment.
+    least: smallest gain that matters.
+    horizon: multiple of now up to which the gain counts.
+    budget: total compute that may be used, on the axis of the segment.
 
-    The trend is a straight line in log C by least squares. Its sd takes neighbouring evaluations for as alike as the
-    differences of their means of three are (`guard.difference_sd`).
+    The trend is a least-squares line in log C. Its sd allows for correlated evaluations (`collapse.difference_sd`).
     """
-    last = curve.compute >= curve.now / BACK
+    last = curve.compute >= curve.now / TREND_FACTOR
     last &= curve.compute > 0
-    if last.sum() < ENOUGH:
+    if last.sum() < MIN_EVALUATIONS:
         return None
     reward = curve.reward[last]
     doubling = np.log2(curve.compute[last])
     doubling -= doubling.mean()
     spread = float(doubling @ doubling)
-    # What bends is no line, and its slope is the less known.
+    # Order 2: curvature counts as noise, since the slope of a line through a curved trend is uncertain.
     noise = difference_sd(reward, order=2) * math.sqrt(CONSECUTIVE / 2.0)
     if curve.samples is not None:
         rate = float(np.clip(reward.mean(), 1.0 / float(np.max(curve.samples)), 0.98))

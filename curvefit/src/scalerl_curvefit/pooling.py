@@ -1,16 +1,16 @@
-"""What may come beyond now: a pool of forecasts, with what no curve announces.
+"""The forecast pool: a mixture (linear opinion pool) of forecasts, with model discrepancy and late rises.
 
-No shape holds on every run, so that a forecast is a mixture with fixed weights of three: the sigmoid's posterior, the
-power law's, and the local trend, damped. Their weights and spreads are those that forecast validation curves of
-language models best where each source is left out in turn (docs/forecast.md). Mixed as they are, three forecasts that
-disagree are wider together than their errors; each is moved towards the common mean, by `pool_spread`.
+No curve family fits every run, so the forecast is a mixture of three experts with fixed weights: the posterior of the
+sigmoid, that of the power law, and the damped local trend. The weights and spreads forecast validation curves of
+language models best when each source is left out in turn (docs/forecast.md). A mixture of forecasts that disagree is
+wider than its errors, so each is moved towards the common mean, by `pool_spread`.
 
-Two things are added beyond now. A departure, normal, with an sd that grows with each doubling of compute, smaller the
-nearer rewards are to 1. And a late rise: some runs rise once more, unannounced, at a rate a doubling that does not
-depend on what they did before.
+Two terms are added beyond the last point (*now*). The departure (model discrepancy) is normal, with an sd that grows with
+each doubling of compute and shrinks as rewards approach 1. A late rise is a second rise without a sign in the earlier
+points, at a constant rate per doubling.
 
-With earlier runs of the same task (`earlier`) there is a fourth forecast: what they gained from the same compute on. Its
-weight is that of its precision beside the others', at one doubling.
+Earlier runs of the same task (`earlier_runs`) add a fourth expert: what they gained from the same compute on. Its weight
+is its precision relative to that of the others, at one doubling.
 """
 
 from __future__ import annotations
@@ -30,23 +30,25 @@ from .settings import FitSettings
 from .trend import Trend
 
 GOLDEN: Final = 0.5 * (5.0**0.5 - 1.0)
-"""Multiples of it, without their whole part, are evenly spread however many there are."""
-
-
+"""Golden ratio: the fractional parts of its multiples are evenly spread, whatever their number."""
 OWN_PRECISION_WEIGHT: Final = 0.5
-"""Weight of the precision of the run's own forecasts, beside 1 of the earlier runs' gains."""
+"""Weight of the precision of the run's own forecasts; that of the earlier runs' gains has weight 1."""
 MAX_EARLIER_WEIGHT: Final = 0.95
-"""Weight that the earlier runs' gains have at most."""
+"""Largest weight of the earlier runs' gains in the pool."""
 NORMAL_QUANTILES: Final = np.linspace(-5.0, 5.0, 101)
-"""Quantiles of Student's t are taken at these of the normal distribution, and linearly between."""
+"""Student's t is computed at these normal quantiles, and interpolated linearly."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GainPrior:
-    """What earlier runs gained beyond this compute: Student's t of `dof` degrees of freedom, with mean and scale at each
-    of `doublings`, which start at 0; linear between, constant beyond.
+    """Gains of the earlier runs beyond this compute, as Student's t.
 
-    late_rise: probability in a doubling of one that no earlier run had. trust: from 0 to 1, in all of it."""
+    doublings: of compute beyond now, from 0.
+    mean, scale: of the gain at each of `doublings`; linear between, constant beyond.
+    dof: degrees of freedom.
+    late_rise: probability, per doubling, of a rise that no earlier run had.
+    strength: from 0 to 1; factor of the expert's weight.
+    """
 
     doublings: FloatArray
     mean: FloatArray
@@ -64,12 +66,14 @@ class GainPrior:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForecastPool:
-    """Draws of what one run may do; all arrays (d,), one entry a draw.
+    """Draws of a run's future rewards; all arrays (d,), one entry a draw.
 
-    curves: up to now, and beyond it where they are of a family. expert: which forecast a draw is of, an index into
-    the families, their number for the trend, or one more for the earlier runs. departure: from what is expected, in units
-    of `departure_scale`. late_rise: probability in a doubling. rise_after, rise: doublings beyond now at which a late
-    rise comes, and its size. noise: standard normal, of one evaluation.
+    curves: fitted curves, used up to now, and beyond it by the experts that are families.
+    expert: index into the families; their number for the trend; one more for the earlier runs.
+    departure: from the expected reward, in units of `departure_scale`.
+    late_rise: its probability per doubling.
+    rise_after, rise: doublings beyond now of the late rise, and its size.
+    noise: of one evaluation, standard normal.
     """
 
     curves: Draws
@@ -89,25 +93,25 @@ class ForecastPool:
 
     @property
     def from_earlier_runs(self) -> NDArray[np.bool_]:
-        """(d,) whether a draw is of the earlier runs' gains."""
+        """(d,) whether the draw's expert is the earlier runs' gains."""
         return np.asarray(self.expert == len(self.curves.families) + 1)
 
     @property
     def mean_late_rise(self) -> float:
-        """Probability of a late rise in a doubling, over all draws."""
+        """Probability of a late rise per doubling, over all draws."""
         if self.gains is None:
             return self.late_rise
         share = float(np.mean(self.from_earlier_runs))
         return share * self.gains.late_rise + (1.0 - share) * self.late_rise
 
     def doublings(self, compute: FloatArray) -> FloatArray:
-        """Of compute beyond now, 0 before."""
+        """Doublings from now to `compute`, at least 0."""
         return np.asarray(np.maximum(np.log2(np.maximum(compute, self.now) / self.now), 0.0))
 
     def expected(self, compute: FloatArray) -> FloatArray:
         """(d, c) rewards at compute (c,), without departures, late rises and evaluation noise.
 
-        Before now the fitted curves; from now on the forecasts, moved towards their mean.
+        Before now those of the fitted curves; from now on those of the experts, moved towards their mean.
         """
         reward_dc = self.curves.reward(compute)
         ahead = compute >= self.now
@@ -128,7 +132,7 @@ class ForecastPool:
         return reward_dc
 
     def departure_scale(self, compute: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """(c,) scales of the departure at compute (c,): normal, and Student's t where a draw is of the earlier runs."""
+        """(c,) scales of the departure at compute (c,): of the normal, and of Student's t for the earlier runs' expert."""
         doublings_c = self.doublings(compute)
         own = departure_sd(self.trend, self.settings) * doublings_c
         return own, own if self.gains is None else self.gains.at(doublings_c)[1]
@@ -145,12 +149,12 @@ class ForecastPool:
         return np.asarray(np.clip(reward_dc, 0.0, 1.0, out=reward_dc))
 
     def evaluation(self, compute: FloatArray) -> FloatArray:
-        """(d, c) what one evaluation at compute (c,) shows: `reward` and its noise, within [0, 1]."""
+        """(d, c) rewards of one evaluation at compute (c,): `reward` with its noise, within [0, 1]."""
         return np.asarray(np.clip(self.reward(compute) + (self.curves.sigma * self.noise)[:, None], 0.0, 1.0))
 
 
 def departure_sd(trend: Trend, settings: FitSettings) -> float:
-    """sd of the departure, per doubling."""
+    """sd of the departure per doubling."""
     return float(np.hypot(settings.departure, settings.departure_headroom * trend.headroom))
 
 
@@ -164,9 +168,10 @@ def sample_forecast_pool(
     gains: GainPrior | None = None,
     late_rise: float | None = None,
 ) -> ForecastPool:
-    """`n` draws. The trend's carry curves of the first family, which they are on until now.
+    """`n` draws of the forecast pool. Draws of the trend have curves of the first family up to now.
 
-    gains: of earlier runs. late_rise: in place of that of the settings.
+    gains: of earlier runs.
+    late_rise: replaces that of the settings.
     """
     late_rise = settings.late_rise if late_rise is None else late_rise
     counts = systematic(np.array(settings.pool), n, random)
@@ -175,8 +180,8 @@ def sample_forecast_pool(
     curves = sample(nodes, own.astype(np.float64), n, random)
     expert = curves.family.copy()
     expert[np.flatnonzero(expert == 0)[:by_trend]] = len(nodes)
-    # Evenly spread, not drawn: a late rise is rare, and the upper end of an interval rests on few of them. Those that
-    # come before any given compute have sizes that are evenly spread too.
+    # Stratified, not random: late rises are rare, and the upper end of an interval depends on few of them. The sizes of
+    # those before any given compute are stratified too.
     order = random.permutation(n)
     with np.errstate(divide="ignore"):
         rise_after = np.log1p(-(order + 0.5) / n) / np.log1p(-late_rise)
@@ -197,7 +202,7 @@ def sample_forecast_pool(
 
 
 def _with_gains(own: ForecastPool, gains: GainPrior, random: np.random.Generator) -> ForecastPool:
-    """The pool with some of its draws, those of all forecasts alike, given to the earlier runs'."""
+    """The pool with some of its draws, at random from all experts, reassigned to the earlier runs' gains."""
     at, n = np.array([2.0 * own.now]), len(own)
     variance = float(np.var(own.expected(at)) + departure_sd(own.trend, own.settings) ** 2)
     scale = float(gains.at(np.ones(1))[1][0])

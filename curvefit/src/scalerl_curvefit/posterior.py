@@ -1,4 +1,4 @@
-"""The grid posterior: what the points say of (A, Cmid, B, ρ), with R0 and σ integrated analytically.
+"""The grid posterior of (A, Cmid, B, ρ), with R0 and σ integrated analytically.
 
 Model (whitened by ρ, tilde): ỹ = A s̃ + R0 t̃ + innovation of variance v, t = 1 − s, with
 R0 | v ~ N(r0, v/λ), v ~ scaled-inverse-χ²(ν0, s0²(1−ρ²)). At a node (ln Cmid, ln B, ρ) let
@@ -8,11 +8,11 @@ M = t̃·t̃ + λ and g = t̃·ỹ + λ r0. Given A the best R0 is m(A) = (g −
 
     weight ∝ π(B) π(ρ) √(1−ρ²) √(λ/M) (ν0 s0²(1−ρ²))^{ν0/2} (SSE(A) + ν0 s0²(1−ρ²))^{−(n+ν0)/2} · P(R0 < A).
 
-A is not put on a common grid: given the node its density is known in closed form, so each node gets
-its own few quadrature points around its own mode b/q. (Cmid, B) is a grid that is laid again until it
-resolves the mass, each time turned into the principal axes of the mass and shrunk around it: the ridge
-between them is long and thin, and a fixed grid mis-covers it. While the grid is still too coarse for
-the data, its weights are tempered, so that the best node of a coarse grid cannot hide a better region.
+A has no common grid: given the node its density is known in closed form, so each node has a few quadrature
+points of its own around its mode b/q. The grid of (Cmid, B) is refined until it resolves the mass, each time
+rotated to the principal axes of the mass and shrunk around it: the ridge between them is long and thin, and a
+fixed grid covers it badly. While the grid is too coarse for the data, its weights are tempered, so that the
+best node of a coarse grid does not hide a better region.
 
 Legend of suffixes: g shape nodes (Cmid, B) of a grid, r values of ρ, s surviving (node, ρ) pairs,
 j quadrature points of A, k knots. The long index comes last: NumPy is several times slower over rows of four.
@@ -40,25 +40,26 @@ LN_B_REACH: Final = 3.0
 NEGLIGIBLE: Final = 11.0
 """Nodes whose peak density is below exp(−this) of the best are left out."""
 OUTSIDE: Final = -1e12
-"""ln prior of nodes beyond the prior's bounds: nothing, tempered or not, and still a number."""
+"""ln prior of nodes beyond the prior's bounds: no weight, tempered or not, and finite."""
 TEMPERED_NODES: Final = 10.0
-"""Nodes that share the tempered mass while a grid is too coarse: few, so that each stage shrinks it well."""
+"""Effective number of nodes with tempered weights: few, so that each stage shrinks the grid."""
 CUT: Final = (1e-4, 1e-2)
-"""Nodes below this share of the best do not widen the next grid: plain, and tempered weights (which
-are wider than the mass by themselves)."""
+"""Nodes below this share of the best are outside the next grid: with plain weights, and with tempered ones (which are
+wider than the mass)."""
 SURE_RISE: Final = 6.0
-"""So many standard deviations between R0 and A leave no doubt (1e-9) that the curve rises."""
+"""With this many standard deviations between R0 and A, P(R0 < A) is 1 (to 1e-9)."""
 A_REACH: Final = 4.5
 """Quadrature of A at a node reaches this many of its conditional scales to either side."""
 
 
 @dataclass(frozen=True, slots=True)
 class GridSettings:
-    """How finely a posterior is laid.
+    """Resolution of a grid posterior.
 
-    coarse, fine: first grid, ln Cmid × ln B, and each refinement, along × across the ridge.
-    stages: at least so many. nodes: effective number (1/Σw²) of shape nodes that must share the mass
-    before the grid counts as fine enough. a_points: quadrature points of A at a node.
+    coarse, fine: size of the first grid, ln Cmid × ln B, and of each refinement, along × across the ridge.
+    stages: at least this many.
+    nodes: effective number (1/Σw²) of shape nodes from which the grid is fine enough.
+    a_points: quadrature points of A at a node.
     """
 
     coarse: tuple[int, int] = (28, 14)
@@ -75,7 +76,7 @@ COARSE_GRID: Final = GridSettings(coarse=(22, 11), fine=(18, 10), stages=2, node
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """The prior in numbers: bounds and scales that settings and points give together."""
+    """Bounds and scales of the prior, from settings and points."""
 
     ln_cmid: tuple[float, float]
     ln_b: tuple[float, float]
@@ -168,7 +169,7 @@ def make_prior(
 def grid_posterior(
     points: SufficientStatistics, prior: Prior, family: Family, effort: GridSettings = FINE_GRID
 ) -> Nodes:
-    """Lay the grid, refine it around the mass until it resolves it, then integrate over A."""
+    """Refine the grid around the mass until it resolves it, then integrate over A."""
     sums = _sums(points, prior)
     step_21 = (sums.high_21 - sums.low_21) / np.array([effort.coarse]).T
     frame_22 = step_21 * np.eye(2)
@@ -196,7 +197,7 @@ def _mesh(rows: int, columns: int) -> FloatArray:
 def _sums(points: SufficientStatistics, prior: Prior) -> _Sums:
     innovation_share_r1 = 1.0 - points.rho_r[:, None] ** 2
     lam_r1 = prior.noise_sd**2 * innovation_share_r1 / prior.r0_sd**2
-    # The prior's part of the spread of v: it is added to E0 once, so that SSE(A) always comes with it.
+    # The prior's part of the spread of v is added to E0 once, so that every SSE(A) includes it.
     v0_r1 = prior.noise_dof * prior.noise_sd**2 * innovation_share_r1
     return _Sums(
         ln_compute_k1=points.ln_compute_k[:, None],
@@ -243,7 +244,7 @@ def _forms(sums: _Sums, family: Family, shape_2g: FloatArray) -> _Forms:
 
 
 def _ln_weight(sums: _Sums, forms: _Forms) -> FloatArray:
-    """ln of the node's mass, with the integral over A as peak × width (exact enough to steer the grid)."""
+    """ln of the node's mass, with the integral over A as peak × width (exact enough to refine the grid)."""
     low, high = sums.prior.a_lowest, sums.prior.a_highest
     peak = np.minimum(np.maximum(forms.b_rg / forms.q_rg, low), high)
     spread = forms.e0_rg + peak * (forms.q_rg * peak - 2.0 * forms.b_rg)
@@ -252,7 +253,7 @@ def _ln_weight(sums: _Sums, forms: _Forms) -> FloatArray:
 
 
 def _ln_sum(ln_weight_rg: FloatArray) -> FloatArray:
-    """ln Σ_r exp: one maximum for each node, in a third of the time of `logaddexp.reduce`."""
+    """ln Σ_r exp, in a third of the time of `logaddexp.reduce`."""
     top_g = ln_weight_rg.max(axis=0)
     return np.asarray(top_g + np.log(np.exp(ln_weight_rg - top_g).sum(axis=0)))
 
@@ -272,7 +273,7 @@ def _tempered(ln_weight_g: FloatArray, enough: float) -> tuple[FloatArray, bool]
 
 
 def _effective(weight_g: FloatArray) -> float:
-    """(Σw)²/Σw²: how many nodes share the mass."""
+    """Effective number of nodes, (Σw)²/Σw²."""
     return float(weight_g.sum() ** 2 / (weight_g @ weight_g))
 
 
@@ -283,9 +284,9 @@ def _refined(
     frame_22: FloatArray,
     fine: tuple[int, int],
 ) -> tuple[FloatArray, FloatArray]:
-    """A finer grid in the principal axes of the mass, around all that is heavy.
+    """A finer grid in the principal axes of the mass, around the heavy nodes.
 
-    Returns its nodes and its cell's two edge vectors, the columns of `frame_22`.
+    Returns its nodes and the two edge vectors of its cells, the columns of `frame_22`.
     """
     share_g = weight_g / weight_g.sum()
     centre_21 = (shape_2g @ share_g)[:, None]
@@ -319,7 +320,7 @@ def _integrate_a(
     reach = A_REACH * np.sqrt((e0 - 2.0 * b * mode + q * mode * mode) / (q * dof))
     lowest, highest = np.maximum(mode - reach, prior.a_lowest), np.minimum(mode + reach, prior.a_highest)
     step = (highest - lowest) / a_points
-    # In place below: each of these arrays anew would cost the kernel's pages too.
+    # In place: new arrays of this size cost page faults.
     a_js = step * (np.arange(a_points) + 0.5)[:, None]
     a_js += lowest
     spread_js = q * a_js
@@ -329,7 +330,7 @@ def _integrate_a(
     ln_density_js = np.log(spread_js)
     ln_density_js *= -0.5 * dof
     ln_density_js += ln_prior
-    # Where R0 may lie above A: the rise of the curve in standard deviations, judged by the ends first.
+    # P(R0 < A), computed only where the rise of the curve, at either end of A, is below SURE_RISE standard deviations.
     ends_2s = spread_js[[0, -1]].max(axis=0) / (dof * precision)
     rise_2s = a_js[[0, -1]] * (1.0 + slope) - zero
     unsure = np.flatnonzero(rise_2s.min(axis=0) < SURE_RISE * np.sqrt(ends_2s))
@@ -337,7 +338,7 @@ def _integrate_a(
         rise_ju = (a_js[:, unsure] * (1.0 + slope[unsure]) - zero[unsure]) / np.sqrt(
             spread_js[:, unsure] / (dof * precision[unsure])
         )
-        # In logarithms: points that fall all along leave next to no probability of a rising curve anywhere.
+        # In logarithms: for falling points the probability of a rising curve underflows everywhere.
         ln_rising_ju, close = np.zeros_like(rise_ju), rise_ju < SURE_RISE
         ln_rising_ju[close] = log_ndtr(rise_ju[close])
         ln_density_js[:, unsure] += ln_rising_ju

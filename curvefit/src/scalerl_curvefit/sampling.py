@@ -38,7 +38,7 @@ class Draws:
         with np.errstate(divide="ignore"):
             ln_compute_c1 = np.log(np.asarray(compute, dtype=np.float64))[:, None]
         ln_cmid, ln_b = np.log(self.Cmid), np.log(self.B)
-        # The long index last, and turned at the end: rows of a few columns take several times as long.
+        # The long index last, transposed at the end: NumPy is several times slower over rows of a few columns.
         if len(self.families) == 1:
             return gain_share(self.families[0], ln_compute_c1, ln_cmid, ln_b).T
         share_cd = np.empty((ln_compute_c1.size, len(self)))
@@ -48,7 +48,7 @@ class Draws:
         return share_cd.T
 
     def reward(self, compute: FloatArray) -> FloatArray:
-        """(d, c) rewards of the drawn curves at compute (c,), without what is unforeseen or evaluation noise."""
+        """(d, c) rewards of the drawn curves at compute (c,), without departures, late rises and evaluation noise."""
         share = self.share(compute)
         return np.asarray(self.R0[:, None] + (self.A - self.R0)[:, None] * share)
 
@@ -64,12 +64,12 @@ def interval(values: FloatArray) -> FloatArray:
 
 
 def sample(nodes: Sequence[Nodes], weights: FloatArray, n: int, random: np.random.Generator) -> Draws:
-    """`n` draws over families with the given weights, systematic over nodes, exact within them."""
+    """`n` draws from the posteriors of several families with the given weights: systematic over nodes, exact within."""
     counts = systematic(weights, n, random)
     parts = [_sample_family(node, count, random) for node, count in zip(nodes, counts, strict=True)]
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
     a, b, cmid, r0, sigma, rho = columns
-    order = random.permutation(n)  # Nodes are sorted; a head of the draws must be a fair sample too.
+    order = random.permutation(n)  # Nodes are sorted; the first draws must be a fair sample too.
     return Draws(
         A=a[order],
         B=b[order],
@@ -83,12 +83,12 @@ def sample(nodes: Sequence[Nodes], weights: FloatArray, n: int, random: np.rando
 
 
 def systematic(weights: FloatArray, n: int, random: np.random.Generator) -> NDArray[np.intp]:
-    """How often each index is drawn: n evenly spaced quantiles with one random offset."""
+    """Systematic sampling: how often each index is drawn, by n evenly spaced quantiles with one random offset."""
     edges = weights / weights.sum()
     np.cumsum(edges, out=edges)
     edges *= n
     edges -= random.random()
-    # Sums of weights never fall, so that these do not either; the rounding of the last may exceed n.
+    # Rounding may put the last of these sums above n.
     upto = np.minimum(np.ceil(edges, out=edges), n, out=edges).astype(np.intp)
     upto[-1] = n
     return np.diff(upto, prepend=0)

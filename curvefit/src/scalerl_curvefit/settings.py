@@ -1,4 +1,4 @@
-"""What a fit assumes beyond the points, in one place, each value with its reason."""
+"""Priors and choices of a fit, each with its reason."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from .families import Family
 
 @dataclass(frozen=True, slots=True)
 class FitSettings:
-    """Priors and choices of a fit. The defaults are those for real runs.
+    """Priors and choices of a fit. Their names and values are part of the seed of all draws (`fitting.content_seed`).
 
-    burn_in_fraction: share of the first points that count less, while `burn_in_keeps` others remain: the equation
-        holds after the first epoch (ScaleRL starts its window at ~1.5k GPU-h of 100k [P]).
-        burn_in_sd_factor: their noise sd counts as this many times that of the others.
-    r0_sd: prior sd of R0 around the first reward; weak, since R0 is where the fitted window points
-        to and not the step-0 evaluation.
-    b_median, ln_b_sd: log-normal prior of B; the published values run from 1.09 to 2.44 [P].
+    burn_in_fraction: share of points, the first, that have less weight, while `burn_in_keeps` others remain: the
+        equation holds after the first epoch (ScaleRL fits from ~1.5k GPU-h of 100k on [P]).
+    burn_in_sd_factor: factor of their noise sd.
+    r0_sd: prior sd of R0 around the first reward; wide, since R0 extrapolates the fitted points to C → 0 and is not
+        the evaluation at step 0.
+    b_median, ln_b_sd: log-normal prior of B; the published values are 1.09 to 2.44 [P].
     cmid_below, cmid_above: ln Cmid is uniform from C_first/cmid_below to cmid_above·C_now.
     a_lowest, a_highest: A is uniform between them.
-    rho, rho_weights: AR(1) coefficients of the noise and their prior weights. Little weight on 0:
-        short series understate their correlation, and taking it for 0 makes intervals too narrow.
-    noise_share: noise sd of an evaluation as a share of the binomial sd, where samples are known: evaluations on
-        the same prompts are paired, and scatter by .4 to 1.0 of it in four sources. The points have the last word.
-    noise_floor: smallest credible sd of an evaluation, added in quadrature. noise_guess: the sd where samples
-        are not known. noise_dof, guess_dof: weight of either in pseudo-points.
-    families: shapes whose posteriors are pooled. A, B, Cmid are the first one's.
-    pool: weights in a forecast: of each family in turn, and of the local trend.
+    rho, rho_weights: AR(1) coefficients of the noise and their prior weights. Little weight on 0: short series
+        underestimate their correlation, and a correlation of 0 makes intervals too narrow.
+    noise_share: prior noise sd of an evaluation as a share of the binomial sd, where samples are known: evaluations on
+        the same prompts are paired, and scatter by .4 to 1.0 of it in four sources.
+    noise_floor: smallest sd of an evaluation, added in quadrature.
+    noise_guess: the prior sd where samples are not known.
+    noise_dof, guess_dof: weight of either prior in pseudo-points.
+    families: curve families in the forecast pool. A, B, Cmid are those of the first.
+    pool: weights in the forecast pool: of each family in turn, and of the local trend.
     trend_window: doublings of compute over which the weight of a point for the present level falls by e.
-    trend_damping: share of the last doubling's gain that the trend expects of the next.
-    pool_spread: 1 leaves the pooled forecasts where they are, 0 moves all to their common mean.
-    departure, departure_headroom: sd by which a forecast departs from what is expected with each doubling of
-        compute beyond now: a floor, and a share of the distance from the present level to 1, in quadrature.
-    late_rise: probability of an unannounced rise in a doubling of compute, counted in `rises`. Its size is uniform
-        between 0 and the distance from the present level to 1.
+    trend_damping: the trend's gain over the next doubling, as a share of that over the last.
+    pool_spread: 1 leaves the experts' forecasts in place, 0 moves all to their common mean.
+    departure, departure_headroom: sd of the departure (model discrepancy) per doubling of compute beyond now: a floor,
+        and a share of the distance from the present level to 1, in quadrature.
+    late_rise: probability of a late rise per doubling of compute, counted in `plateau`. Its size is uniform between 0
+        and the distance from the present level to 1.
     """
 
     burn_in_fraction: float = 0.2
@@ -124,4 +125,3 @@ class FitSettings:
 
 
 DEFAULTS: Final = FitSettings()
-"""Checked once."""

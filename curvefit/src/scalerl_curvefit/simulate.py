@@ -1,4 +1,4 @@
-"""Curves with a known truth: what tests, benchmarks and what-if plans measure the method on."""
+"""Simulated curves with known parameters, for tests and benchmarks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All that a likelihood needs to know of the points, in sums that do not grow with them.
+"""Sufficient statistics of the likelihood, of a size that does not grow with the number of points.
 
 The model of n points is y = R0·(1 − s) + A·s + ε with ε an AR(1) sequence, so that every likelihood
 is made of quadratic forms aᵀΩ_ρ b with a, b ∈ {s, 1, y} and Ω_ρ the (tridiagonal) AR(1) precision in
@@ -8,11 +8,11 @@ s = H·s_knots, with knots at measured points. Then
     sᵀΩ s = s_kᵀ (HᵀΩH) s_k,      sᵀΩ b = s_kᵀ (HᵀΩ b),
 
 and HᵀΩH is tridiagonal as well, because two neighbouring points always share an interval. These sums
-are taken over *every* point with its true neighbour, so the AR(1) model is that of the full sequence:
-nothing is averaged, no correlation is lost to binning, and 10,000 points weigh as 10,000 correlated
-points do. The only approximation is the linear piece of `s`: its error is at most h²B²/80 of the gain
-at a knot distance h in ln C (4e-4 at B = 3 with 160 knots over four decades), and none where every
-point is a knot. More points, which resolve more, get more knots (`knot_count`).
+cover *every* point with its true neighbour, so the AR(1) model is that of the full sequence: nothing is
+binned, and 10,000 points have the weight of 10,000 correlated points. The only approximation is the
+linear interpolation of `s`: its error is at most h²B²/80 of the gain at a knot distance h in ln C (4e-4
+at B = 3 with 160 knots over four decades), and 0 where every point is a knot. More points get more knots
+(`knot_count`).
 
 Legend of suffixes: n points, k knots, r values of ρ.
 """
@@ -36,9 +36,12 @@ MAX_KNOTS: Final = 160
 class SufficientStatistics:
     """Sufficient statistics of the points under AR(1) noise, for each ρ of a grid.
 
-    n: number of points. ln_compute_k: knots. rho_r: the AR(1) coefficients.
+    n: number of points.
+    ln_compute_k: knots.
+    rho_r: the AR(1) coefficients.
     ss_diagonal_kr, ss_neighbour_kr: HᵀΩH, so that sᵀΩs = Σ_k d_k s_k² + 2 Σ_k e_k s_k s_{k+1}.
-    s_one_kr, s_y_kr: HᵀΩ1 and HᵀΩy. one_one_r, one_y_r, y_y_r: the forms without s.
+    s_one_kr, s_y_kr: HᵀΩ1 and HᵀΩy.
+    one_one_r, one_y_r, y_y_r: the forms without s.
     """
 
     n: int
@@ -59,7 +62,7 @@ def knot_count(n: int) -> int:
 
 
 def knots(ln_compute: FloatArray, max_knots: int) -> NDArray[np.intp]:
-    """Indices of the points that serve as knots: all, or about `max_knots` even in ln C, ends included."""
+    """Indices of the points that are knots: all, or about `max_knots` evenly spaced in ln C, ends included."""
     n = ln_compute.size
     if n <= max_knots:
         return np.arange(n)
@@ -76,10 +79,10 @@ def sufficient_statistics(
     rho: FloatArray,
     max_knots: int | None = None,
 ) -> SufficientStatistics:
-    """Sums over all points; O(n) once, whatever the size of the grid that uses them.
+    """Sums over all points, in O(n), independent of the size of the grid that uses them.
 
     precision: (n,) relative weights 1/sd, mean square 1; the AR(1) sequence is ε·precision.
-    max_knots: at most about so many knots; by default `knot_count` says.
+    max_knots: about the largest number of knots; `knot_count` by default.
     """
     knot = knots(ln_compute, max_knots or knot_count(ln_compute.size))
     interpolation = (
@@ -88,8 +91,7 @@ def sufficient_statistics(
         else _interpolation(ln_compute, precision, knot)
     )
     values_2n = np.stack([precision, precision * reward])
-    # Ω_ρ = (1 + ρ²)·1 − ρ²·(ends) − ρ·(neighbours): all forms with each of the three in the place of Ω,
-    # then one product for all ρ.
+    # Ω_ρ = (1 + ρ²)·1 − ρ²·(ends) − ρ·(neighbours): the forms of each of the three terms, then one product for all ρ.
     ends_2n, neighbours_2n = np.zeros_like(values_2n), np.zeros_like(values_2n)
     ends_2n[:, [0, -1]] = values_2n[:, [0, -1]]
     neighbours_2n[:, 1:] = values_2n[:, :-1]
@@ -121,10 +123,11 @@ def sufficient_statistics(
 
 @dataclass(frozen=True, slots=True)
 class _Interpolation:
-    """H with the precisions P, by what the sums need of it.
+    """The interpolation H with the precisions P.
 
-    sums: rows v (2, n) → HᵀPv (2, k). own_k, ends_k, neighbours_k: diagonal (k,) and off-diagonal (k − 1,)
-    of HᵀP(·)PH, with 1, the ends and the neighbours for the dot.
+    sums: rows v (2, n) → HᵀPv (2, k).
+    identity_k, ends_k, neighbours_k: diagonal (k,) and off-diagonal (k − 1,) of HᵀPMPH, with M the identity, the ends
+        and the neighbours.
     """
 
     sums: Callable[[FloatArray], FloatArray]
@@ -146,13 +149,12 @@ def _no_interpolation(precision: FloatArray) -> _Interpolation:
 
 
 def _interpolation(ln_compute: FloatArray, precision: FloatArray, knot: NDArray[np.intp]) -> _Interpolation:
-    """Points between knots, each by its share of either side."""
+    """Linear interpolation between knots."""
     ln_compute_k, k_count = ln_compute[knot], knot.size
     left = np.clip(np.searchsorted(ln_compute_k, ln_compute, side="right") - 1, 0, k_count - 2)
     fraction = (ln_compute - ln_compute_k[left]) / (ln_compute_k[left + 1] - ln_compute_k[left])
     u, v = precision * (1.0 - fraction), precision * fraction
-    # The later point of a pair, seen from the interval of the earlier one: it can only be in the
-    # same interval or on its right end.
+    # The later point of a neighbouring pair is in the interval of the earlier one or on its right end.
     same = left[1:] == left[:-1]
     u_next = np.where(same, u[1:], 0.0)
     v_next = np.where(same, v[1:], precision[1:])

@@ -1,4 +1,4 @@
-"""The local trend: where the rewards are now and what the last doubling of compute gained, without a shape."""
+"""The local trend: present level and gain of the last doubling of compute, without a curve family."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from .curve import FloatArray
 from .settings import FitSettings
 
 MIN_GAIN_POINTS: Final = 3
-"""Points that the gain of the last doubling is taken from, if need be from before it."""
+"""Fewest points for the gain of the last doubling; points before it are added if needed."""
 TINY: Final = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """level: of the rewards now. gain: over the last doubling of compute, by least squares in log2 C; of points that span
-    less, over what they span."""
+    """Level and gain.
+
+    level: of the rewards now.
+    gain: over the last doubling of compute, or over all points if they span less; by least squares in log2 C.
+    """
 
     level: float
     gain: float
@@ -32,12 +35,12 @@ class Trend:
 def trend(compute: FloatArray, reward: FloatArray, settings: FitSettings) -> Trend:
     """The trend at the last of these points (n,), n ≥ 3, all at compute > 0.
 
-    The level is a line through all points at C_now, a point h doublings ago weighing exp(−h/trend_window): many
-    evaluations in the last of compute average their noise, few keep the newest.
+    The level is the value at C_now of a line through all points, with weight exp(−h/trend_window) for a point h doublings
+    ago: dense evaluations are averaged, of sparse ones the newest dominates.
     """
     doublings = np.log2(compute / compute[-1])
     level, _ = _line(doublings, reward, np.exp(doublings / settings.trend_window))
-    # From the last point before it on, so that evaluations close together never make a slope alone.
+    # Include the last point before the doubling: evaluations close together do not determine a slope.
     since = int(np.searchsorted(doublings, -0.999))
     last = max(doublings.size - max(since - 1, 0), MIN_GAIN_POINTS)
     _, slope = _line(doublings[-last:], reward[-last:], np.ones(last))
@@ -45,7 +48,7 @@ def trend(compute: FloatArray, reward: FloatArray, settings: FitSettings) -> Tre
 
 
 def smoothed(doubling: FloatArray, reward: FloatArray, at: FloatArray, window: float) -> FloatArray:
-    """(k,) rewards at log2 compute `at` (k,): lines through the points (n,), one h doublings away weighing exp(−h/window)."""
+    """(k,) rewards at log2 compute `at` (k,): weighted lines through the points (n,), weight exp(−h/window) at h doublings."""
     off_kn = doubling - at[:, None]
     away_kn = np.abs(off_kn)
     weight_kn = np.exp((away_kn.min(axis=1, keepdims=True) - away_kn) / window)

@@ -20,7 +20,7 @@ SHUTDOWN_SECONDS = 5.0
 
 
 async def serve(host: str, port: int, token: str | None, metrics: tuple[str, int] | None = None) -> None:
-    """Serve until SIGTERM or SIGINT; requests under way get `SHUTDOWN_SECONDS` to end."""
+    """Serve until SIGTERM or SIGINT; requests in flight have `SHUTDOWN_SECONDS` to finish."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -48,13 +48,13 @@ async def _listen(
 
 
 def main() -> int:
-    """Parse the command line and serve. Exit 2 for a bad one."""
+    """Parse the command line and serve. Exits with 2 for invalid arguments."""
     parser = argparse.ArgumentParser(prog="python -m scalerl_curvefit.sidecar", description=serve.__doc__)
     parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: this host only)")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="0 picks a free one")
     parser.add_argument("--metrics-host", default="127.0.0.1", help="address of --metrics-port")
-    parser.add_argument("--metrics-port", type=int, help="another port, with metrics and health alone")
-    parser.add_argument("--token-file", type=Path, help="demand the bearer token in this file")
+    parser.add_argument("--metrics-port", type=int, help="another port, with metrics and health only")
+    parser.add_argument("--token-file", type=Path, help="require the bearer token in this file")
     arguments = parser.parse_args()
     token = None
     if arguments.token_file is not None:

@@ -1,4 +1,4 @@
-"""Requests of `scalerl_api.forecast` to answers, without I/O."""
+"""Answers to the requests of `scalerl_api.forecast`, without I/O."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ..earlier_runs import EarlierRun, EarlierRunsPrior, EarlierUse, SummarizedR
 from ..errors import ConstantRewardError, CurveError, RequestError
 from ..fitting import Estimate, Fit, fit, summarize_run, with_changed_last_reward
 from ..forecasting import forecast
-from ..plateau import ENOUGH, detect_plateau, late_rise_sizes, p_late_rise
+from ..plateau import MIN_EVALUATIONS, detect_plateau, late_rise_sizes, p_late_rise
 
 
 def answer_fit(request: wire.FitRequest) -> wire.FitAnswer:
@@ -38,7 +38,7 @@ def answer_fit(request: wire.FitRequest) -> wire.FitAnswer:
 
 
 def answer_forecast(request: wire.ForecastRequest) -> wire.ForecastAnswer:
-    """Fit, guard, forecasts and outlook of the last segment. Raises CurveError."""
+    """Fit, collapse check, forecasts and outlook of the last segment. Raises CurveError."""
     return next(answer for answer in forecast_steps(request) if answer is not None)
 
 
@@ -51,23 +51,23 @@ def forecast_steps(request: wire.ForecastRequest) -> Iterator[wire.ForecastAnswe
     if not 1 <= request.draws <= wire.MAX_DRAWS:
         raise RequestError(f"draws is {request.draws}; it must be between 1 and {wire.MAX_DRAWS}")
     if request.budget is not None and not request.budget > 0:
-        raise RequestError(f"budget is {request.budget:g}; it is the total compute that may be used")
+        raise RequestError(f"budget is {request.budget:g}; it is the total compute that may be used, above 0")
     if not (math.isfinite(request.horizon) and request.horizon > 1.0):
         raise RequestError(f"horizon is {request.horizon:g}; it must be a multiple of now above 1")
     _check_earlier(request)
     segment = _last_segment(request.points)
-    earlier, unread = list[SummarizedRun](), dict[str, str]()
+    earlier, excluded = list[SummarizedRun](), dict[str, str]()
     for run in request.earlier:
         points = _HashedPoints.of(run.points)
-        read = _read_earlier(points)
+        found = _earlier_segment(points)
         if points.points is None:
             yield None
-        if isinstance(read, str):
-            unread[run.name] = read
-        elif read.recipe_changed != (segment.start > 0):
-            unread[run.name] = "compute counts from a change of recipe in one of the two runs alone"
+        if isinstance(found, str):
+            excluded[run.name] = found
+        elif found.recipe_changed != (segment.start > 0):
+            excluded[run.name] = "compute counts from a change of recipe in only one of the two runs"
         else:
-            earlier.append(replace(read.run, name=run.name))
+            earlier.append(replace(found.run, name=run.name))
     fitted = _fit(segment.curve, request, earlier)
     checked = detect_collapse(
         segment.curve,
@@ -99,7 +99,7 @@ def forecast_steps(request: wire.ForecastRequest) -> Iterator[wire.ForecastAnswe
         outlook=outlook,
         method=wire.METHOD,
         flat=msgspec.UNSET if checked.broken else _flat(segment, request, fitted.prior),
-        earlier=_earlier_uses(request, fitted, unread) if request.earlier else msgspec.UNSET,
+        earlier=_earlier_uses(request, fitted, excluded) if request.earlier else msgspec.UNSET,
     )
 
 
@@ -125,7 +125,7 @@ def _check_earlier(request: wire.ForecastRequest) -> None:
 
 @dataclass(unsafe_hash=True)
 class _HashedPoints:
-    """The points of an earlier run as a cache key. points: None after a cache miss, so that the cache holds none."""
+    """The points of an earlier run as a cache key. points: None after a cache miss, so that the cache keeps no points."""
 
     digest: bytes
     points: wire.Points | None = field(compare=False)
@@ -138,15 +138,19 @@ class _HashedPoints:
 
 @dataclass(frozen=True, slots=True)
 class _EarlierSegment:
-    """run: the last segment of an earlier run, without its name. recipe_changed: a recipe ended before it."""
+    """The last segment of an earlier run.
+
+    run: without its name, which is not part of the cache key.
+    recipe_changed: the segment has a recipe before it.
+    """
 
     run: SummarizedRun
     recipe_changed: bool
 
 
 @lru_cache(maxsize=1024)
-def _read_earlier(hashed: _HashedPoints) -> _EarlierSegment | str:
-    """An earlier run, or why its points are no curve. A hit builds no curve: a request with 50 runs repeats most of them."""
+def _earlier_segment(hashed: _HashedPoints) -> _EarlierSegment | str:
+    """The last segment of an earlier run, or why its points are invalid. Cached: requests repeat the same earlier runs."""
     points, hashed.points = hashed.points, None
     assert points is not None
     try:
@@ -157,10 +161,10 @@ def _read_earlier(hashed: _HashedPoints) -> _EarlierSegment | str:
 
 
 def _earlier_uses(
-    request: wire.ForecastRequest, fitted: Fit, unread: dict[str, str]
+    request: wire.ForecastRequest, fitted: Fit, excluded: dict[str, str]
 ) -> list[wire.EarlierUse]:
     uses = {use.name: use for use in fitted.earlier}
-    uses |= {name: EarlierUse(name, 0.0, reason) for name, reason in unread.items()}
+    uses |= {name: EarlierUse(name, 0.0, reason) for name, reason in excluded.items()}
     return [
         wire.EarlierUse(name=use.name, weight=use.weight, reason=use.reason)
         for use in (uses[run.name] for run in request.earlier)
@@ -168,11 +172,11 @@ def _earlier_uses(
 
 
 def _fit(curve: Curve, request: wire.ForecastRequest, earlier: list[SummarizedRun]) -> Fit:
-    """The fit of one segment; of equal rewards, where it is asked how flat the run is, with one of them changed by the smallest amount."""
+    """The fit of one segment. With a budget equal rewards are fitted too, for the plateau, with one changed slightly."""
     try:
         return fit(curve, earlier=earlier)
     except ConstantRewardError:
-        if request.budget is None or len(curve) - curve.first_trained < ENOUGH:
+        if request.budget is None or len(curve) - curve.first_trained < MIN_EVALUATIONS:
             raise
     return fit(with_changed_last_reward(curve), earlier=earlier)
 

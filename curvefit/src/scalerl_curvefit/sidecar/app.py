@@ -1,4 +1,4 @@
-"""The aiohttp application: two computing endpoints behind limits, and the usual three around them.
+"""The aiohttp application: fit and forecast with limits; health, metrics and the OpenAPI document.
 
 | limit | default | when exceeded |
 |---|---|---|
@@ -9,8 +9,8 @@
 | requests computing or waiting | `queue` | 503 `busy` |
 | seconds to wait and compute | `compute_seconds` | 503 `out_of_time` |
 
-Computing runs in one thread, so that health and metrics answer meanwhile, and one core is all it takes. The fit of each new
-earlier run is a task of its own in that thread: a request with 50 of them does not delay the others by 50 fits.
+Answers are computed in one thread, on one core, so that health and metrics stay responsive. The fit of each new earlier
+run is a task of its own in that thread: a request with 50 of them does not delay other requests by 50 fits.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from .openapi import document
 JSON = "application/json"
 RETRY_AFTER_SECONDS = 1
 LINGER_SECONDS = 1.0
-"""For the rest of a body that nobody reads, after its answer."""
+"""Time to drain the unread rest of a body after its answer."""
 
 RequestT = TypeVar("RequestT", wire.FitRequest, wire.ForecastRequest)
 Steps = Callable[[RequestT], Iterator[msgspec.Struct | None]]
-"""Computes an answer: None after each step, then the answer."""
+"""Yields None after each step, then the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one replica takes on."""
+    """Limits of one replica."""
 
     body_bytes: int = wire.MAX_BODY_BYTES
     read_seconds: float = 5.0
@@ -55,7 +55,7 @@ class Limits:
 
 
 class Rejected(Exception):
-    """A request that is answered with an error: status, stable code, message for people."""
+    """An error answer: HTTP status, stable code, message."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -63,8 +63,8 @@ class Rejected(Exception):
 
 
 def runner(application: web.Application, shutdown_seconds: float = 5.0) -> web.AppRunner:
-    """What serves ``application``. A body is taken as it is sent: a few compressed KB could be gigabytes, which aiohttp
-    would unpack before anybody has looked at the token or the limits.
+    """A runner for ``application`` that does not decompress bodies: aiohttp would inflate a few KB to gigabytes before
+    the token and the limits are checked.
     """
     return web.AppRunner(
         application,
@@ -76,7 +76,7 @@ def runner(application: web.Application, shutdown_seconds: float = 5.0) -> web.A
 
 
 class Sidecar:
-    """The handlers and what they share. `application()` gives what aiohttp runs."""
+    """The HTTP handlers and their shared state."""
 
     def __init__(self, limits: Limits | None = None, token: str | None = None) -> None:
         self._limits = limits or Limits()
@@ -87,7 +87,7 @@ class Sidecar:
         self._openapi = msgspec.json.encode(document())
 
     def application(self) -> web.Application:
-        """A new application; it owns the computing thread and ends it on clean-up."""
+        """A new application; it shuts the worker thread down on clean-up."""
         application = web.Application(client_max_size=self._limits.body_bytes)
         application.add_routes(
             [
@@ -102,7 +102,7 @@ class Sidecar:
         return application
 
     def metrics_application(self) -> web.Application:
-        """Health and metrics alone, for a port that others than the service's own caller may reach."""
+        """Health and metrics only, for a port that Prometheus can reach."""
         application = web.Application()
         application.add_routes(
             [web.get(endpoints.HEALTH, self._health), web.get(endpoints.METRICS, self._metrics_text)]
@@ -173,7 +173,7 @@ class Sidecar:
 
     async def _compute(self, body: bytes, request_type: type[RequestT], answer: Steps[RequestT]) -> bytes:
         if self._pending >= self._limits.queue:
-            raise Rejected(503, "busy", f"{self._pending} requests are being computed or wait for it")
+            raise Rejected(503, "busy", f"{self._pending} requests are in progress or queued")
 
         def work() -> Iterator[bytes | None]:
             message = msgspec.json.decode(body, type=request_type)
@@ -187,7 +187,7 @@ class Sidecar:
             while True:
                 future = loop.run_in_executor(self._worker, next, steps)
                 self._count(1)
-                # Counted until it is done, not until its caller has given up: a late one still holds the thread.
+                # Counted until it is done, not until the caller's timeout: it still occupies the thread.
                 future.add_done_callback(lambda _: self._count(-1))
                 async with asyncio.timeout_at(deadline):
                     encoded = await asyncio.shield(future)

@@ -1,4 +1,4 @@
-"""How this process keeps its memory."""
+"""Allocator settings of the sidecar's process."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ MAPPED_FROM_BYTES: Final = 8 * 1024 * 1024
 
 
 def keep_freed_memory() -> bool:
-    """Have the allocator keep what is freed, up to `KEPT_BYTES`, and say whether it will.
+    """Make glibc keep up to `KEPT_BYTES` of freed memory; False with other C libraries, which have no `mallopt`.
 
-    Every forecast takes and frees some hundred arrays of 100 to 200 KB. By its defaults glibc hands them
-    back each time, and the kernel clears the same pages anew: hundreds of page faults a forecast. Other C
-    libraries have no such call, and are left as they are.
+    Each forecast allocates and frees some hundred arrays of 100 to 200 KB. By default glibc returns them to the kernel
+    each time: hundreds of page faults per forecast.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

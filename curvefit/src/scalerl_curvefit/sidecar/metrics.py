@@ -16,7 +16,7 @@ from scalerl_api import forecast as wire
 
 
 class Metrics:
-    """One registry an application, so that tests can run several in one process."""
+    """Each application has its own registry, so that tests can run several in one process."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -44,5 +44,5 @@ class Metrics:
         )
 
     def text(self) -> bytes:
-        """Prometheus' text format."""
+        """The metrics in Prometheus' text format."""
         return generate_latest(self.registry)

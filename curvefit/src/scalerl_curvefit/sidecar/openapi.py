@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the wire types, so that it cannot say something else."""
+"""The OpenAPI document, generated from the wire types."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def document() -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {
             "title": "scalerl curve fit",
-            "version": "1",  # of what is served below /v1, not of the package
+            "version": "1",  # of the paths below /v1, not of the package
             "description": "Fits and forecasts compute–reward curves. Stateless and deterministic.",
         },
         "paths": {
@@ -40,7 +40,7 @@ def document() -> dict[str, Any]:
                 "token": {
                     "type": "http",
                     "scheme": "bearer",
-                    "description": "where it was given --token-file",
+                    "description": "if the sidecar runs with --token-file",
                 }
             },
         },
@@ -57,8 +57,8 @@ def _operation(summary: str, request: str, answer: str) -> dict[str, Any]:
         "401": "wrong token",
         "413": "body too large",
         "415": "a body with a content encoding",
-        "422": "points or request that cannot be fitted; `code` says why",
-        "503": "busy, or out of time; come back after `retry-after` seconds",
+        "422": "points that cannot be fitted, or an invalid request; `code` is the reason",
+        "503": "busy, or out of time; retry after `retry-after` seconds",
     }
     return {
         "summary": summary,
