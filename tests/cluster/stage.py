@@ -159,7 +159,7 @@ class Stage:
 
     async def fresh_operator(self) -> None:
         """As after a restart: nothing is remembered but what the cluster holds."""
-        await self.reconciler.close()
+        await self.reconciler.forget_all()
         self._begin()
 
     def _begin(self) -> None:
@@ -407,4 +407,4 @@ async def stage_in(cluster: Any, namespace: str) -> AsyncIterator[Stage]:
         try:
             yield there
         finally:
-            await there.reconciler.close()
+            await there.reconciler.forget_all()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from stage import Object, Stage, condition, tiny
 
-from scalerl_operator.controller.claim_size import RETRY_SECONDS
+from scalerl_operator.controller.volume import RETRY_SECONDS
 from scalerl_operator.kube import errors
 
 pytestmark = pytest.mark.cluster

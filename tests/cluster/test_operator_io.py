@@ -16,12 +16,12 @@ from stage import own_control_plane, serve_runs
 from testcluster import Cluster
 
 from scalerl_operator import main, names
-from scalerl_operator.controller.handlers import Resync
 from scalerl_operator.kube import connection, errors
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.informer import listed
 from scalerl_operator.kube.kinds import KINDS
+from scalerl_operator.kube.run_stream import Resync
 from scalerl_operator.kube.types import Key
 
 pytestmark = pytest.mark.cluster

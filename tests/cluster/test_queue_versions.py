@@ -8,7 +8,7 @@ import json
 import pytest
 from stage import Stage, condition, tiny
 
-from scalerl_operator.controller.local_queues import ASK_SECONDS
+from scalerl_operator.controller.diagnosis import ASK_QUEUE_SECONDS
 from scalerl_operator.names import QUEUE
 
 pytestmark = pytest.mark.cluster
@@ -51,7 +51,7 @@ async def test_a_queue_is_found_by_the_one_version_that_is_served(there: Stage, 
         await there.create(run)
         await there.looks(lambda r: condition(r, "Admitted") == "QueueNotFound", times=3)
         await kubectl("apply", "-n", there.namespace, "-f", "-", manifest=queue)
-        there.now += ASK_SECONDS + 1.0
+        there.now += ASK_QUEUE_SECONDS + 1.0
         await there.looks(lambda r: condition(r, "Admitted") not in ("", "QueueNotFound"), times=3)
     finally:
         await kubectl("delete", "crd", f"{PLURAL}.{GROUP}", "--wait")

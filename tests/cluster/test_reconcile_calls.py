@@ -13,12 +13,12 @@ from scalerl_api import wire
 from scalerl_api.conditions import Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.build import render
-from scalerl_operator.controller import reconcile
+from scalerl_operator.controller import apply
 from scalerl_operator.controller.autoscaler_report import AutoscalerReport
-from scalerl_operator.controller.diagnosis import ASK_SECONDS, SILENT_SECONDS
+from scalerl_operator.controller.diagnosis import ASK_SECONDS, SILENT_SECONDS, START_CHECK_SECONDS
 from scalerl_operator.controller.observe import PLACING_SECONDS
-from scalerl_operator.controller.preflight import TRIED_SECONDS
-from scalerl_operator.controller.reconcile import START_CHECK_SECONDS, Reconciler
+from scalerl_operator.controller.reconcile import Reconciler
+from scalerl_operator.controller.refusals import TRIED_SECONDS
 from scalerl_operator.controller.run_state import LONGEST_REPAIR_SECONDS
 from scalerl_operator.names import QUEUE
 from scalerl_operator.policy.lifecycle import ASK_AGAIN_SECONDS, POLL_SECONDS
@@ -95,7 +95,7 @@ async def test_a_run_that_was_repaired_is_after_a_while_compared_no_more_than_an
         rendered.append(run.metadata.name)
         return render(run, *of, **more)
 
-    monkeypatch.setattr(reconcile, "render", counted)
+    monkeypatch.setattr(apply, "render", counted)
     await there.look()
     assert rendered == []
 
@@ -109,7 +109,7 @@ async def test_news_of_a_pod_has_nothing_rendered_and_an_edit_by_hand_has(
         rendered.append(run.metadata.name)
         return render(run, *of, **more)
 
-    monkeypatch.setattr(reconcile, "render", counted)
+    monkeypatch.setattr(apply, "render", counted)
     await there.create(tiny())
     await there.look()
     assert len(rendered) == 2, "for the trial, and to be made"
@@ -136,7 +136,7 @@ async def test_a_curve_that_grows_has_nothing_rendered(there: Stage, monkeypatch
         return render(run, *of, **more)
 
     await there.look()
-    monkeypatch.setattr(reconcile, "render", counted)
+    monkeypatch.setattr(apply, "render", counted)
     for count in (1, 2, 3):
         there.coordinator.points = evaluations(count)
         await there.look()
@@ -295,7 +295,7 @@ async def replicas(there: Stage) -> tuple[int, int]:
 async def test_autoscaler_patches_the_spec_once_a_decision(there: Stage) -> None:
     """With a field manager of its own; a number that somebody sets afterwards stays until the next decision."""
     await there.start(tiny(autoscaling=SCALED))
-    await there.reconciler.close()
+    await there.reconciler.forget_all()
     there.reconciler = one_that_says(there, AutoscalerReport(known=True, generators=3, decision=7))
     await there.look()
     await there.look()
@@ -308,11 +308,11 @@ async def test_autoscaler_patches_the_spec_once_a_decision(there: Stage) -> None
     for _ in range(3):
         await there.look()
     assert await replicas(there) == (2, 2)
-    await there.reconciler.close()
+    await there.reconciler.forget_all()
     there.reconciler = one_that_says(there, AutoscalerReport(known=True, generators=3, decision=7))
     await there.look()
     assert await replicas(there) == (2, 2), "an operator that starts later does not repeat the decision"
-    await there.reconciler.close()
+    await there.reconciler.forget_all()
     there.reconciler = one_that_says(there, AutoscalerReport(known=True, generators=4, decision=9))
     await there.look()
     await there.look()

@@ -11,10 +11,10 @@ import pytest
 from stage import Stage, condition, tiny
 
 from scalerl_api import wire
-from scalerl_operator.controller.apply import first_difference
 from scalerl_operator.controller.run_context import WORKLOADS
 from scalerl_operator.controller.run_state import LONGEST_REPAIR_SECONDS, REPAIR_SECONDS, RunState
 from scalerl_operator.kube import errors
+from scalerl_operator.kube.objects import first_difference
 from scalerl_operator.names import QUEUE, RENDERED_HASH
 
 pytestmark = pytest.mark.cluster
@@ -245,7 +245,7 @@ async def test_what_comes_between_the_question_and_the_making_is_not_written_ove
     async def nothing(*_: Any, **__: Any) -> None:
         return None
 
-    monkeypatch.setattr(there.reconciler._preflight, "_check_name", nothing)
+    monkeypatch.setattr(there.reconciler._applier._preflight, "_check_name", nothing)
     run = await there.looks(lambda r: bool(condition(r, "Degraded")))
     assert condition(run, "Degraded") == "NameTaken"
     live = await there.get("ConfigMap", "tiny-addition-spec")

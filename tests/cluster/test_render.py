@@ -19,7 +19,7 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_operator import names
 from scalerl_operator.build import render, secret
 from scalerl_operator.build.quantities import canonical
-from scalerl_operator.controller.fingerprint import content_hash
+from scalerl_operator.kube.objects import content_hash
 from scalerl_operator.kube.types import Desired, Images, Object
 from scalerl_operator.names import FIELD_OWNER
 

@@ -9,7 +9,7 @@ import pytest
 from replicas import until
 from stage import Coordinator, Stage, tiny
 
-from scalerl_operator.controller import coordinator_poller
+from scalerl_operator import coordinator_poller
 from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.kube.types import Key
 from scalerl_operator.kube.work_queue import WorkQueue
@@ -90,4 +90,4 @@ async def test_forty_unreachable_coordinators_leave_a_healthy_runs_looks_prompt(
             await until(lambda: steps[healthy] == there.coordinator.step, 120)
         finally:
             await queue.halt()
-            await reconciler.close()
+            await reconciler.forget_all()

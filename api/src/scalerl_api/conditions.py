@@ -126,6 +126,13 @@ class Reason(_Explained):
         word = RENAMED.get(word, word)
         return cls(word) if word in cls._value2member_map_ else cls.OTHER_RELEASE
 
+    @classmethod
+    def understood(cls, word: str, message: str) -> tuple[Reason, str]:
+        """Reason and message of a condition that may be from a later release: it keeps its word in the message."""
+        reason = cls.read(word)
+        unknown = reason is cls.OTHER_RELEASE and word != reason
+        return reason, f"{word}: {message}" if unknown else message
+
     # any
     OTHER_RELEASE = (
         "OtherRelease",

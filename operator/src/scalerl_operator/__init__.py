@@ -3,15 +3,16 @@
 A reconcile, on a cluster::
 
     watch event ▶ Cache.observe() ─┐                   ┌─ poll ── CoordinatorPollers.ask() ◀─── coordinator
-    timer, poll ▶ WorkQueue.wake() ┴▶ Reconciler.reconcile()
+    timer, poll ▶ WorkQueue.wake() ┴▶ Reconciler.reconcile()      each step fills in a RunContext
                                         │
-       spec, as it was accepted         ├ observe()           Jobs, pods, claim → RunObservation       controller/observe
-       status of the last reconcile ──▶ ├ lifecycle.decide()  what is to exist, phase                  policy/lifecycle
-       forecast, by the autoscaler ───▶ │
-                                        ├ plan() ▶ render()   workloads → Kubernetes objects           plan, build
-                                        ├ RunObject.write()    what was decided, before it is done
-                                        ├ Applier.apply()     create, apply, remove                    controller/apply
-                                        └ report()            conditions, events                       controller/status
+                                        ├ accept()            the spec that is carried out            controller/accept
+                                        ├ observe()           Jobs, pods → RunObservation             controller/observe
+       coordinator's status ──────────▶ ├ ask_coordinator()                                           controller/coordinator_access
+       forecast, by the autoscaler ───▶ ├ lifecycle.decide()  what is to exist, phase                 policy/lifecycle
+                                        ├ check_volume(), Preflight.check()   what keeps it from being carried out
+                                        ├ RunObject.write()   what was decided, before it is done     controller/run_object
+                                        ├ Applier.apply()     plan() ▶ render(); create, apply, remove  controller/apply, build
+                                        └ report()            conditions(), events                    controller/status
 
 On one machine :mod:`.local` does the same with processes: ``plan()`` ▶ supervisor, the same policies.
 

@@ -33,7 +33,6 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.autoscaling.forecast_request import Sidecar
 from scalerl_operator.controller.autoscaler import ClusterAutoscaler
 from scalerl_operator.controller.finished_runs import FinishedRuns
-from scalerl_operator.controller.handlers import Resync, Watches
 from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.kube import connection
 from scalerl_operator.kube.cache import Cache
@@ -41,6 +40,7 @@ from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.informer import Informer
 from scalerl_operator.kube.kinds import KINDS, RUN
 from scalerl_operator.kube.leader_election import Leader
+from scalerl_operator.kube.run_stream import Resync, Watches
 from scalerl_operator.kube.types import Key
 from scalerl_operator.kube.work_queue import WorkQueue
 from scalerl_operator.metrics import Metrics
@@ -333,7 +333,7 @@ async def reconciler(parts: Parts) -> AsyncIterator[Reconcile]:
     try:
         yield made.reconcile
     finally:
-        await made.close()
+        await made.forget_all()
 
 
 async def serve(settings: Settings, make_reconcile: MakeReconcile = reconciler) -> None:

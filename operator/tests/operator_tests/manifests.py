@@ -9,7 +9,11 @@ from typing import Any
 from operator_tests.children import run_spec
 from scalerl_api.load import load_run
 from scalerl_api.spec import ScaleRLRun
+from scalerl_api.status import RunStatus
+from scalerl_api.wire import Status
 from scalerl_operator.build import render
+from scalerl_operator.controller.conditions import update_trouble
+from scalerl_operator.controller.run_context import RunContext
 from scalerl_operator.kube.types import Desired, Images, Object
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -58,3 +62,25 @@ def container(obj: Object, name: str) -> Object:
 def environment(container: Object) -> dict[str, Any]:
     """A variable's text, or the field it comes from."""
     return {e["name"]: e.get("value") or e["valueFrom"]["fieldRef"]["fieldPath"] for e in container["env"]}
+
+
+def context(
+    run: ScaleRLRun | None,
+    before: RunStatus | None = None,
+    *,
+    coordinator: Status | None = None,
+    unix_seconds: float = 1e9,
+    objects: dict[tuple[str, str], Object] | None = None,
+    **found: Any,
+) -> RunContext:
+    """A run at one reconcile. ``found``: further fields of :class:`RunContext`, as its steps have filled them in."""
+    metadata = {"uid": UID, "generation": 1, "namespace": "ml", "name": "math"}
+    made = RunContext({"metadata": metadata}, objects or {}, unix_seconds, before or RunStatus())
+    made.accepted, made.coordinator = run, coordinator
+    if coordinator is not None:
+        trouble = update_trouble(made.before.trouble, coordinator, unix_seconds)
+        made.before = made.before.model_copy(update={"trouble": trouble})
+    for name, value in found.items():
+        assert hasattr(made, name), name
+        setattr(made, name, value)
+    return made

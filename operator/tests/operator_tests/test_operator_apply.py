@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from scalerl_operator.controller.apply import _has_all, first_difference
+from scalerl_operator.kube.objects import _has_all, first_difference
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from operator_tests.manifests import UID, cluster_run
+from operator_tests.manifests import UID, cluster_run, context
 from operator_tests.test_operator_degraded import QUIET
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import Condition, RunStatus
 from scalerl_api.wire import Status
-from scalerl_operator.controller.observe import JOB_NAME, Problem, RunObservation, observe
-from scalerl_operator.controller.status import AutoscalerReport, ReconcileResult, report
+from scalerl_operator.controller.observe import JOB_NAME, RunObservation, observe
+from scalerl_operator.controller.run_state import RunState
+from scalerl_operator.controller.status import report
 from scalerl_operator.names import COMPONENT, QUEUE, RUN_UID
 from scalerl_operator.policy.decision import End, LifecycleDecision, Memory, Outcome
+from scalerl_operator.policy.problems import Problem
 from scalerl_operator.workloads import Role
 
 Object = dict[str, Any]
@@ -57,18 +59,16 @@ def conditions(
     queue_missing: str = "",
 ) -> dict[str, Condition]:
     decision = LifecycleDecision(phase, Memory(attempt=1, outcome=outcome))
-    looked = ReconcileResult(
-        1e9,
-        1,
-        None,
-        blocked,
-        found or observed(),
-        decision,
-        coordinator_report,
-        AutoscalerReport(),
+    found_now = context(
+        run,
+        before,
+        state=RunState(blocked=blocked),
+        observed=found or observed(),
+        decision=decision,
+        coordinator=coordinator_report,
         queue_missing=queue_missing,
     )
-    return {c.type: c for c in report(run, before or RunStatus(), looked).conditions}
+    return {c.type: c for c in report(found_now).conditions}
 
 
 @pytest.mark.parametrize(

@@ -9,23 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operator_tests.manifests import UID
+from operator_tests.manifests import UID, context
 from operator_tests.test_operator_degraded import QUIET, RUN
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.status import RunStatus
-from scalerl_operator.controller.observe import observe
+from scalerl_operator.controller.observe import RunObservation, observe
 from scalerl_operator.controller.status import (
-    AutoscalerReport,
-    ReconcileResult,
     merge_patch,
     remembered,
     report,
 )
 from scalerl_operator.names import COMPONENT, RUN_UID
-from scalerl_operator.policy.decision import End, LifecycleDecision, Memory, Outcome, Suspension
+from scalerl_operator.policy.decision import End, Job, LifecycleDecision, Memory, Outcome, Suspension
+from scalerl_operator.policy.problems import Problem
 from scalerl_operator.policy.restarts import Record
 from scalerl_operator.workloads import Role
 
+INVALID = Problem(Reason.SPEC_INVALID, "model: missing")
 leaves = (
     st.none()
     | st.booleans()
@@ -95,10 +95,9 @@ def test_the_memory_of_a_look_is_found_by_the_next_whatever_was_there_before(
     stored: dict[str, Any] = {}
     for memory in (first, second):
         before = RunStatus.model_validate(stored)
-        looked = ReconcileResult(
-            1e9, 1, None, None, None, LifecycleDecision(Phase.RUNNING, memory), None, AutoscalerReport()
-        )
-        new = report(None, before, looked).to_object()
+        new = report(
+            context(None, before, decision=LifecycleDecision(Phase.RUNNING, memory), invalid=INVALID)
+        ).to_object()
         stored = merged(stored, merge_patch(stored, new))
         assert stored == new
         assert remembered(RunStatus.model_validate(stored)) == memory
@@ -113,19 +112,22 @@ def test_how_a_run_ended_is_remembered_also_in_words_of_a_later_release(end: End
         before = RunStatus.read(stored)
         memory = remembered(before)
         assert memory.outcome == Outcome(end, Reason.OTHER_RELEASE, "ProphecyFulfilled: as foretold")
-        looked = ReconcileResult(
-            1e9, 1, None, None, None, LifecycleDecision(Phase(end.value), memory), None, AutoscalerReport()
-        )
-        stored = report(None, before, looked).to_object()
+        decision = LifecycleDecision(Phase(end.value), memory)
+        stored = report(context(None, before, decision=decision, invalid=INVALID)).to_object()
 
 
 @pytest.mark.parametrize("phase", Phase)
 def test_every_condition_says_what_is_so_or_what_to_do(phase: Phase) -> None:
     coordinator_report = msgspec.structs.replace(QUIET, step=0, waiting_for="the trainer to say hello")
-    looked = ReconcileResult(
-        1e9, 1, None, None, None, LifecycleDecision(phase, Memory()), coordinator_report, AutoscalerReport()
+    trainer = RunObservation(trainer=Job(ready=True))
+    status = report(
+        context(
+            RUN,
+            decision=LifecycleDecision(phase, Memory()),
+            coordinator=coordinator_report,
+            observed=trainer,
+        )
     )
-    status = report(RUN, RunStatus(), looked)
     assert [c.type for c in status.conditions] == list(ConditionType)
     assert [c.type for c in status.conditions if not c.message] == []
     progressing = status.condition(ConditionType.PROGRESSING)
@@ -145,11 +147,7 @@ def test_a_coordinator_that_does_not_listen_is_told_from_one_that_is_not_reached
     pod = {"metadata": {"name": "c", "labels": {RUN_UID: UID, COMPONENT: Role.COORDINATOR}}}
     pod["status"] = {"conditions": [{"type": "Ready", "status": "True"}]}
     observed = observe({("Pod", "c"): pod}, UID, {Role.PREPARE: "", Role.TRAINER: ""})
-    status = report(
-        RUN,
-        RunStatus(),
-        ReconcileResult(1e9, 1, None, None, observed, decision, None, AutoscalerReport(), refused),
-    )
+    status = report(context(RUN, observed=observed, decision=decision, coordinator_refusal=refused))
     for type_ in (ConditionType.COORDINATOR_READY, ConditionType.PROGRESSING):
         condition = status.condition(type_)
         assert condition is not None

@@ -18,15 +18,15 @@ from aiohttp import web
 from operator_tests.scaling import status
 from scalerl_api import endpoints
 from scalerl_api.wire import Ack, Problem, Stop
-from scalerl_operator.controller import coordinator_poller
-from scalerl_operator.controller.coordinator_poller import (
+from scalerl_operator import coordinator_poller
+from scalerl_operator.controller.observe import PodView
+from scalerl_operator.coordinator_client import CoordinatorUnreachable, EndpointMissing
+from scalerl_operator.coordinator_poller import (
     LONGEST_PAUSE_SECONDS,
     Answer,
     CoordinatorPollers,
     _Poller,
 )
-from scalerl_operator.controller.observe import PodView
-from scalerl_operator.coordinator_client import CoordinatorUnreachable, EndpointMissing
 from scalerl_operator.kube.errors import Fenced
 from scalerl_operator.names import PORTS
 

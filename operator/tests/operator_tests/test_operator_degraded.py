@@ -7,22 +7,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from operator_tests.manifests import UID, cluster_run
+from operator_tests.manifests import cluster_run, context
 from scalerl_api import wire
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.exports import ExportedModel, Exports
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import Tracker
-from scalerl_operator.controller.degraded import QUIET_SECONDS
-from scalerl_operator.controller.observe import observe
-from scalerl_operator.controller.status import (
-    AutoscalerReport,
-    ReconcileResult,
-    report,
-    waits_for_progress_only,
-)
+from scalerl_operator.controller.conditions import QUIET_SECONDS
+from scalerl_operator.controller.status import report, waits_for_progress_only
 from scalerl_operator.policy.decision import LifecycleDecision, Memory
-from scalerl_operator.workloads import Role
 
 _COUNTS = dict.fromkeys(
     [
@@ -66,12 +59,10 @@ class Looks:
     ) -> str:
         """The reason of Degraded; what is heard stays until it is said anew."""
         self.coordinator_report = msgspec.structs.replace(self.coordinator_report, **coordinator_report)
-        observed = observe({}, UID, {Role.PREPARE: "", Role.TRAINER: ""})
         decision = LifecycleDecision(phase, Memory(attempt=1))
         word = None if silent else self.coordinator_report
-        looked = ReconcileResult(1e9 + at, 1, None, None, observed, decision, word, AutoscalerReport())
         before = RunStatus.model_validate(self.stored)
-        self.after = report(RUN, before, looked)
+        self.after = report(context(RUN, before, unix_seconds=1e9 + at, decision=decision, coordinator=word))
         self.quiet = waits_for_progress_only(before, self.after)
         self.stored = self.after.to_object()
         said = self.after.condition(ConditionType.DEGRADED)

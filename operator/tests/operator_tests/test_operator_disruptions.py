@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from operator_tests.manifests import UID
+from operator_tests.manifests import UID, context
 from operator_tests.test_operator_degraded import RUN
 from operator_tests.test_operator_lifecycle import FIRST, RUNNING, SPEC, spec
 from scalerl_api.conditions import Phase, Reason
-from scalerl_api.status import RunStatus
 from scalerl_operator.controller.observe import JOB_NAME, RunObservation, observe, pod_view, rfc3339
-from scalerl_operator.controller.status import AutoscalerReport, ReconcileResult, remembered, report
+from scalerl_operator.controller.status import remembered, report
 from scalerl_operator.names import COMPONENT, RUN_UID
 from scalerl_operator.policy.decision import Ended, Job, JobState, LifecycleDecision, LifecycleInput, Memory
 from scalerl_operator.policy.lifecycle import NEWS_SECONDS, decide
@@ -184,10 +183,8 @@ def test_a_job_is_not_judged_before_its_pods_have_said_why(
 
 def stored(memory: Memory, now: float) -> Memory:
     """As the next look finds it."""
-    looked = ReconcileResult(
-        now, 1, None, None, None, LifecycleDecision(Phase.RUNNING, memory), None, AutoscalerReport()
-    )
-    return remembered(report(None, RunStatus(), looked))
+    decision = LifecycleDecision(Phase.RUNNING, memory)
+    return remembered(report(context(RUN, unix_seconds=now, decision=decision)))
 
 
 def tries(memory: Memory, failed: Job, seconds: float, **trainer: Any) -> tuple[Memory, int]:
@@ -297,16 +294,8 @@ def test_on_what_the_next_attempt_waits_is_said() -> None:
         (NOW - 1, "attempt 2 follows when trainer-1-0 has ended"),
     ):
         memory = replace(FIRST, judged=1, next_at=next_at)
-        looked = ReconcileResult(
-            NOW,
-            1,
-            None,
-            None,
-            seen(leaving),
-            LifecycleDecision(Phase.RUNNING, memory),
-            None,
-            AutoscalerReport(),
-        )
-        condition = report(RUN, RunStatus(), looked).condition("TrainerReady")
+        decision = LifecycleDecision(Phase.RUNNING, memory)
+        found = context(RUN, unix_seconds=NOW, observed=seen(leaving), decision=decision)
+        condition = report(found).condition("TrainerReady")
         assert condition is not None
         assert (condition.reason, condition.message) == (Reason.BACK_OFF, said)

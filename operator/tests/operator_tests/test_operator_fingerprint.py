@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from operator_tests.manifests import UID, cluster_run
-from scalerl_operator.controller.fingerprint import fingerprint
+from scalerl_api.conditions import Phase
+from scalerl_operator.controller.apply import fingerprint
 from scalerl_operator.controller.run_context import RunContext
 from scalerl_operator.kube.types import Desired, Images
+from scalerl_operator.policy.decision import LifecycleDecision, Memory
 
 RUN = cluster_run()
 IMAGES = Images("t", "g", "c")
@@ -36,13 +38,14 @@ def place(*changes: Callable[[Objects], object]) -> RunContext:
     for change in changes:
         change(objects)
     run = {"metadata": {"uid": UID, "generation": 1, "name": "r", "namespace": "n"}}
-    return RunContext(run, objects, 0.0)
+    return RunContext(run, objects, 0.0, accepted=RUN)
 
 
 def said(
     at: RunContext, desired: Desired = DESIRED, images: Images = IMAGES, *, frozen: bool = False
 ) -> int | None:
-    return fingerprint(RUN, at, desired, images, frozen=frozen)
+    at.decision = LifecycleDecision(Phase.RUNNING, Memory(), frozen=frozen)
+    return fingerprint(at, desired, images)
 
 
 def put(kind: str, part: str, **values: Any) -> Callable[[Objects], object]:
@@ -105,5 +108,5 @@ def test_what_the_objects_follow_from_is_news() -> None:
     assert said(place(), Desired(prepare=True)) != now
     assert said(place(), images=Images("t2", "g", "c")) != now
     assert said(place(), frozen=True) != now
-    run.run["metadata"]["generation"] = 2
+    run.obj["metadata"]["generation"] = 2
     assert said(run) != now

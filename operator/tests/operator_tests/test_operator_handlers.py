@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 from kubernetes.aio.client.configuration import Configuration
 
-from scalerl_operator.controller.handlers import Watches
 from scalerl_operator.kube.cache import Cache
+from scalerl_operator.kube.run_stream import Watches
 
 
 class NoRuns:

@@ -8,7 +8,8 @@ import pytest
 
 from operator_tests.manifests import EVERYTHING, UID, cluster_run
 from scalerl_operator.build import render
-from scalerl_operator.controller.run_context import RunContext, pinned
+from scalerl_operator.controller.apply import pinned
+from scalerl_operator.controller.run_context import RunContext
 from scalerl_operator.kube.types import Images, Object
 from scalerl_operator.names import IMAGE
 

@@ -6,10 +6,11 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+from kubernetes.aio.client.configuration import Configuration
 
 from scalerl_operator.controller.reconcile import Reconciler
-from scalerl_operator.controller.run_state import RunState
 from scalerl_operator.kube.cache import Cache
+from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.errors import Unreachable
 from scalerl_operator.kube.kinds import kind_of
 from scalerl_operator.kube.transport import Call, translated
@@ -24,10 +25,14 @@ async def test_decisions_of_an_earlier_lead_are_forgotten() -> None:
             closed.append("closed")
 
     cache = Cache(lambda key: None)
-    reconciler = Reconciler(cast(Any, None), cache, images=Images("t", "g", "c"), operator_namespace="o")
-    reconciler._states["u"] = RunState(autoscaler=cast(Any, Autoscaler()))
+    api = KubeApi(Configuration())
+    reconciler = Reconciler(api, cache, images=Images("t", "g", "c"), operator_namespace="o")
+    state = await reconciler._known.state(("ns", "run"), "u")
+    assert state is not None
+    state.autoscaler = cast(Any, Autoscaler())
     await reconciler.forget_all()
-    assert (closed, reconciler._states) == (["closed"], {})
+    assert (closed, reconciler._known.key("u")) == (["closed"], None)
+    assert await reconciler._known.state(("ns", "run"), "u") is not state
 
 
 def test_an_answer_that_cannot_be_read_is_worth_another_try() -> None:

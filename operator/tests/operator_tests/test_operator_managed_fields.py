@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from scalerl_operator.kube.managed_fields import applied, other_writers
+from scalerl_operator.kube.objects import applied, other_writers
 from scalerl_operator.names import FIELD_OWNER
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from scalerl_api.conditions import Reason
-from scalerl_operator.controller.message_patterns import mount_problem, placing_problem
 from scalerl_operator.controller.observe import pod_view, rfc3339
+from scalerl_operator.policy.problems import mount_problem, placing_problem
 
 STARTED = 1_000_000.0
 

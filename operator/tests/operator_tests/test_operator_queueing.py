@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from operator_tests.manifests import UID, cluster_run
+from operator_tests.manifests import UID, cluster_run, context
 from operator_tests.test_operator_degraded import QUIET
 from operator_tests.test_operator_lifecycle import DONE, FIRST, RUNNING, SPEC, coordinator_report, exists
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import Phase as Word
 from scalerl_operator.controller.observe import JOB_NAME, RunObservation, observe
-from scalerl_operator.controller.reconcile import _at_work
-from scalerl_operator.controller.status import AutoscalerReport, ReconcileResult, report
+from scalerl_operator.controller.status import report
+from scalerl_operator.controller.volume import may_have_mounted
 from scalerl_operator.names import ATTEMPT, COMPONENT, QUEUE, RUN_UID
 from scalerl_operator.policy.decision import Job, JobState, LifecycleDecision, LifecycleInput, Memory
 from scalerl_operator.policy.lifecycle import HELD_SECONDS, decide
@@ -53,7 +53,7 @@ def test_a_run_begins_with_what_the_queue_has_let_in() -> None:
 )
 def test_a_trainer_that_a_queue_holds_has_no_volume_mounted(trainer: Job, at_work: bool) -> None:
     observed = replace(observe({}, UID, {Role.PREPARE: "", Role.TRAINER: ""}), trainer=trainer)
-    assert _at_work(observed) is at_work
+    assert may_have_mounted(observed) is at_work
 
 
 def test_without_a_queue_all_begins_at_once() -> None:
@@ -158,8 +158,9 @@ def nothing() -> RunObservation:
 
 def said(observed: RunObservation, phase: Phase, before: RunStatus, type_: ConditionType) -> tuple[str, str]:
     decision = LifecycleDecision(phase, Memory(attempt=1))
-    looked = ReconcileResult(1e9, 1, None, None, observed, decision, QUIET, AutoscalerReport())
-    condition = report(cluster_run(labels={QUEUE: "team"}), before, looked).condition(type_)
+    run = cluster_run(labels={QUEUE: "team"})
+    found = context(run, before, observed=observed, decision=decision, coordinator=QUIET)
+    condition = report(found).condition(type_)
     assert condition is not None
     return condition.status, condition.reason
 

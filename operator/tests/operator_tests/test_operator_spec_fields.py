@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from operator_tests.manifests import cluster_run, rendered
-from scalerl_operator.controller.spec_fields import in_terms_of_the_spec, spec_field
+from scalerl_operator.controller.refusals import in_terms_of_the_spec, spec_field
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.errors import Cause
 

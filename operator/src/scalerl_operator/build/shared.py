@@ -112,7 +112,7 @@ def spec_hash(run: ScaleRLRun, role: Role) -> str:
 
     Which fields those are, :mod:`scalerl_api.edits` says. What the operator brings along (its images, defaults of
     fields that an older release did not have) is not in it, so that an upgrade stops no trainer. Before the hash stands
-    its version (:mod:`scalerl_operator.controller.upgrade`).
+    its version (:mod:`scalerl_operator.controller.accept`).
     """
     spec = run.spec
     read = _pruned(spec.model_dump(mode="json", exclude=_unread(role), exclude_defaults=True))

@@ -8,25 +8,34 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import Any, Final
 
-from scalerl_api.conditions import Reason
-from scalerl_api.spec import GROUP, ScaleRLRun
-from scalerl_operator.controller.access_token import ensure_token
-from scalerl_operator.controller.claim_size import never_smaller, refused_size, waits
-from scalerl_operator.controller.fingerprint import content_hash
-from scalerl_operator.controller.observe import JOB_NAME, Problem, is_settled, label, seconds
-from scalerl_operator.controller.refusals import name_taken, refused
+from scalerl_api.cluster import ImagesSpec
+from scalerl_api.conditions import Phase, Reason
+from scalerl_operator.build import render
+from scalerl_operator.build.curve import curve_config_map
+from scalerl_operator.controller.coordinator_access import ensure_token
+from scalerl_operator.controller.diagnosis import diagnose
+from scalerl_operator.controller.observe import JOB_NAME, is_settled, label, seconds
+from scalerl_operator.controller.refusals import Preflight, name_taken, refused
 from scalerl_operator.controller.run_context import CLAIM, WORKLOADS, RunContext, is_deleted
 from scalerl_operator.controller.run_state import Settled
+from scalerl_operator.controller.volume import never_smaller, note_refusal, was_refused
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
-from scalerl_operator.kube.managed_fields import applied, other_writers
-from scalerl_operator.kube.types import Object
-from scalerl_operator.names import ATTEMPT, COMPONENT, RENDERED_HASH, RUN, Names, label_value
+from scalerl_operator.kube.objects import (
+    applied,
+    content_hash,
+    first_difference,
+    is_untouched,
+    rendered_hash,
+)
+from scalerl_operator.kube.types import Desired, Images, Object
+from scalerl_operator.names import ATTEMPT, COMPONENT, IMAGE, RUN, Names, label_value
 from scalerl_operator.names import labels as labels_of_run
+from scalerl_operator.policy.decision import Suspension
+from scalerl_operator.policy.problems import Problem
 from scalerl_operator.workloads import Role
 
 log = logging.getLogger(__name__)
@@ -43,32 +52,84 @@ _SHOWN: Final = 60
 
 
 class Applier:
-    """Writes the objects of runs."""
+    """Writes the objects of runs.
 
-    def __init__(self, api: KubeApi, cache: Cache) -> None:
+    images: where a run names none. operator_namespace: its pods may reach the coordinators. namespaced: see
+    :class:`.Preflight`.
+    """
+
+    def __init__(
+        self, api: KubeApi, cache: Cache, images: Images, operator_namespace: str, *, namespaced: bool
+    ) -> None:
         self._api = api
         self._cache = cache
+        self._images = images
+        self._operator_namespace = operator_namespace
+        self._preflight = Preflight(api, namespaced=namespaced)
 
-    async def find_unlabelled(self, context: RunContext, names: Sequence[tuple[str, str]]) -> None:
-        """Finds by name the workloads, as (kind, name), whose label somebody removed: they are not in the cache, and run.
-        For a run that is about to drain, since nothing asks for them later."""
-        for kind, name in names:
+    async def preflight(self, context: RunContext) -> Problem | None:
+        """What keeps a run of which there is nothing yet from being started; see :meth:`.Preflight.check`."""
+        images = pinned(context, context.run.spec.images, self._images)
+        every = Desired(True, True, max(1, context.run.spec.generator.replicas), 1)
+        return await self._preflight.check(context, lambda: self._render(context, every, images))
+
+    async def apply(self, context: RunContext) -> None:
+        """Makes the run's objects as its decision has them, and notes in the run's state what keeps one from being made.
+
+        Most reconciles follow a change of a pod's or a Job's status. To render and compare all of a run's objects is most of
+        what a reconcile costs, so they are left alone while neither their inputs nor what they hold has changed.
+        """
+        decision, state = context.decision, context.state
+        desired = Desired(
+            decision.prepare, decision.coordinator, decision.generators, decision.trainer, context.trained
+        )
+        images = pinned(context, context.run.spec.images, self._images)
+        points = () if context.coordinator is None else context.coordinator.points
+        curve = [curve_config_map(context.run, context.uid, points)] if points else []
+        known = state.fingerprint
+        if known is not None and known == fingerprint(context, desired, images):
+            blocked = await ensure_token(self._api, context)
+            for obj in curve:
+                blocked = blocked or await self.apply_one(obj, context)
+        else:
+            wanted = [
+                obj
+                for obj in self._render(context, desired, images)
+                if not (context.claim_gone and obj["kind"] == CLAIM)
+            ]
+            blocked = await self._apply_all(context, [*wanted, *curve])
+            found = fingerprint(context, desired, images)
+            settled = not state.repaired_lately(context.unix_seconds) and state.size_refused is None
+            if blocked is None and found is not None and settled:
+                state.fingerprint = found
+        if decision.coordinator and not any(pod.role == Role.COORDINATOR for pod in context.observed.pods):
+            await self._replace_unlabelled_coordinator(context)
+        state.blocked = blocked or await diagnose(self._api, context)
+        if state.blocked is not None:
+            self._preflight.forget_namespace(context.namespace)
+
+    def _render(self, context: RunContext, desired: Desired, images: Images) -> list[Object]:
+        return render(context.run, context.uid, desired, images, operator_namespace=self._operator_namespace)
+
+    async def find_unlabelled(self, context: RunContext) -> None:
+        """Finds by name the workloads whose label somebody removed: they are not in the cache, and run. For a run that is about
+        to drain, since nothing asks for them later."""
+        for kind, name in _to_be_drained(context):
             if (kind, name) not in context.objects:
                 live = await self._api.get(kind, context.namespace, name)
                 if live is not None and context.owns(live):
                     await self._adopt(live, context, _labels_of(name, context), at_once=True)
 
-    async def apply(
-        self, run: ScaleRLRun, context: RunContext, wanted: Sequence[Object], *, frozen: bool = False
-    ) -> Problem | None:
+    async def _apply_all(self, context: RunContext, wanted: Sequence[Object]) -> Problem | None:
         """Creates, applies and removes objects until the run has those of ``wanted``. Returns what the cluster refused.
 
-        frozen: existing objects are left as they are, and nothing is created for a run that is being deleted: a deletion in
-        the foreground removes what a run owns before the run.
+        Where the decision is frozen, existing objects are left as they are, and nothing is created for a run that is being
+        deleted: a deletion in the foreground removes what a run owns before the run.
 
         Raises:
             ApiError: no answer, or one that another try may change.
         """
+        frozen = context.decision.frozen
         names = {_key(obj) for obj in wanted}
         for (kind, name), live in context.objects.items():
             if (kind, name) in names or not context.owns(live):
@@ -80,9 +141,9 @@ class Applier:
             if kind == "Job" and is_settled(live):
                 await self._end_failed_gang(context, name)
         if frozen:
-            present = context.objects.keys() if not is_deleted(context.run) else names
+            present = names if context.deleted else context.objects.keys()
             wanted = [obj for obj in wanted if _key(obj) not in present]
-        problem = await ensure_token(self._api, run, context)
+        problem = await ensure_token(self._api, context)
         for obj in wanted:
             if problem is None and frozen:
                 problem = await self._create(obj, context, frozen=True)
@@ -102,14 +163,14 @@ class Applier:
             return await self._adopt(live, context, _labels_of(name, context))
         if kind == CLAIM:
             wanted = never_smaller(wanted, live)
-            if waits(context, wanted, live):
+            if was_refused(context, wanted, live):
                 return None
-        state, now = context.state, Settled(_rendered(wanted), content_hash(live))
-        if key not in state.settled and _rendered(live) == now.rendered and _is_untouched(wanted, live):
+        state, now = context.state, Settled(rendered_hash(wanted), content_hash(live))
+        if key not in state.settled and rendered_hash(live) == now.rendered and is_untouched(wanted, live):
             state.settled[key] = now  # the first reconcile of this process finds what an earlier one applied
         if state.settled.get(key) == now:
             return None
-        if _rendered(live) != now.rendered:
+        if rendered_hash(live) != now.rendered:
             return (await self._change(wanted, live, context))[1]
         before = state.repairs.get(key)
         if not state.may_repair(key, context.unix_seconds):
@@ -122,13 +183,13 @@ class Applier:
                 f"{kind} {name}: {path} was changed to {_shown(was)}, and is restored to {_shown(restored)}"
             )
             log.warning("%s/%s: %s", context.namespace, context.name, text)
-            await self._api.event(context.run, "Warning", Reason.REPAIRED_DRIFT, text)
+            await self._api.event(context.obj, "Warning", Reason.REPAIRED_DRIFT, text)
         elif made is not None:  # others changed only what is theirs: no repair, so it does not count as one
             state.repairs.pop(key)
             state.repairs |= {} if before is None else {key: before}
         return problem
 
-    async def replace_unlabelled_coordinator(self, context: RunContext) -> None:
+    async def _replace_unlabelled_coordinator(self, context: RunContext) -> None:
         """Deletes the coordinator's pod if somebody removed its labels: its Service and the operator no longer find it, and
         its name keeps the StatefulSet from creating another. The next one resumes from the journal."""
         called = Names(context.name)
@@ -149,7 +210,7 @@ class Applier:
                 continue
             await self._api.delete("Pod", context.namespace, name, uid=pod["metadata"]["uid"])
             text = f"Pod {name}: its labels were removed; deleted, so that the StatefulSet creates another"
-            await self._api.event(context.run, "Warning", Reason.REPAIRED_DRIFT, text)
+            await self._api.event(context.obj, "Warning", Reason.REPAIRED_DRIFT, text)
 
     async def _end_failed_gang(self, context: RunContext, job: str) -> None:
         """Ranks left over by a failed gang have nothing to save, and may hang in a collective."""
@@ -202,7 +263,7 @@ class Applier:
                 self._remember(live, context)
                 return refused(error, live, context)
             text = f"{kind} {name}: labels were removed, and are restored: {', '.join(sorted(missing))}"
-            await self._api.event(context.run, "Warning", Reason.REPAIRED_DRIFT, text)
+            await self._api.event(context.obj, "Warning", Reason.REPAIRED_DRIFT, text)
         self._remember(live, context)
         return None
 
@@ -225,7 +286,7 @@ class Applier:
             # By uid: another object may have the name by now.
             made = await self._api.apply(wanted, uid=uid)
         except (errors.Invalid, errors.Forbidden) as error:
-            if kind == CLAIM and refused_size(context, wanted, live, error):
+            if kind == CLAIM and note_refusal(context, wanted, live, error):
                 return None, None
             return None, refused(error, wanted, context)
         self._settle(wanted, made, context)
@@ -234,7 +295,7 @@ class Applier:
     async def _own_fields(
         self, kind: str, name: str, context: RunContext, tries: int = OWNERSHIP_TRIES
     ) -> Object | None:
-        """Turns what creating an object has set into what we apply (:mod:`scalerl_operator.kube.managed_fields`). Returns the
+        """Turns what creating an object has set into what we apply (:mod:`scalerl_operator.kube.objects`). Returns the
         object as it was; None: it is gone.
 
         Retries on a conflict: while an object starts, controllers write its status all the time.
@@ -257,41 +318,12 @@ class Applier:
         return live
 
     def _settle(self, wanted: Object, made: Object, context: RunContext) -> None:
-        context.state.settled[_key(made)] = Settled(_rendered(wanted), content_hash(made))
+        context.state.settled[_key(made)] = Settled(rendered_hash(wanted), content_hash(made))
         self._remember(made, context)
 
     def _remember(self, obj: Object, context: RunContext) -> None:
         context.objects[_key(obj)] = obj
         self._cache.remember(obj)
-
-
-def first_difference(before: Any, after: Any, path: str = "") -> tuple[str, Any, Any] | None:
-    """The first field of two versions of an object that differs, as (path, before, after); None for a field that is absent.
-
-    Status and what the API server itself writes of an object do not count.
-
-    >>> first_difference({"spec": {"replicas": 5}}, {"spec": {"replicas": 1}, "status": {}})
-    ('spec.replicas', 5, 1)
-    """
-    if isinstance(before, dict) and isinstance(after, dict):
-        for name in sorted(before.keys() | after.keys()):
-            below = f"{path}.{name}" if path else name
-            if below not in _NOT_COMPARED:
-                found = first_difference(before.get(name), after.get(name), below)
-                if found is not None:
-                    return found
-        return None
-    if isinstance(before, list) and isinstance(after, list):
-        for index, (one, other) in enumerate(zip_longest(before, after)):
-            if (found := first_difference(one, other, f"{path}[{index}]")) is not None:
-                return found
-        return None
-    return None if before == after else (path, before, after)
-
-
-_NOT_COMPARED: Final = frozenset(
-    ("status", "metadata.generation", "metadata.resourceVersion", "metadata.managedFields")
-)
 
 
 def _shown(value: Any) -> str:
@@ -303,31 +335,6 @@ def _shown(value: Any) -> str:
 
 def _key(obj: Object) -> tuple[str, str]:
     return obj["kind"], obj["metadata"]["name"]
-
-
-def _rendered(obj: Object) -> str:
-    """The hash of an object as rendered, from its annotation; an object without one is compared by all annotations."""
-    annotations = obj["metadata"].get("annotations") or {}
-    ours = sorted((name, text) for name, text in annotations.items() if name.startswith(f"{GROUP}/"))
-    return str(annotations.get(RENDERED_HASH) or ours)
-
-
-def _is_untouched(wanted: Object, live: Object) -> bool:
-    """Whether an object is as an earlier process applied it, by what it says itself: who wrote it since, and, as the removal
-    of a field leaves no trace there, whether every field that we set is still there."""
-    return not other_writers(live["metadata"].get("managedFields") or ()) and _has_all(wanted, live)
-
-
-def _has_all(wanted: Any, live: Any) -> bool:
-    """Whether ``live`` has a value wherever ``wanted`` has one that the API server keeps; values are not compared."""
-    if isinstance(wanted, dict) and isinstance(live, dict):
-        return all(_has_all(value, live.get(name)) for name, value in wanted.items() if value)
-    if isinstance(wanted, list) and isinstance(live, list):
-        named = {item["name"]: item for item in live if isinstance(item, dict) and "name" in item}
-        if all(isinstance(item, dict) and "name" in item for item in wanted):
-            return all(_has_all(item, named.get(item["name"])) for item in wanted)
-        return len(live) >= len(wanted)
-    return live is not None
 
 
 def _labels_of(name: str, context: RunContext) -> dict[str, str]:
@@ -346,3 +353,70 @@ def _labels_of(name: str, context: RunContext) -> dict[str, str]:
 def _is_labelled(pod: Object, context: RunContext) -> bool:
     """Whether the coordinator's StatefulSet still finds the pod."""
     return context.owns(pod) and label(pod, COMPONENT) == Role.COORDINATOR
+
+
+def _to_be_drained(context: RunContext) -> list[tuple[str, str]]:
+    """(kind, name) of what should work in a run that is to be suspended or deleted and has not begun to drain."""
+    memory, names = context.memory, Names(context.name)
+    asked = context.deleted or context.obj["spec"].get("suspend") is True
+    done = memory.rest is not Suspension.NO or memory.drain_since is not None or memory.outcome
+    if not asked or done:
+        return []
+    found = [("Job", names.prepare)] if context.before.phase is Phase.PREPARING else []
+    if memory.attempt > 0:
+        found += [("Deployment", names.generator), ("StatefulSet", names.coordinator)]
+        found += [("Job", names.trainer_job(memory.attempt))]
+    return found
+
+
+def pinned(context: RunContext, named: ImagesSpec, images: Images) -> Images:
+    """``images``, but for roles that run already: an upgrade of the operator does not mix versions in a run that is
+    under way. A run that was suspended gets the new ones.
+
+    named: the run's own images, which win. The annotation of each workload has the image that it would have without them:
+    a role whose image is no longer named goes back to that one.
+    """
+    given: dict[str, str | None] = {
+        Role.PREPARE: named.trainer,
+        Role.TRAINER: named.trainer,
+        Role.GENERATOR: named.generator,
+        Role.COORDINATOR: named.coordinator,
+    }
+    live: dict[str, str] = {}
+    for (kind, _), obj in context.objects.items():
+        if kind in WORKLOADS and context.owns(obj) and not is_deleted(obj):
+            role = label(obj, COMPONENT)
+            own = (obj["metadata"].get("annotations") or {}).get(IMAGE)
+            if own is None and given.get(role) is None:  # made by a release that had no such annotation
+                own = obj["spec"]["template"]["spec"]["containers"][0]["image"]
+            if own is not None:
+                live[role] = own
+    return Images(
+        trainer=live.get(Role.TRAINER, live.get(Role.PREPARE, images.trainer)),
+        generator=live.get(Role.GENERATOR, images.generator),
+        coordinator=live.get(Role.COORDINATOR, images.coordinator),
+        pull_policy=images.pull_policy,
+    )
+
+
+def fingerprint(context: RunContext, desired: Desired, images: Images) -> int | None:
+    """Hash of all that a run's objects are rendered from and of what they hold: while it is the same, applying them would
+    change nothing. None while an object is being deleted.
+
+    Pods and statuses are not rendered. Of a Job, which cannot be changed, only its uid and its labels count. The curve is
+    compared at every reconcile.
+    """
+    curve = ("ConfigMap", Names(context.name).curve)
+    there: list[tuple[str, str, int]] = []
+    for (kind, name), obj in context.objects.items():
+        if kind == "Pod" or (kind, name) == curve:
+            continue
+        if is_deleted(obj):
+            return None
+        metadata = obj["metadata"]
+        job = (metadata["uid"], tuple(sorted((metadata.get("labels") or {}).items())))
+        there.append((kind, name, hash(job) if kind == "Job" else content_hash(obj)))
+    there.sort()
+    labels = tuple(sorted(context.run.metadata.labels.items()))
+    inputs = (context.generation, labels, desired, images, context.decision.frozen, context.deleted)
+    return hash((inputs, tuple(there)))

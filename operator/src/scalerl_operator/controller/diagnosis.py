@@ -1,25 +1,29 @@
-"""Explains pods that were not created or did not start, from Events."""
+"""Explains pods that were not created or did not start, from Events, and runs whose queue does not exist."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Final
 
-from scalerl_api.conditions import Reason
-from scalerl_operator.controller.message_patterns import claim_problem, creation_problem, mount_problem
-from scalerl_operator.controller.observe import Problem, RunObservation, label, seconds
+from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_operator.controller.observe import label, seconds
 from scalerl_operator.controller.run_context import CLAIM, RunContext, is_deleted
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.client import KubeApi
-from scalerl_operator.kube.types import Desired, Object
-from scalerl_operator.names import COMPONENT, Names
+from scalerl_operator.kube.types import Object
+from scalerl_operator.names import COMPONENT, QUEUE, Names
 from scalerl_operator.policy.decision import JobState
+from scalerl_operator.policy.problems import Problem, claim_problem, creation_problem, mount_problem
 from scalerl_operator.workloads import Role
 
 SILENT_SECONDS: Final = 10.0
 """Age of an object without pods, or of a pod that does not start, from which its Events are read."""
 ASK_SECONDS: Final = 15.0
 """Between two requests for the Events of one run."""
+START_CHECK_SECONDS: Final = (15.0, 300.0)
+"""First and longest wait between two reconciles of a run whose pods are to start."""
+ASK_QUEUE_SECONDS: Final = 30.0
+"""Between two requests for the queue of one run."""
 RECENT_SECONDS: Final = 300.0
 """An older Event may be out of date: controllers repeat the Event while the cause lasts."""
 _MAKING: Final = ("FailedCreate",)
@@ -27,16 +31,15 @@ _BEGINNING: Final = ("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBo
 _BINDING: Final = ("ProvisioningFailed", "FailedBinding")
 _PROBLEM: Final = {_MAKING: creation_problem, _BEGINNING: mount_problem, _BINDING: claim_problem}
 """By the reasons of the Events: how their message is classified."""
+_BEFORE_THE_END: Final = (Phase.PENDING, Phase.PREPARING, Phase.RUNNING)
 
 
-async def diagnose(
-    api: KubeApi, context: RunContext, observed: RunObservation, desired: Desired
-) -> Problem | None:
+async def diagnose(api: KubeApi, context: RunContext) -> Problem | None:
     """Why a pod that should exist does not, or does not start, from the Events of one object: of many pods that wait, the
     others wait for the same. Asks at most every :data:`ASK_SECONDS` for one run.
     """
     asked, problem = context.state.events_asked
-    silent = _silent(context, observed, desired)
+    silent = _silent(context)
     if silent is None:
         context.state.events_asked = (0.0, None)
         return None
@@ -53,17 +56,28 @@ async def diagnose(
     return problem
 
 
-def _silent(
-    context: RunContext, observed: RunObservation, desired: Desired
-) -> tuple[str, str, tuple[str, ...]] | None:
+def next_start_check(context: RunContext) -> float | None:
+    """Seconds to the next read of Events: only they say why a pod is not created, or is scheduled and does not start. All else
+    wakes the run. The longer a start takes, the rarer."""
+    observed = context.observed
+    preparing = context.decision.prepare and observed.prepare.state is not JobState.COMPLETE
+    unmade = preparing and not observed.of(Role.PREPARE)
+    if not unmade and not any(pod.creating and not pod.leaving for pod in observed.pods):
+        return None
+    first, longest = START_CHECK_SECONDS
+    return min(max(first, (context.unix_seconds - seconds(context.before.start_time)) / 2), longest)
+
+
+def _silent(context: RunContext) -> tuple[str, str, tuple[str, ...]] | None:
     """The first object that has come to nothing: its name, its uid, and which events of it would say why."""
+    observed = context.observed
     for (kind, name), obj in context.objects.items():
         role = label(obj, COMPONENT)
         old = context.unix_seconds - seconds(obj["metadata"].get("creationTimestamp")) > SILENT_SECONDS
         if not old or is_deleted(obj) or any(p.role == role for p in observed.pods):
             continue
         job = observed.trainer if role == Role.TRAINER else observed.prepare
-        wanted = kind == "StatefulSet" and desired.coordinator
+        wanted = kind == "StatefulSet" and context.decision.coordinator
         if wanted or (kind == "Job" and job.state is JobState.ACTIVE and not job.held):
             return f"{kind} {name}", obj["metadata"]["uid"], _MAKING
     for pod in observed.pods:
@@ -88,3 +102,27 @@ async def _last_event(api: KubeApi, context: RunContext, uid: str, reasons: Sequ
 
 def _is_recent(event: Object, now: float) -> bool:
     return now - seconds(event.get("lastTimestamp") or event.get("eventTime")) < RECENT_SECONDS
+
+
+async def queue_problem(api: KubeApi, context: RunContext) -> str:
+    """Why the LocalQueue (Kueue) of the run's label does not hold it; empty where one has admitted it, where it exists, and where the operator may not read it.
+
+    Asks at most every :data:`ASK_QUEUE_SECONDS` for one run.
+
+    Raises:
+        ApiError: the API server did not answer.
+    """
+    queue, admitted = label(context.obj, QUEUE), context.before.condition(ConditionType.ADMITTED)
+    known = admitted is not None and admitted.status == "True" and admitted.reason != Reason.NO_QUEUE
+    if not queue or known or context.decision.phase not in _BEFORE_THE_END:
+        return ""
+    asked, problem = context.state.queue_asked
+    if 0 <= context.unix_seconds - asked < ASK_QUEUE_SECONDS:
+        return problem
+    try:
+        found = await api.get("LocalQueue", context.namespace, queue)
+    except errors.Forbidden:
+        found = {}  # by a role that is not the chart's
+    problem = "" if found is not None else f"no LocalQueue {queue} in the namespace {context.namespace}"
+    context.state.queue_asked = (context.unix_seconds, problem)
+    return problem

@@ -14,7 +14,7 @@ from scalerl_api.load import accepted_run
 from scalerl_api.spec import RunSpec
 from scalerl_operator.autoscaling.history import MOST_EXAMINED, consider, words
 from scalerl_operator.build.curve import KEY
-from scalerl_operator.controller.accepted_spec import with_spec
+from scalerl_operator.controller.accept import with_spec
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import RUN_UID, Names

@@ -7,16 +7,16 @@ constant of :mod:`scalerl_api.conditions` and the cluster's own words.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Final
 
 from scalerl_api.conditions import Reason
 from scalerl_api.process import BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE, STEPS_LOST_EXIT_CODE
-from scalerl_operator.controller.message_patterns import creation_problem, placing_problem
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import ATTEMPT, COMPONENT, RUN_UID, SPEC_HASH
 from scalerl_operator.policy.decision import Ended, Job, JobState, Service
+from scalerl_operator.policy.problems import Problem, creation_problem, placing_problem
 from scalerl_operator.workloads import Role
 
 JOB_NAME: Final = "batch.kubernetes.io/job-name"
@@ -50,14 +50,6 @@ _DISRUPTION: Final = "DisruptionTarget"
 
 
 @dataclass(frozen=True)
-class Problem:
-    """Why something is not as it should be, with the cluster's message."""
-
-    reason: Reason
-    message: str
-
-
-@dataclass(frozen=True)
 class PodView:
     """One pod. over: all its containers have ended. restarts: of its worst container, in quick succession.
     ends: of containers that are over, not with 0. creating: scheduled, but its containers are not there yet: only events say
@@ -87,17 +79,14 @@ class PodView:
 
 @dataclass(frozen=True)
 class RunObservation:
-    """A run's objects, read. serving: coordinator or generators have been made. foreign: of the names that the run needs,
-    those that are another's.
-    """
+    """A run's objects, read. serving: coordinator or generators have been made. replica_failures: by role, why a Deployment
+    cannot make its pods."""
 
-    pods: tuple[PodView, ...]
-    prepare: Job
-    trainer: Job
-    trainer_wanted: int
-    serving: bool
-    foreign: tuple[str, ...]
-    replica_failures: Mapping[str, str]
+    pods: tuple[PodView, ...] = ()
+    prepare: Job = field(default_factory=Job)
+    trainer: Job = field(default_factory=Job)
+    serving: bool = False
+    replica_failures: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, role: Role) -> tuple[PodView, ...]:
         """The pods of a role that are to stay."""
@@ -149,11 +138,7 @@ def observe(
         pods=pods,
         prepare=_job(preparing[0], pods, hashes[Role.PREPARE]) if preparing else Job(),
         trainer=_job(trainer, pods, hashes[Role.TRAINER]) if trainer is not None else Job(),
-        trainer_wanted=int(trainer["spec"].get("parallelism", 0)) if trainer is not None else 0,
         serving=any(kind in ("StatefulSet", "Deployment") for kind, _ in mine),
-        foreign=tuple(
-            f"{kind} {name}" for (kind, name) in objects if (kind, name) not in mine and kind != "Pod"
-        ),
         replica_failures=_replica_failures(mine.values()),
     )
 

@@ -1,15 +1,141 @@
-"""What it means for a run that the API server refused an object, or that another's object has its name. Pure."""
+"""What the API server refuses of a run's objects, in terms of the run's spec; tried before anything of the run is created.
+
+The API server refuses ``spec.template.spec.volumes[5]``; what the user can change is ``spec.podTemplate.volumes[0]``.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
 from scalerl_api.conditions import Reason
-from scalerl_api.spec import KIND
-from scalerl_operator.controller.message_patterns import creation_problem
-from scalerl_operator.controller.observe import Problem
-from scalerl_operator.controller.run_context import CLAIM, RunContext, is_deleted
-from scalerl_operator.controller.spec_fields import in_terms_of_the_spec
+from scalerl_api.spec import KIND, ScaleRLRun
+from scalerl_api.spec_warnings import past_deadline
+from scalerl_operator.build import names_of, raw_hash
+from scalerl_operator.controller.observe import seconds
+from scalerl_operator.controller.run_context import CLAIM, WORKLOADS, RunContext, is_deleted
 from scalerl_operator.kube import errors
+from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.types import Object
+from scalerl_operator.names import COMPONENT
+from scalerl_operator.policy.problems import Problem, creation_problem
+from scalerl_operator.workloads import Role
+
+TRIED_SECONDS: Final = 60.0
+"""For so long a dry run that succeeded stands for other runs with the same pods."""
+
+_TEMPLATE: Final = "spec.template."
+_IN_TEXT: Final = re.compile(r"\bspec\.template\.[\w.\[\]/-]*\w\]?")
+_ENTRY: Final = re.compile(r"(?P<list>\w+)\[(?P<index>\d+)\](?P<rest>.*)", re.DOTALL)
+_MEMBER: Final[Mapping[str, str]] = {
+    Role.COORDINATOR: "coordinator",
+    Role.GENERATOR: "generator",
+    Role.TRAINER: "trainer",
+    Role.PREPARE: "trainer",
+}
+"""The part of the spec with the podTemplate and the image of each role."""
+_KEYS: Final = {"env": "name", "volumes": "name", "volumeMounts": "mountPath"}
+"""What tells the entries of a list apart; those of other lists are compared whole."""
+_VALUES: Final = (
+    # Of some lists the API server does not say which entry it means.
+    *_KEYS,
+    "affinity",
+    "nodeSelector",
+    "runtimeClassName",
+    "priorityClassName",
+    "labels",
+    "annotations",
+)
+
+
+class Preflight:
+    """Checks runs of which nothing exists yet. namespaced: the operator's role lets it read nothing of the cluster's."""
+
+    def __init__(self, api: KubeApi, *, namespaced: bool = False) -> None:
+        self._api = api
+        self._namespaced = namespaced
+        self._tried: dict[tuple[str, str], float] = {}
+        """By namespace and :func:`raw_hash`: when such pods last passed a dry run."""
+
+    async def check(self, context: RunContext, render_all: Callable[[], Sequence[Object]]) -> Problem | None:
+        """The first thing that keeps a run of which there is nothing yet from being started.
+
+        render_all: gives all objects that the run will ever have. A run with Kubernetes fields of its own (podTemplate) has
+        those with pods dry-run: the generators' would else be refused only after an hour of preparation.
+        """
+        begun = any(kind in WORKLOADS and context.owns(obj) for (kind, _), obj in context.objects.items())
+        if context.before.start_time is not None or begun:
+            return None
+        run, created = context.run, seconds(context.obj["metadata"].get("creationTimestamp"))
+        if (late := past_deadline(run.spec, created)) is not None:
+            return Problem(Reason.DEADLINE_PASSED, str(late))
+        problem = await self._check_storage(context)
+        for kind, name in names_of(run):
+            problem = problem or await self._check_name(kind, name, context)
+        if problem is not None or not _has_raw_parts(run):
+            return problem
+        return await self._dry_run(context, render_all)
+
+    def forget_namespace(self, namespace: str) -> None:
+        """What passed a dry run in a namespace may be refused by now."""
+        self._tried = {at: when for at, when in self._tried.items() if at[0] != namespace}
+
+    async def _check_storage(self, context: RunContext) -> Problem | None:
+        storage = context.run.spec.storage
+        claim, storage_class = storage.claim_name, storage.storage_class_name
+        if claim is not None:
+            if await self._api.get(CLAIM, context.namespace, claim) is None:
+                return Problem(Reason.CLAIM_NOT_FOUND, f"spec.storage.claimName: {claim} does not exist")
+        elif storage_class is not None and not self._namespaced:
+            try:
+                found = await self._api.get("StorageClass", None, storage_class)
+            except errors.Forbidden:
+                found = {}  # by a role that is not the chart's; the claim's events will say
+            if found is None:
+                message = f"spec.storage.storageClassName: {storage_class} does not exist"
+                return Problem(Reason.STORAGE_CLASS_NOT_FOUND, message)
+        return None
+
+    async def _check_name(self, kind: str, name: str, context: RunContext) -> Problem | None:
+        live = context.objects.get((kind, name))
+        if live is None:
+            # A cached answer will do: nothing is ever written over an object that was created since.
+            live = await self._api.get(kind, context.namespace, name, recent=True)
+            if live is not None and not context.owns(live):
+                live = await self._api.get(kind, context.namespace, name)  # it may be gone since
+        return None if live is None else name_taken(live, context)
+
+    async def _dry_run(
+        self, context: RunContext, render_all: Callable[[], Sequence[Object]]
+    ) -> Problem | None:
+        """Whether the API server accepts the run's pods. Of a thousand runs with the same pods one is tried."""
+        tried, now = (context.namespace, raw_hash(context.run)), context.unix_seconds
+        self._tried = {at: when for at, when in self._tried.items() if 0 <= now - when < TRIED_SECONDS}
+        if tried in self._tried:
+            return None
+        for obj in render_all():
+            if obj["kind"] not in WORKLOADS:
+                continue
+            try:
+                await self._api.create(obj, dry_run=True)
+            except errors.AlreadyExists:
+                pass  # its name was checked
+            except (errors.Invalid, errors.Forbidden) as error:
+                return refused(error, obj, context)
+        self._tried[tried] = now
+        return None
+
+
+def _has_raw_parts(run: ScaleRLRun) -> bool:
+    spec = run.spec
+    templates = (
+        spec.pod_template,
+        spec.coordinator.pod_template,
+        spec.generator.pod_template,
+        spec.trainer.pod_template,
+    )
+    return any(t is not None and t.model_dump(exclude_defaults=True) for t in templates)
 
 
 def name_taken(live: Object, context: RunContext) -> Problem | None:
@@ -36,5 +162,63 @@ def refused(error: errors.ApiError, obj: Object, context: RunContext) -> Problem
     if isinstance(error, errors.Forbidden) and "cannot" in error.message and "User" in error.message:
         return Problem(Reason.FORBIDDEN, f"{what}: {error.message}")
     return Problem(
-        creation_problem(error.message), f"{what}: {in_terms_of_the_spec(error, obj, context.run)}"
+        creation_problem(error.message), f"{what}: {in_terms_of_the_spec(error, obj, context.obj)}"
     )
+
+
+def in_terms_of_the_spec(error: errors.ApiError, obj: Object, run: Object) -> str:
+    """The message of ``error``, which refused ``obj``, with the fields of ``run`` in place of those of ``obj``.
+
+    A field that no podTemplate has, because the operator itself writes it, keeps its name. What is said of several
+    containers and comes from one field is said once.
+    """
+    if "template" not in obj.get("spec", {}):
+        return error.message
+    said = [f"{spec_field(c.field, obj, run)}: {c.message}" for c in error.causes if c.field]
+    if said:
+        return "; ".join(dict.fromkeys(said))
+    return _IN_TEXT.sub(lambda match: spec_field(match[0], obj, run), error.message)
+
+
+def spec_field(path: str, obj: Object, run: Object) -> str:
+    """The path in ``run`` of what stands at ``path`` in ``obj``; ``path`` where the run does not have it."""
+    member = _MEMBER.get(obj["metadata"].get("labels", {}).get(COMPONENT, ""))
+    if member is None or not path.startswith(_TEMPLATE):
+        return path
+    below = path.removeprefix(_TEMPLATE).removeprefix("metadata.").removeprefix("spec.")
+    part: Any = obj["spec"]["template"]["spec"]
+    found = _ENTRY.match(below)
+    if found is not None and found["list"] == "containers" and found["rest"].startswith("."):
+        containers = part["containers"]
+        part, below = containers[int(found["index"]) % len(containers)], found["rest"][1:]
+        if below == "image":
+            return f"spec.images.{member}"
+        found = _ENTRY.match(below)
+    spec = run["spec"]
+    templates = {
+        f"spec.{member}.podTemplate": (spec.get(member) or {}).get("podTemplate") or {},
+        "spec.podTemplate": spec.get("podTemplate") or {},
+    }
+    for base, template in templates.items():
+        if found is not None:
+            index = _index(template.get(found["list"]) or (), part.get(found["list"]) or (), found)
+            if index is not None:
+                return f"{base}.{found['list']}[{index}]{found['rest']}"
+        elif below.startswith("resources."):
+            kind = re.split(r"[.\[]", below)[1]
+            if (template.get("resources") or {}).get(kind):
+                return f"{base}.{below}"
+        elif re.split(r"[.\[]", below)[0] in _VALUES and template.get(re.split(r"[.\[]", below)[0]):
+            return f"{base}.{below}"
+    return path
+
+
+def _index(given: Sequence[Any], rendered: Sequence[Any], found: re.Match[str]) -> int | None:
+    """Where the rendered entry stands in the user's list."""
+    if int(found["index"]) >= len(rendered):
+        return None
+    entry, key = rendered[int(found["index"])], _KEYS.get(found["list"])
+    for index, other in enumerate(given):
+        if other == entry if key is None else other.get(key) == entry.get(key):
+            return index
+    return None

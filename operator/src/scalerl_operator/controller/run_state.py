@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from scalerl_operator.controller.autoscaler import ClusterAutoscaler
-from scalerl_operator.controller.observe import Problem
-from scalerl_operator.kube.types import Object
+from scalerl_operator.kube.types import Key, Object
+from scalerl_operator.policy.problems import Problem
 from scalerl_operator.workloads import Role
 
 REPAIR_SECONDS: Final = 2.0
@@ -93,3 +94,41 @@ class RunState:
 
 def _is_recent(repair: Repair, now: float) -> bool:
     return now - repair.last <= 2 * LONGEST_REPAIR_SECONDS
+
+
+class KnownRuns:
+    """The state of each run by its uid, and which run has which name now. forget: called with the uid of a run that is gone."""
+
+    def __init__(self, forget: Callable[[str], Awaitable[None]]) -> None:
+        self._forget = forget
+        self._uids: dict[Key, str] = {}
+        self._keys: dict[str, Key] = {}
+        self._states: dict[str, RunState] = {}
+
+    def key(self, uid: str) -> Key | None:
+        """The run with that uid."""
+        return self._keys.get(uid)
+
+    async def state(self, key: Key, uid: str | None) -> RunState | None:
+        """The state of the run that has the name now; None where there is none. One that had it before is forgotten."""
+        before = self._uids.get(key)
+        if before is not None and before != uid:
+            await self.forget(before)
+        if uid is None:
+            return None
+        self._uids[key], self._keys[uid] = uid, key
+        return self._states.setdefault(uid, RunState())
+
+    async def forget(self, uid: str) -> None:
+        """Forgets a run for which nothing is left to do; it may exist for long, held by another's finalizer."""
+        key = self._keys.pop(uid, None)
+        if key is not None and self._uids.get(key) == uid:
+            del self._uids[key]
+        state = self._states.pop(uid, None)
+        if state is not None and state.autoscaler is not None:
+            state.autoscaler.close()
+        await self._forget(uid)
+
+    async def forget_all(self) -> None:
+        for uid in list(self._states):
+            await self.forget(uid)

@@ -1,67 +1,105 @@
-"""The run's claim: whether it is being deleted, or is gone with the steps that the run has trained.
+"""The run's claim: its size, and whether it is being deleted, or is gone with the steps that the run has trained.
 
 A claim cannot be un-deleted, and one that the operator made anew would be empty. So the operator makes a claim only for a
 run without steps; another that has lost its claim is held until somebody restores the claim or gives the steps up.
+
+The size grows with ``spec.storage.size``, or by hand, and never shrinks. Whether it can grow is for the StorageClass to
+say; a refusal keeps nothing else of the run from being applied.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+import copy
+from typing import TYPE_CHECKING, Any, Final
 
 from scalerl_api.conditions import Reason
-from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import ExportsStatus, RunStatus, TroubleStatus
-from scalerl_operator.controller.observe import Problem
+from scalerl_operator.build.quantities import value
+from scalerl_operator.controller.observe import RunObservation
 from scalerl_operator.controller.run_context import CLAIM, RunContext, is_deleted
 from scalerl_operator.kube.client import KubeApi
+from scalerl_operator.kube.errors import ApiError
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import ABANDON, RUN, RUN_UID, Names, label_value
+from scalerl_operator.policy.decision import JobState
+from scalerl_operator.policy.problems import Problem
+from scalerl_operator.workloads import Role
+
+if TYPE_CHECKING:
+    from scalerl_operator.controller.run_object import RunObject
 
 ASK_SECONDS: Final = 30.0
 """Between two questions for a claim that the run only names: it has no label by which it would be watched."""
+RETRY_SECONDS: Final = 300.0
+"""After a size was refused: the StorageClass may allow it by now."""
+_RESIZE_FAILED: Final = ("ControllerResizeError", "NodeResizeError")
+"""Conditions of a claim whose storage could not be enlarged."""
 
 
-@dataclass(frozen=True)
-class Volume:
-    """problem: what is wrong with the claim; None: nothing. gone: no pod may start on it, for it holds none of the run's
-    steps, or will not for long."""
+async def check_volume(api: KubeApi, runs: RunObject, context: RunContext) -> None:
+    """Notes in ``context`` what is wrong with the claim, and whether pods may start on it. The steps that somebody has given
+    up are removed from the run's status."""
+    context.trained = context.steps > 0
+    empty, mounted = _found_empty(context), may_have_mounted(context.observed)
+    # That its trainer gives up on an empty volume is no end of a run.
+    outcome = context.memory.outcome if empty else context.decision.memory.outcome
+    if context.deleted or outcome is not None:
+        return
+    problem, gone = await _claim_problem(api, context, mounted=mounted, empty=empty)
+    abandoned = context.annotation(ABANDON) == str(context.steps)
+    if gone and abandoned and (empty or not mounted):
+        text = f"{context.steps} steps are given up: {ABANDON}"
+        await runs.write(context, without_steps(context.before), at_once=True)
+        await api.event(context.obj, "Warning", Reason.STEPS_ABANDONED, text)
+        context.before, context.trained = RunStatus.read(context.obj.get("status")), False
+        problem, gone = await _claim_problem(api, context, mounted=False, empty=False)
+    context.volume, context.claim_gone = problem, gone
+    decision = context.decision
+    starts = decision.prepare or decision.coordinator or decision.generators or decision.trainer is not None
+    # What drains is to save what it has, wherever it can.
+    if gone and starts and ((empty and not decision.frozen) or not mounted):
+        context.not_started = problem
 
-    problem: Problem | None = None
-    gone: bool = False
+
+def may_have_mounted(observed: RunObservation) -> bool:
+    """Whether pods of the run may have its volume mounted, and save to it."""
+    trainer = observed.trainer
+    in_queue = trainer.held and not trainer.ending
+    return observed.serving or (trainer.state in (JobState.ACTIVE, JobState.LEAVING) and not in_queue)
 
 
-async def observe_volume(
-    api: KubeApi, run: ScaleRLRun, context: RunContext, steps: int, *, mounted: bool, empty: bool = False
-) -> Volume:
-    """The state of the run's claim.
+def _found_empty(context: RunContext) -> bool:
+    """Whether the coordinator found none of the run's steps on the volume."""
+    return any(pod.steps_lost for pod in context.observed.of(Role.COORDINATOR))
 
-    steps: trained so far. mounted: pods of the run may still have the volume mounted. empty: the coordinator found none of
-    the steps on it.
-    """
-    named = run.spec.storage.claim_name
+
+async def _claim_problem(
+    api: KubeApi, context: RunContext, *, mounted: bool, empty: bool
+) -> tuple[Problem | None, bool]:
+    """What is wrong with the claim, and whether no pod may start on it."""
+    named, steps = context.run.spec.storage.claim_name, context.steps
     name = named or Names(context.name).claim
     live = context.objects.get((CLAIM, name)) if named is None else None
     labels = f"{RUN}={label_value(context.name)} {RUN_UID}={context.uid}" if named is None else ""
     if live is None and steps:
         live = await _get_claim(api, context, name, cached=mounted and named is not None)
     if live is None:
-        return Volume(_lost(name, steps, "does not exist", labels), gone=True) if steps else Volume()
+        return (_lost(name, steps, "does not exist", labels), True) if steps else (None, False)
     if named is None and not context.owns(live):
         if not steps:
-            return Volume()  # the name is taken, as of any object
+            return None, False  # the name is taken, as of any object
         how = f"is not known as this run's (if it is: kubectl label pvc {name} --overwrite {labels})"
-        return Volume(_lost(name, steps, how), gone=True)
+        return _lost(name, steps, how), True
     if (live.get("status") or {}).get("phase") == "Lost" and steps:
-        return Volume(_lost(name, steps, "has lost its volume", labels), gone=True)
+        return _lost(name, steps, "has lost its volume", labels), True
     if steps and empty:
-        return Volume(_lost(name, steps, "holds neither journal nor checkpoint of the run"), gone=True)
+        return _lost(name, steps, "holds neither journal nor checkpoint of the run"), True
     if not is_deleted(live):
-        return Volume()
+        return None, False
     if steps and not mounted:
-        return Volume(_lost(name, steps, "is being deleted", labels), gone=True)
-    said = f"PersistentVolumeClaim {name} is being deleted; it and its data go with the last pod that has it mounted"
-    return Volume(Problem(Reason.CLAIM_DELETED, said))
+        return _lost(name, steps, "is being deleted", labels), True
+    text = f"PersistentVolumeClaim {name} is being deleted; it and its data go with the last pod that has it mounted"
+    return Problem(Reason.CLAIM_DELETED, text), False
 
 
 async def _get_claim(api: KubeApi, context: RunContext, name: str, *, cached: bool) -> Object | None:
@@ -74,26 +112,62 @@ async def _get_claim(api: KubeApi, context: RunContext, name: str, *, cached: bo
 
 def _lost(name: str, steps: int, how: str, labels: str = "") -> Problem:
     """``labels``: of the claim that is to take its place; empty where it needs none."""
-    said = f"PersistentVolumeClaim {name} {how}; the run has trained {steps} steps and does not start on an empty volume"
+    text = f"PersistentVolumeClaim {name} {how}; the run has trained {steps} steps and does not start on an empty volume"
     if labels:
-        said += f"; the claim restored in its place needs the labels {labels}"
-    return Problem(Reason.CLAIM_LOST, said)
-
-
-def abandons(context: RunContext, steps: int) -> bool:
-    """Whether somebody has given up exactly these steps."""
-    return (context.run["metadata"].get("annotations") or {}).get(ABANDON) == str(steps)
+        text += f"; the claim restored in its place needs the labels {labels}"
+    return Problem(Reason.CLAIM_LOST, text)
 
 
 def without_steps(status: RunStatus) -> RunStatus:
     """The status of a run that begins again at step 0."""
-    none = {
-        "step": None,
-        "last_step_time": None,
-        "reward": None,
-        "points": 0,
-        "forecast": None,
-        "decision": None,
-    }
-    empty = {"decisions": [], "exports": ExportsStatus(), "trouble": TroubleStatus()}
+    none = dict.fromkeys(("step", "last_step_time", "reward", "forecast", "decision"))
+    empty = {"points": 0, "decisions": [], "exports": ExportsStatus(), "trouble": TroubleStatus()}
     return status.model_copy(update={**none, **empty})
+
+
+# --- size ---------------------------------------------------------------------------------------
+
+
+def _size(claim: Object) -> Any:
+    return claim["spec"]["resources"]["requests"]["storage"]
+
+
+def never_smaller(wanted: Object, live: Object) -> Object:
+    """The claim as it is wanted, and as large as it is if that is more."""
+    if value(str(_size(live))) <= value(str(_size(wanted))):
+        return wanted
+    wanted = copy.deepcopy(wanted)
+    wanted["spec"]["resources"]["requests"]["storage"] = _size(live)
+    return wanted
+
+
+def size_problem(context: RunContext) -> Problem | None:
+    """Why the run's claim is smaller than wanted: the API server refused the size, or the storage could not be enlarged."""
+    if context.state.size_refused is not None:
+        return context.state.size_refused[2]
+    claim = context.objects.get((CLAIM, Names(context.name).claim)) or {}
+    for condition in (claim.get("status") or {}).get("conditions") or ():
+        if condition["type"] in _RESIZE_FAILED and condition["status"] == "True":
+            name, why = claim["metadata"]["name"], condition.get("message") or condition["type"]
+            return Problem(Reason.CLAIM_NOT_ENLARGED, f"PersistentVolumeClaim {name}: {why}")
+    return None
+
+
+def was_refused(context: RunContext, wanted: Object, live: Object) -> bool:
+    """Whether the API server refused this size of the claim a short while ago."""
+    size, at, _ = context.state.size_refused or (None, 0.0, None)
+    if size == _size(wanted) and size != _size(live) and 0 <= context.unix_seconds - at < RETRY_SECONDS:
+        return True
+    context.state.size_refused = None
+    return False
+
+
+def note_refusal(context: RunContext, wanted: Object, live: Object, error: ApiError) -> bool:
+    """Notes that the API server refused the claim; False if it was not asked for another size."""
+    if _size(wanted) == _size(live):
+        return False
+    name = wanted["metadata"]["name"]
+    text = f"PersistentVolumeClaim {name} stays at {_size(live)}, spec.storage.size is {_size(wanted)}: {error.message}"
+    problem = Problem(Reason.CLAIM_NOT_ENLARGED, text)
+    context.state.size_refused = (_size(wanted), context.unix_seconds, problem)
+    return True

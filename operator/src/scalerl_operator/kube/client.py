@@ -229,7 +229,7 @@ class KubeApi:
             raise errors.Conflict(error.message, code=409, reason="Conflict", what=error.what) from error
 
     async def create(self, obj: Object, *, dry_run: bool = False) -> Object:
-        """Create; :class:`~.errors.AlreadyExists` when the name is taken. See :mod:`.managed_fields` before it is applied.
+        """Create; :class:`~.errors.AlreadyExists` when the name is taken. See :mod:`.objects` before it is applied.
 
         An unknown field is an error (:class:`~.errors.Invalid`), never dropped.
         """

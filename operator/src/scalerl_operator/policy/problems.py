@@ -1,11 +1,12 @@
-"""Classifies messages of Kubernetes for which no field says the reason. Pure.
+"""What is wrong with a run or a pod; and the reason in messages of Kubernetes for which no field says it. Pure.
 
-They are read for the constant of :mod:`scalerl_api.conditions` only, which says what to do; people get the message whole.
+Messages are read for the constant of :mod:`scalerl_api.conditions` only, which says what to do; people get them whole.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Final
 
 from scalerl_api.conditions import Reason
@@ -14,6 +15,14 @@ _MISSING_CLAIM: Final = re.compile(r'persistentvolumeclaim "[^"]+" not found')
 _OF_VOLUMES: Final = ("volume", "free storage")
 _OF_ROOM: Final = ("insufficient ", "too many pods", "max volume count")
 """In the scheduler's message for what nodes lack."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why something is not as it should be, with the cluster's message."""
+
+    reason: Reason
+    message: str
 
 
 def creation_problem(message: str) -> Reason:

@@ -1,0 +1,115 @@
+"""Which spec of a run is carried out, and what to take over from the release before.
+
+While the present spec is invalid, the run continues with the one accepted before. That is kept in the run's status as it
+was written: an operator that starts later finds it, and nobody else writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any, Final
+
+from scalerl_api.conditions import ConditionType, Reason
+from scalerl_api.load import SpecError, accepted_run, run_from_object
+from scalerl_api.status import MAX_ACCEPTED_SPEC, RunStatus
+from scalerl_operator.build.shared import SPEC_HASH_VERSION, spec_hash
+from scalerl_operator.controller.observe import label
+from scalerl_operator.controller.run_context import RunContext, is_deleted
+from scalerl_operator.kube import errors
+from scalerl_operator.kube.cache import Cache
+from scalerl_operator.kube.client import KubeApi
+from scalerl_operator.kube.types import Object
+from scalerl_operator.names import COMPONENT, SCALED_BY, SPEC_HASH
+from scalerl_operator.policy.problems import Problem
+from scalerl_operator.workloads import Role
+
+log = logging.getLogger(__name__)
+
+_ROLES: Final = (Role.PREPARE, Role.TRAINER)
+
+
+def accept(context: RunContext) -> None:
+    """Reads the run's spec into ``context``; pure."""
+    try:
+        context.accepted, context.spec_text = run_from_object(context.obj), _text(context.obj)
+    except SpecError as error:
+        message = "; ".join(str(problem) for problem in error.problems)
+        context.spec_text = _accepted_before(context.obj, context.before)
+        if context.spec_text is not None:
+            message += "; the run continues with the spec accepted before"
+            context.accepted = accepted_run(with_spec(context.obj, context.spec_text))
+        context.invalid = Problem(Reason.SPEC_INVALID, message)
+
+
+def _text(run: Object) -> str | None:
+    """The spec as the status keeps it; None where it is too large for that."""
+    text = json.dumps(run["spec"], sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return text if len(text) <= MAX_ACCEPTED_SPEC else None
+
+
+def _accepted_before(run: Object, before: RunStatus) -> str | None:
+    """The spec accepted before, of a run whose present spec is invalid; None if none ever was.
+
+    An operator of an earlier release, with fewer rules or none that kept the spec, may have accepted the present one.
+    """
+    condition = before.condition(ConditionType.ACCEPTED)
+    if before.accepted_spec is None and condition is not None and condition.status == "True":
+        return _text(run) if condition.observed_generation == run["metadata"].get("generation") else None
+    return before.accepted_spec
+
+
+def with_spec(run: Object, text: str) -> Object:
+    """The run with that spec, and the present ``suspend``: a run can be suspended whatever else its spec says."""
+    spec: dict[str, Any] = json.loads(text)
+    suspend = run["spec"].get("suspend", False)
+    return {**run, "spec": {**spec, "suspend": suspend} if isinstance(suspend, bool) else spec}
+
+
+# --- the release before -------------------------------------------------------------------------
+
+
+async def adopt_spec_hashes(api: KubeApi, cache: Cache, context: RunContext) -> None:
+    """Annotates Jobs of another release with the hash of the spec accepted last, which they were made for; where none is
+    kept, of the present one.
+
+    Another release may have hashed other fields: its hash does not say whether the spec has changed, and a run must not
+    stop for it. Not in a run that is being drained: its Jobs are for an earlier spec already, or about to go.
+    """
+    if context.accepted is None or context.memory.drain_since is not None:
+        return
+    for key, job in list(context.objects.items()):
+        metadata, role = job["metadata"], label(job, COMPONENT)
+        known = (metadata.get("annotations") or {}).get(SPEC_HASH)
+        foreign = known is not None and not known.startswith(f"{SPEC_HASH_VERSION}-")
+        if key[0] != "Job" or not foreign or role not in _ROLES or not context.owns(job) or is_deleted(job):
+            continue
+        text = context.before.accepted_spec or json.dumps(context.obj["spec"])
+        annotations = {SPEC_HASH: spec_hash(accepted_run(with_spec(context.obj, text)), Role(role))}
+        patch = {"metadata": {"uid": metadata["uid"], "annotations": annotations}}
+        try:
+            job = await api.patch("Job", context.namespace, metadata["name"], patch)
+        except errors.NotFound:
+            continue
+        except (errors.Forbidden, errors.Invalid) as error:
+            log.warning("%s/%s: Job %s: %s", context.namespace, context.name, metadata["name"], error)
+            job = {
+                **job,
+                "metadata": {**metadata, "annotations": {**metadata["annotations"], **annotations}},
+            }
+        else:
+            cache.remember(job)
+        context.objects[key] = job
+
+
+def generators_of_earlier_release(context: RunContext) -> int | None:
+    """The number of generators that the autoscaler of the release before had chosen, which it kept in the status; None: there
+    is none, a person's number stood against it, or it is in the spec by now."""
+    if context.accepted is None or context.invalid is not None:
+        return None
+    spec, known = context.accepted.spec, context.before.generators
+    allowed, number, wanted = spec.autoscaling.generators, known.chosen, spec.generator.replicas
+    if spec.autoscaling.mode != "Auto" or allowed is None or number is None or known.base != wanted:
+        return None
+    number = min(max(number, allowed.min), allowed.max)
+    return None if number == wanted or context.annotation(SCALED_BY) is not None else number

@@ -1,0 +1,376 @@
+"""The conditions of a run, from what was observed and decided. Pure.
+
+:data:`CONDITIONS` is the table: each type with the function that says whether it is true, and why. A condition's time is
+when its ``status`` last changed. What nobody looks at while a run is at rest (its pods) is ``False``, with the reason why
+there are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Final
+
+from scalerl_api.conditions import NOTHING_TO_DO, ConditionType, Phase, Reason
+from scalerl_api.spec import ModelSpec
+from scalerl_api.spec_warnings import cluster_warnings_of, warnings_of
+from scalerl_api.status import Condition, TroubleStatus
+from scalerl_api.wire import BROKEN, FORECAST, Status
+from scalerl_operator.controller.observe import rfc3339, seconds
+from scalerl_operator.controller.run_context import RunContext
+from scalerl_operator.controller.volume import size_problem
+from scalerl_operator.names import QUEUE
+from scalerl_operator.policy.decision import End, JobState
+from scalerl_operator.policy.problems import Problem
+from scalerl_operator.workloads import Role
+
+STALLED_SECONDS: Final = 1800.0
+"""So long without a step, and Progressing is False."""
+QUIET_SECONDS: Final = 600.0
+"""So long without another skipped step, ungraded completion or slot given up, and a run is no longer degraded by those
+before."""
+_MESSAGE_CHARACTERS: Final = 2000
+_SUSPENDED_OR_ENDED: Final = frozenset({Phase.PENDING, Phase.SUSPENDED, Phase.COMPLETED, Phase.FAILED})
+_TRAINING: Final = (Phase.RUNNING, Phase.FINISHING)
+_WITHOUT_PODS: Final = {
+    Phase.SUSPENDED: Reason.RUN_SUSPENDED,
+    Phase.COMPLETED: Reason.RUN_COMPLETED,
+    Phase.FAILED: Reason.RUN_FAILED,
+}
+"""Why a run at rest has no pods; in any other phase they are yet to come."""
+_SUSPENDED_BY: Final = {FORECAST: Reason.SUSPENDED_BY_FORECAST, BROKEN: Reason.SUSPENDED_AS_BROKEN}
+
+Value = tuple[bool, Problem]
+"""Whether a condition is true, and why; without a message, the reason's text is it."""
+
+
+def conditions(context: RunContext) -> list[Condition]:
+    """All that is said of the run; of one that was never started and cannot be, only that, and whether it has ended."""
+    never = context.accepted is None or (
+        context.not_started is not None and context.before.start_time is None
+    )
+    types = [type_ for type_ in CONDITIONS if not never or type_ in _ALWAYS]
+    return [_condition(context, type_, *CONDITIONS[type_](context)) for type_ in types]
+
+
+def _condition(context: RunContext, type_: ConditionType, value: bool, why: Problem) -> Condition:
+    status, old = "True" if value else "False", context.before.condition(type_)
+    unchanged = old is not None and old.status == status
+    # Never nothing, so that `kubectl describe` says what is so, or what to do about it.
+    meaning = type_.text if value and why.reason.text == NOTHING_TO_DO else why.reason.text
+    return Condition(
+        type=type_.value,
+        status="True" if value else "False",
+        observed_generation=context.generation,
+        last_transition_time=old.last_transition_time
+        if old is not None and unchanged
+        else rfc3339(context.unix_seconds),
+        reason=why.reason.value,
+        message=(why.message or meaning)[:_MESSAGE_CHARACTERS],
+    )
+
+
+def _accepted(context: RunContext) -> Value:
+    """A run that was begun may be held later: its volume is lost."""
+    if (why := context.not_started or context.invalid) is not None:
+        return False, why
+    spec = context.run.spec
+    warnings = [*warnings_of(spec), *cluster_warnings_of(spec)]
+    if not warnings:
+        return True, Problem(Reason.ACCEPTED, "")
+    return True, Problem(Reason.ACCEPTED_WITH_WARNINGS, "; ".join(str(warning) for warning in warnings))
+
+
+def _admitted(context: RunContext) -> Value:
+    """True is only what a queue has said: of an attempt that is yet to be made it is what was true of the last."""
+    observed, queue = context.observed, context.run.metadata.labels.get(QUEUE)
+    if queue is None:
+        return True, Problem(Reason.NO_QUEUE, "")
+    if context.decision.phase is Phase.SUSPENDED:
+        return False, _without_pods(context)
+    if context.queue_missing:
+        return False, Problem(Reason.QUEUE_NOT_FOUND, context.queue_missing)
+    jobs = {Role.PREPARE: observed.prepare, Role.TRAINER: observed.trainer}
+    waiting = [role for role, job in jobs.items() if job.held]
+    for role in (Role.COORDINATOR, Role.GENERATOR):
+        problems = (pod.problem for pod in observed.of(role))
+        if any(p is not None and p.reason is Reason.WAITING_FOR_QUOTA for p in problems):
+            waiting.append(role)
+    if waiting:
+        text = f"{', '.join(waiting)} in the queue {queue}; {Reason.WAITING_FOR_QUOTA.text}"
+        return False, Problem(Reason.WAITING_FOR_QUOTA, text)
+    made = any(job.state is not JobState.ABSENT for job in jobs.values())
+    if not (made or _was(context, ConditionType.ADMITTED)):
+        return False, Problem(Reason.WAITING_FOR_QUOTA, "")
+    return True, Problem(Reason.QUEUE_ADMITTED, "")
+
+
+def _prepared(context: RunContext) -> Value:
+    job, outcome = context.observed.prepare, context.decision.memory.outcome
+    was = _was(context, ConditionType.PREPARED)
+    if outcome is not None and outcome.reason in (Reason.PREPARE_FAILED, Reason.BAD_INPUT) and not was:
+        return False, Problem(Reason.PREPARE_FAILED, outcome.message)
+    if job.state is JobState.COMPLETE:
+        return True, Problem(Reason.PREPARED, "")
+    if job.held:
+        return False, Problem(Reason.WAITING_FOR_QUOTA, "")
+    if context.decision.phase in _SUSPENDED_OR_ENDED:
+        return was, Problem(Reason.PREPARED, "") if was else _without_pods(context)
+    problem = _exact(context.observed.problem(Role.PREPARE), context.blocked)
+    if problem is None and job.ends and job.state is JobState.ACTIVE:
+        last = job.ends[-1]
+        problem = Problem(Reason.BACK_OFF, f"exit code {last.exit_code}: {last.message}")
+    return False, problem or context.blocked or Problem(Reason.PREPARING, _source(context.run.spec.model))
+
+
+def _coordinator_ready(context: RunContext) -> Value:
+    if _has_no_pods(context):
+        return False, _without_pods(context)
+    if context.observed.service(Role.COORDINATOR).ready and context.coordinator is None:
+        return False, _unheard(context, "")
+    return _role_ready(context, Role.COORDINATOR, 1, _unwritable(context))
+
+
+def _generators_ready(context: RunContext) -> Value:
+    if _has_no_pods(context):
+        return False, _without_pods(context)
+    return _role_ready(context, Role.GENERATOR, context.run.spec.generator.replicas)
+
+
+def _trainer_ready(context: RunContext) -> Value:
+    if _has_no_pods(context):
+        return False, _without_pods(context)
+    memory, problem = context.decision.memory, None
+    if context.observed.trainer.held:
+        problem = Problem(Reason.WAITING_FOR_QUOTA, "")
+    elif memory.judged == memory.attempt > 0:
+        problem = Problem(Reason.BACK_OFF, _next_attempt(context))
+    return _role_ready(context, Role.TRAINER, context.run.spec.trainer.replicas, problem)
+
+
+def _role_ready(context: RunContext, role: Role, wanted: int, else_: Problem | None = None) -> Value:
+    """``else_``: what is wrong where the pods themselves say nothing."""
+    pods = context.observed.of(role)
+    ready = sum(pod.ready for pod in pods)
+    if ready >= wanted:
+        return True, Problem(Reason.READY, "")
+    problem = _exact(context.observed.problem(role), context.blocked)
+    if problem is None and not pods:
+        problem = context.blocked
+    count = Problem(Reason.PARTIALLY_READY if ready else Reason.STARTING, f"{ready} of {wanted} are ready")
+    return False, problem or else_ or count
+
+
+def _progressing(context: RunContext) -> Value:
+    told, memory, now = context.coordinator, context.decision.memory, context.unix_seconds
+    if context.decision.phase not in _TRAINING:
+        return False, Problem(Reason.NOT_RUNNING, "")
+    if told is None:
+        return False, _unheard(context, context.decision.note)
+    if (unwritable := _unwritable(context)) is not None:
+        return False, unwritable
+    waiting = f"waiting for {told.waiting_for or 'the first lease'}"
+    if told.step == 0:
+        return False, Problem(Reason.STALLED, waiting)
+    # Time without a trainer, as in a suspension, is not held against it.
+    since = max(seconds(context.before.last_step_time), memory.ready_since or now)
+    if told.step == context.before.step and now - since > STALLED_SECONDS:
+        return False, Problem(Reason.STALLED, f"none since {rfc3339(since)}; {waiting}")
+    # At the end the trainer leaves before the run is over.
+    if context.decision.phase is Phase.RUNNING and not context.observed.trainer.ready:
+        return False, Problem(Reason.TRAINER_NOT_READY, f"after step {told.step}")
+    return True, Problem(Reason.STEPS_TRAINED, "")
+
+
+def _forecast_ready(context: RunContext) -> Value:
+    report = context.autoscaler
+    return report.ready, Problem(report.reason, report.message)
+
+
+def _degraded(context: RunContext) -> Value:
+    problem = context.volume or size_problem(context) or context.blocked
+    if problem is None and context.decision.phase in _TRAINING:
+        problem = _unwritable(context) or _role_problem(context)
+    if problem is None and context.decision.phase not in _SUSPENDED_OR_ENDED:
+        problem = _fault(context.before.trouble, context.unix_seconds) or _not_saved_elsewhere(
+            context.coordinator
+        )
+    return problem is not None, problem or Problem(Reason.HEALTHY, "")
+
+
+def _suspended(context: RunContext) -> Value:
+    decision = context.decision
+    if decision.phase is Phase.SUSPENDING:
+        return False, Problem(Reason.SUSPENDING, decision.note)
+    if decision.phase is not Phase.SUSPENDED:
+        return False, Problem(Reason.NOT_SUSPENDED, "")
+    by = _SUSPENDED_BY.get(context.before.stop_reason or "", Reason.SUSPENDED_BY_SPEC)
+    return True, Problem(by, "")
+
+
+def _completed(context: RunContext) -> Value:
+    return _ended(context, End.COMPLETED)
+
+
+def _failed(context: RunContext) -> Value:
+    return _ended(context, End.FAILED)
+
+
+def _ended(context: RunContext, end: End) -> Value:
+    outcome = context.decision.memory.outcome
+    if outcome is None:
+        return False, Problem(Reason.NOT_FINISHED, "")
+    if outcome.end is end:
+        return True, Problem(outcome.reason, outcome.message)
+    return False, Problem(Reason.RUN_COMPLETED if outcome.end is End.COMPLETED else Reason.RUN_FAILED, "")
+
+
+CONDITIONS: Final[Mapping[ConditionType, Callable[[RunContext], Value]]] = {
+    ConditionType.ACCEPTED: _accepted,
+    ConditionType.ADMITTED: _admitted,
+    ConditionType.PREPARED: _prepared,
+    ConditionType.COORDINATOR_READY: _coordinator_ready,
+    ConditionType.GENERATORS_READY: _generators_ready,
+    ConditionType.TRAINER_READY: _trainer_ready,
+    ConditionType.PROGRESSING: _progressing,
+    ConditionType.FORECAST_READY: _forecast_ready,
+    ConditionType.DEGRADED: _degraded,
+    ConditionType.SUSPENDED: _suspended,
+    ConditionType.COMPLETED: _completed,
+    ConditionType.FAILED: _failed,
+}
+_ALWAYS: Final = frozenset(
+    {ConditionType.ACCEPTED, ConditionType.SUSPENDED, ConditionType.COMPLETED, ConditionType.FAILED}
+)
+
+
+def _was(context: RunContext, type_: ConditionType) -> bool:
+    old = context.before.condition(type_)
+    return old is not None and old.status == "True"
+
+
+def _has_no_pods(context: RunContext) -> bool:
+    return context.decision.phase in _SUSPENDED_OR_ENDED or context.decision.phase is Phase.PREPARING
+
+
+def _without_pods(context: RunContext) -> Problem:
+    return Problem(_WITHOUT_PODS.get(context.decision.phase, Reason.NOT_STARTED), "")
+
+
+def _exact(problem: Problem | None, blocked: Problem | None) -> Problem | None:
+    """The scheduler only says that a volume is missing; why it is, the claim's own events say."""
+    if problem is not None and blocked is not None and problem.reason is Reason.VOLUME_NOT_READY:
+        return Problem(blocked.reason, f"{problem.message}; {blocked.message}")
+    return problem
+
+
+def _source(model: ModelSpec) -> str:
+    """What the preparation does now."""
+    if model.hub is not None:
+        return f"the model {model.hub.name} is downloaded to the run's volume"
+    if model.path is not None:
+        return f"the model is taken from {model.path}"
+    return "the model is made from scratch"
+
+
+def _next_attempt(context: RunContext) -> str:
+    memory = context.decision.memory
+    text = f"attempt {memory.attempt + 1} follows"
+    if memory.next_at > context.unix_seconds:
+        return f"{text} at {rfc3339(memory.next_at + 0.999)}"
+    # On a node that does not answer a pod never ends by itself.
+    ending = [pod.name for pod in context.observed.pods if pod.role == Role.TRAINER and pod.leaving]
+    return f"{text} when {', '.join(ending)} has ended" if ending else f"{text} shortly"
+
+
+def _unheard(context: RunContext, note: str) -> Problem:
+    if context.coordinator_refusal:
+        return Problem(Reason.COORDINATOR_REFUSED, context.coordinator_refusal)
+    return Problem(Reason.COORDINATOR_UNREACHABLE, note)
+
+
+def _unwritable(context: RunContext) -> Problem | None:
+    error = "" if context.coordinator is None else context.coordinator.journal_error
+    text = f"the disk of the run's volume takes nothing more: {error}"
+    return Problem(Reason.VOLUME_NOT_WRITABLE, text) if error else None
+
+
+def _role_problem(context: RunContext) -> Problem | None:
+    """What is wrong with the pods of a run that trains."""
+    generators = context.observed.service(Role.GENERATOR)
+    if generators.restarts > context.run.spec.generator.max_restarts:
+        text = f"{generators.restarted} was restarted {generators.restarts} times"
+        return Problem(Reason.GENERATORS_FAILING, text)
+    for role in (Role.COORDINATOR, Role.TRAINER, Role.GENERATOR):
+        problem = context.observed.problem(role)
+        # To wait in a queue is no fault; Admitted tells of it.
+        if problem is not None and problem.reason is not Reason.WAITING_FOR_QUOTA:
+            return replace(problem, message=f"{role}: {problem.message}")
+    return None
+
+
+def _not_saved_elsewhere(told: Status | None) -> Problem | None:
+    """What does not reach an export's target or an experiment tracker."""
+    if told is None:
+        return None
+    if told.exports is not None and told.exports.problem:
+        return Problem(Reason.EXPORT_FAILED, "")
+    failing = [f"{tracker.name}: {tracker.problem}" for tracker in told.trackers if tracker.problem]
+    return Problem(Reason.TRACKER_FAILED, "; ".join(failing)) if failing else None
+
+
+# --- faults that a run continues despite --------------------------------------------------------
+
+
+def update_trouble(before: TroubleStatus, told: Status, unix_seconds: float) -> TroubleStatus:
+    """What is known of a run's faults after the coordinator's last status.
+
+    The coordinator counts over the whole run, so that a count alone would degrade a run for good: the times kept beside the
+    counts say when one last changed. Of a failed checkpoint and a newer one since the last status, which was first is not
+    known. It counts as saved: if it is not, the next failure tells. Counts from before the first status are no news.
+    """
+    given_up = told.counts.given_up + told.counts.held_out_given_up
+    graded_at, skipped_at, given_up_at, unsaved, saved = (
+        before.last_grading_error_time,
+        before.last_skipped_step_time,
+        before.last_given_up_time,
+        before.unsaved_since,
+        before.checkpoint_version,
+    )
+    if saved is not None:
+        if told.grading_errors > before.grading_errors:
+            graded_at = rfc3339(unix_seconds)
+        if told.skipped_steps > before.skipped_steps:
+            skipped_at = rfc3339(unix_seconds)
+        if given_up > before.given_up_rollouts:
+            given_up_at = rfc3339(unix_seconds)
+        if told.checkpoint_failures > before.checkpoint_failures and unsaved is None:
+            unsaved = saved
+    if unsaved is not None:
+        # A trainer that went further back has written nothing by that.
+        unsaved = None if told.checkpoint_version > unsaved else told.checkpoint_version
+    return TroubleStatus(
+        grading_errors=told.grading_errors,
+        last_grading_error_time=graded_at,
+        skipped_steps=told.skipped_steps,
+        last_skipped_step_time=skipped_at,
+        given_up_rollouts=given_up,
+        last_given_up_time=given_up_at,
+        checkpoint_failures=told.checkpoint_failures,
+        unsaved_since=unsaved,
+        checkpoint_version=told.checkpoint_version,
+    )
+
+
+def _fault(trouble: TroubleStatus, unix_seconds: float) -> Problem | None:
+    """A fault that the run has continued despite, without the numbers, which move."""
+    if trouble.unsaved_since is not None:
+        return Problem(Reason.CHECKPOINT_FAILED, "")
+    for last, reason in (
+        (trouble.last_skipped_step_time, Reason.STEP_SKIPPED),
+        (trouble.last_grading_error_time, Reason.GRADING_FAILED),
+        (trouble.last_given_up_time, Reason.SLOTS_GIVEN_UP),
+    ):
+        if last is not None and unix_seconds - seconds(last) < QUIET_SECONDS:
+            return Problem(reason, "")
+    return None
