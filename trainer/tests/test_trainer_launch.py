@@ -59,9 +59,9 @@ def until_gone(pids: list[int]) -> None:
 
 @contextmanager
 def launched(
-    directory: Path, code: str, end_seconds: float = WAIT, **environ: str
+    directory: Path, code: str, end_seconds: float = WAIT, before: str = "", **environ: str
 ) -> Iterator[subprocess.Popen[str]]:
-    start = f"import sys; from scalerl_trainer import launch; launch.END_SECONDS = {end_seconds}; sys.exit(launch.main())"
+    start = f"{before}import sys; from scalerl_trainer import launch; launch.END_SECONDS = {end_seconds}; sys.exit(launch.main())"
     command = [sys.executable, "-c", start, sys.executable, "-c", PRELUDE + code]
     process = subprocess.Popen(
         command,
@@ -96,10 +96,31 @@ def test_launch_gives_each_rank_its_number_name_and_threads(tmp_path: Path) -> N
     assert sorted(lines) == [f"[rank {3 + i}] {3 + i} {i} trainer-{3 + i} 6 7" for i in range(3)]
 
 
-def test_launch_divides_the_cores_among_ranks() -> None:
-    cores = len(os.sched_getaffinity(0))
+def test_launch_divides_the_cores_among_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "usable_cores", lambda: 7.5)
     environments = launch.rank_environments(RANKS)
-    assert {each["OMP_NUM_THREADS"] for each in environments.values()} == {str(max(1, cores // 3))}
+    assert {each["OMP_NUM_THREADS"] for each in environments.values()} == {"2"}
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 64.0),
+        ({"cpu.max": "max 100000\n"}, 64.0),
+        ({"cpu.max": "750000 100000\n"}, 7.5),
+        ({"cpu.max": "9600000 100000\n"}, 64.0),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 64.0),
+        ({"cpu/cpu.cfs_quota_us": "750000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 7.5),
+    ],
+)
+def test_usable_cores_honours_the_cpu_quota(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cores: float
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert launch.usable_cores(tmp_path) == cores
 
 
 def test_launch_waits_for_all_ranks_that_succeed(tmp_path: Path) -> None:
@@ -117,6 +138,11 @@ def test_launch_waits_for_all_ranks_that_succeed(tmp_path: Path) -> None:
             "os.kill(os.getpid(), signal.SIGKILL)",
             137,
             "rank 4 was killed by SIGKILL after printing: model: no such file",
+        ),
+        (
+            "os.kill(os.getpid(), signal.SIGRTMIN + 6)",
+            128 + signal.SIGRTMIN + 6,
+            f"rank 4 was killed by signal {signal.SIGRTMIN + 6} after printing: model: no such file",
         ),
         (
             "print('x' * 100_000, flush=True); sys.exit(1)",
@@ -214,6 +240,47 @@ while not Path("started-0").exists(): time.sleep(0.01)
     with launched(tmp_path, body, SHORT) as process:
         code = process.wait(WAIT)
         assert (code, alive(int((tmp_path / "started-0").read_text()))) == (0, True)
+
+
+def test_launch_reaps_what_a_rank_leaves_behind(tmp_path: Path) -> None:
+    """The launcher is the process that adopts orphans, as process 1 of a container is."""
+    body = """
+if local == 1 and os.fork() == 0:
+    while os.getppid() != int(os.environ["LAUNCHER"]): time.sleep(0.01)
+    started(); os._exit(0)
+if local == 1: os._exit(0)
+hang()
+"""
+    adopt = "import ctypes, os; ctypes.CDLL(None).prctl(36, 1); os.environ['LAUNCHER'] = str(os.getpid()); "
+    with launched(tmp_path, body, before=adopt):
+        orphan = until_started(tmp_path)[1]
+        deadline = time.monotonic() + WAIT
+        while Path(f"/proc/{orphan}").exists():
+            assert time.monotonic() < deadline, "the orphan is a zombie"
+            time.sleep(0.01)
+
+
+def test_launch_keeps_a_signal_that_comes_during_its_imports(tmp_path: Path) -> None:
+    """The launcher ends as if by the signal, by itself: process 1 cannot be ended by a signal that it does not handle."""
+    code = """
+import os, runpy, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "scalerl_api": os.kill(os.getpid(), signal.SIGTERM)
+sys.meta_path.insert(0, Finder())
+runpy.run_module("scalerl_trainer.launch", run_name="__main__", alter_sys=True)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code, sys.executable, "-c", "open('rank', 'w')"],
+        cwd=tmp_path,
+        env={**os.environ, **RANKS},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=WAIT,
+        check=False,
+    )
+    assert (run.returncode, (tmp_path / "rank").exists()) == (128 + signal.SIGTERM, False)
+    assert "got SIGTERM before the ranks were started" in run.stderr
 
 
 @pytest.mark.parametrize(

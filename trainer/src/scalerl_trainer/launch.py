@@ -7,8 +7,10 @@ Reads ``NODE_RANK`` (the pod's index), ``LOCAL_WORLD_SIZE`` (ranks in this pod) 
 Exit code: 0 when all ranks exit 0; else that of the rank that failed first, 128 + n for signal n. The last line of the
 log names that rank and quotes its last line, because the kubelet's termination message is the end of the log. When one
 rank fails, the others get SIGTERM, and SIGKILL after :data:`END_SECONDS`: a collective without its peer does not end by
-itself. SIGTERM and SIGINT go on to all ranks, which have the pod's whole grace period for a checkpoint. When the
-launcher is killed, the kernel kills the ranks.
+itself. SIGTERM and SIGINT go on to all ranks, which have the pod's whole grace period for a checkpoint; one that arrives
+before the ranks are started ends the launcher with 128 + n. When the launcher is killed, the kernel kills the ranks.
+
+The launcher is process 1 of its container, so it reaps every process that the ranks leave behind.
 
 torchrun is not used: it exits with 1 whatever the rank's code is, kills the ranks 30 s after SIGTERM, and its
 rendezvous and restarts do what the Job and the operator do already.
@@ -16,19 +18,27 @@ rendezvous and restarts do what the Job and the operator do already.
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":
+    # The kernel drops a signal that process 1 neither handles nor blocks, and the imports below take a while.
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
+
 import asyncio
+import contextlib
 import ctypes
 import logging
 import os
 import re
-import signal
+import subprocess
 import sys
-from asyncio.subprocess import Process
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 from scalerl_api.process import BAD_INPUT_EXIT_CODE, NAME
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 END_SECONDS = 10.0
 """From SIGTERM to SIGKILL for the other ranks once one has failed, and then for the kernel to end them."""
 LONGEST_LINE = 64 * 1024
@@ -61,8 +71,8 @@ def rank_environments(environment: Mapping[str, str]) -> dict[int, dict[str, str
         raise LaunchError(f"NODE_RANK and LOCAL_WORLD_SIZE must be set to integers: {error}") from error
     if node < 0 or local_world < 1:
         raise LaunchError(f"NODE_RANK {node} must be at least 0, LOCAL_WORLD_SIZE {local_world} at least 1")
-    # torch starts a thread per core in every process; ranks that share the cores divide them.
-    threads = max(1, len(os.sched_getaffinity(0)) // local_world)
+    # torch starts a thread per core of the node in every process; ranks that share the cores divide them.
+    threads = max(1, int(usable_cores() / local_world))
     return {
         node * local_world + local: {
             "OMP_NUM_THREADS": str(threads),
@@ -75,61 +85,108 @@ def rank_environments(environment: Mapping[str, str]) -> dict[int, dict[str, str
     }
 
 
+def usable_cores(cgroups: Path = Path("/sys/fs/cgroup")) -> float:
+    """Cores that this process may use: its CPU affinity, or its container's CPU quota where that is less.
+
+    cgroups: where the container's own control group is mounted (version 2 or 1).
+    """
+    cores = float(len(os.sched_getaffinity(0)))
+    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        try:
+            quota, period = " ".join((cgroups / file).read_text() for file in files).split()
+        except FileNotFoundError:
+            continue
+        # Without a quota, version 2 has "max" and version 1 has -1.
+        return cores if quota in ("max", "-1") else min(cores, int(quota) / int(period))
+    return cores
+
+
 class Launcher:
     """The ranks of one pod, from start to end."""
 
     def __init__(self, command: Sequence[str], environments: Mapping[int, dict[str, str]]) -> None:
         self._command = command
         self._environments = environments
-        self._ranks: dict[int, Process] = {}
+        self._running: dict[int, int] = {}  # rank by process id
         self._ended: list[tuple[int, int]] = []  # (rank, return code), in the order in which they ended
+        self._rank_ended = asyncio.Event()
         self._last_line: dict[int, str] = {}
         self._requested: int | None = None
 
     async def run(self) -> int:
         """Start the ranks, wait for all; the pod's exit code."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal.SIGCHLD, self._reap)
+        for number in STOP_SIGNALS:
             loop.add_signal_handler(number, self._forward, number)
-        die_with_launcher = _die_with(os.getpid())
-        copies = []
-        for rank, environment in self._environments.items():
-            # A pipe of our own: asyncio's wait for a process also waits until nobody holds the pipe that it made.
-            ours, theirs = os.pipe()
-            self._ranks[rank] = process = await asyncio.create_subprocess_exec(
-                *self._command, env=environment, stdout=theirs, stderr=theirs, preexec_fn=die_with_launcher
-            )
-            os.close(theirs)
-            stream = asyncio.StreamReader()
-            await loop.connect_read_pipe(
-                partial(asyncio.StreamReaderProtocol, stream), os.fdopen(ours, "rb", buffering=0)
-            )
-            copies.append(asyncio.create_task(self._copy(rank, stream)))
-            if self._requested is not None:
-                process.send_signal(self._requested)
-        waits = {asyncio.create_task(self._wait(rank)) for rank in self._ranks}
-        running = waits
-        while running and not self._failed:
-            _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        if running and self._requested is not None:
+        early = signal.sigpending() & set(STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        if early:
+            log.error("got %s before the ranks were started", signal_name(min(early)))
+            return 128 + int(min(early))
+        copies = [
+            asyncio.create_task(self._copy(rank, await self._start(rank, environment)))
+            for rank, environment in self._environments.items()
+        ]
+        await self._wait(lambda: not self._running or bool(self._failed))
+        if self._requested is not None:
             # They have the signal, and may be writing the checkpoint: the pod's grace period bounds them.
-            _, running = await asyncio.wait(running)
+            await self._wait(lambda: not self._running)
         for number in (signal.SIGTERM, signal.SIGKILL):
-            if running:
-                self._send(number)
-                _, running = await asyncio.wait(running, timeout=END_SECONDS)
+            self._send(number)
+            await self._wait(lambda: not self._running, END_SECONDS)
         # A process that a rank has left behind may hold the pipe open.
         await asyncio.wait(copies, timeout=END_SECONDS)
         if not self._failed:
             return 0
         rank, code = self._failed[0]
-        how = (
-            f"exited with code {code}"
-            if code > 0
-            else f"was killed by {signal.Signals(-code).name} after printing"
-        )
+        how = f"exited with code {code}" if code > 0 else f"was killed by {signal_name(-code)} after printing"
         log.error("rank %d %s: %s", rank, how, self._last_line.get(rank, "no output"))
         return code if code > 0 else 128 - code
+
+    async def _start(self, rank: int, environment: Mapping[str, str]) -> asyncio.StreamReader:
+        """Start one rank; what it prints."""
+        pid, output = self._spawn(environment)
+        self._running[pid] = rank
+        stream = asyncio.StreamReader()
+        await asyncio.get_running_loop().connect_read_pipe(
+            partial(asyncio.StreamReaderProtocol, stream), os.fdopen(output, "rb", buffering=0)
+        )
+        if self._requested is not None and pid in self._running:
+            os.kill(pid, self._requested)
+        return stream
+
+    def _spawn(self, environment: Mapping[str, str]) -> tuple[int, int]:
+        """The process id, and the pipe with its output."""
+        ours, theirs = os.pipe()
+        process = subprocess.Popen(
+            self._command, env=environment, stdout=theirs, stderr=theirs, preexec_fn=_die_with(os.getpid())
+        )
+        os.close(theirs)
+        process.returncode = 0  # _reap() collects the process, this object never does
+        return process.pid, ours
+
+    def _reap(self) -> None:
+        """Collect every child that has ended, a rank or an orphan that process 1 has adopted."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            rank = self._running.pop(pid, None)
+            if rank is not None:
+                self._ended.append((rank, os.waitstatus_to_exitcode(status)))
+                self._rank_ended.set()
+
+    async def _wait(self, condition: Callable[[], bool], seconds: float | None = None) -> None:
+        """Return once ``condition``, which depends on the ranks' ends, holds, or after ``seconds``."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not condition():
+                    self._rank_ended.clear()
+                    await self._rank_ended.wait()
 
     @property
     def _failed(self) -> list[tuple[int, int]]:
@@ -140,12 +197,8 @@ class Launcher:
         self._send(number)
 
     def _send(self, number: int) -> None:
-        for process in self._ranks.values():
-            if process.returncode is None:
-                process.send_signal(number)
-
-    async def _wait(self, rank: int) -> None:
-        self._ended.append((rank, await self._ranks[rank].wait()))
+        for pid in self._running:
+            os.kill(pid, number)
 
     async def _copy(self, rank: int, stream: asyncio.StreamReader) -> None:
         """Pass on what a rank prints, each line after the rank's number."""
@@ -163,6 +216,18 @@ class Launcher:
             _print(f"[rank {rank}] {text}")
             if text.strip():
                 self._last_line[rank] = _LOG_PREFIX.sub("", text.strip())[:QUOTED_CHARACTERS]
+
+
+def signal_name(number: int) -> str:
+    """Name of a signal; Python names only the first and the last of the real-time signals.
+
+    >>> signal_name(15), signal_name(40)
+    ('SIGTERM', 'signal 40')
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _print(line: str) -> None:
