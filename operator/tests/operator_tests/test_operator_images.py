@@ -7,11 +7,15 @@ from typing import Any
 import pytest
 
 from operator_tests.manifests import EVERYTHING, UID, cluster_run
-from scalerl_operator.build import render
+from scalerl_operator.build import render, spec_hash
 from scalerl_operator.controller.apply import pinned
+from scalerl_operator.controller.observe import observe
 from scalerl_operator.controller.run_context import RunContext
 from scalerl_operator.kube.types import Images, Object
 from scalerl_operator.names import IMAGE
+from scalerl_operator.policy import lifecycle
+from scalerl_operator.policy.decision import LifecycleInput, Memory
+from scalerl_operator.workloads import Role
 
 OLD = Images("trainer:1", "generator:1", "operator:1")
 NEW = Images("trainer:2", "generator:2", "operator:2")
@@ -30,8 +34,8 @@ class Cluster:
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str], Object] = {}
 
-    def look(self, operator: Images, **named: str) -> dict[str, str]:
-        """The image of each workload after a look."""
+    def reconcile(self, operator: Images, **named: str) -> dict[str, str]:
+        """The image of each workload after a reconcile."""
         run = cluster_run(images=named)
         metadata = {"uid": UID, "namespace": "ml", "name": "math"}
         images = pinned(RunContext({"metadata": metadata}, self.objects, 0.0), run.spec.images, operator)
@@ -57,38 +61,51 @@ def images(**own: str) -> dict[str, str]:
     return {name: by_role[role] for name, role in OF_ROLES.items()}
 
 
-def test_a_run_keeps_the_release_that_it_began_with(cluster: Cluster) -> None:
-    assert cluster.look(OLD) == images()
-    assert cluster.look(NEW) == images()
+def test_pinned_keeps_the_images_of_a_run_under_way(cluster: Cluster) -> None:
+    assert cluster.reconcile(OLD) == images()
+    assert cluster.reconcile(NEW) == images()
     cluster.objects.clear()  # suspended, and resumed
-    assert set(cluster.look(NEW).values()) == {NEW.trainer, NEW.generator, NEW.coordinator}
+    assert set(cluster.reconcile(NEW).values()) == {NEW.trainer, NEW.generator, NEW.coordinator}
 
 
-def test_an_image_that_is_no_longer_named_gives_place_to_the_operators(cluster: Cluster) -> None:
-    assert cluster.look(OLD, generator="mine:1")["math-generator"] == "mine:1"
-    assert cluster.look(OLD) == images()
+def test_pinned_replaces_an_image_that_is_no_longer_named(cluster: Cluster) -> None:
+    assert cluster.reconcile(OLD, generator="mine:1")["math-generator"] == "mine:1"
+    assert cluster.reconcile(OLD) == images()
 
 
-def test_and_to_that_of_the_release_that_the_others_have(cluster: Cluster) -> None:
-    cluster.look(OLD, generator="mine:1", coordinator="mine:2")
-    assert cluster.look(NEW, coordinator="mine:2") == images(coordinator="mine:2")
-    assert cluster.look(NEW) == images()
+def test_pinned_replaces_it_by_the_release_of_the_other_roles(cluster: Cluster) -> None:
+    cluster.reconcile(OLD, generator="mine:1", coordinator="mine:2")
+    assert cluster.reconcile(NEW, coordinator="mine:2") == images(coordinator="mine:2")
+    assert cluster.reconcile(NEW) == images()
 
 
-def test_an_image_that_is_named_later_is_taken(cluster: Cluster) -> None:
-    cluster.look(OLD)
-    assert cluster.look(NEW, generator="mine:1") == images(generator="mine:1")
-    assert cluster.look(NEW) == images()
+def test_pinned_takes_an_image_that_is_named_later(cluster: Cluster) -> None:
+    cluster.reconcile(OLD)
+    assert cluster.reconcile(NEW, generator="mine:1") == images(generator="mine:1")
+    assert cluster.reconcile(NEW) == images()
 
 
 @pytest.mark.parametrize(
     ("named", "after"), [({}, OLD.generator), ({"generator": OLD.generator}, NEW.generator)]
 )
-def test_of_a_release_that_noted_nothing_what_runs_counts_unless_it_was_named(
+def test_pinned_without_the_annotation_keeps_the_image_that_runs(
     cluster: Cluster, named: dict[str, Any], after: str
 ) -> None:
-    cluster.look(OLD, **named)
+    cluster.reconcile(OLD, **named)
     for obj in cluster.objects.values():
         del obj["metadata"]["annotations"][IMAGE]
-    assert cluster.look(NEW, **named)["math-generator"] == OLD.generator
-    assert cluster.look(NEW)["math-generator"] == after
+    assert cluster.reconcile(NEW, **named)["math-generator"] == OLD.generator
+    assert cluster.reconcile(NEW)["math-generator"] == after
+
+
+def test_pinned_images_end_with_an_edit_of_trainer_devices(cluster: Cluster) -> None:
+    """Images of an earlier release have no launcher. The edit removes all workloads, so none of them pins an image."""
+    cluster.reconcile(OLD)
+    run = cluster_run(trainer={"replicas": 1, "devices": 8})
+    roles = (Role.PREPARE, Role.TRAINER)
+    observed = observe(cluster.objects, UID, {role: spec_hash(run, role) for role in roles})
+    inputs = LifecycleInput(unix_seconds=0.0, prepare=observed.prepare, trainer=observed.trainer)
+    decision = lifecycle.decide(run.spec, inputs, Memory(attempt=1))
+    assert (decision.prepare, decision.coordinator, decision.generators, decision.trainer) == (
+        *(False, False, 0, None),
+    )
