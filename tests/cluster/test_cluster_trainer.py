@@ -11,7 +11,7 @@ from testcluster import Cluster
 
 from scalerl_api.load import run_from_object
 from scalerl_operator.build import render
-from scalerl_operator.kube.types import Desired, Images
+from scalerl_operator.build.scope import Desired, Images
 
 NAMESPACE = "trainer-pods"
 # In the trainer's place: no GPU is needed, and rank 3 fails while the others wait for it in a collective.

@@ -18,9 +18,10 @@ from scalerl_api.load import run_from_object
 from scalerl_api.spec import ScaleRLRun
 from scalerl_operator import names
 from scalerl_operator.build import render, secret
-from scalerl_operator.build.quantities import canonical
+from scalerl_operator.build.resources import canonical
+from scalerl_operator.build.scope import Desired, Images
 from scalerl_operator.kube.objects import content_hash
-from scalerl_operator.kube.types import Desired, Images, Object
+from scalerl_operator.kube.types import Object
 from scalerl_operator.names import FIELD_OWNER
 
 pytestmark = pytest.mark.cluster

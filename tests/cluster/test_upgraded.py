@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from stage import Stage, condition, tiny
 
-from scalerl_operator.build.shared import SPEC_HASH_VERSION
+from scalerl_operator.build.scope import SPEC_HASH_VERSION
 from scalerl_operator.names import SPEC_HASH
 
 pytestmark = pytest.mark.cluster

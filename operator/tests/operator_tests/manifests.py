@@ -12,9 +12,10 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import Status
 from scalerl_operator.build import render
+from scalerl_operator.build.scope import Desired, Images
 from scalerl_operator.controller.conditions import update_trouble
 from scalerl_operator.controller.run_context import RunContext
-from scalerl_operator.kube.types import Desired, Images, Object
+from scalerl_operator.kube.types import Object
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 UID = "0b6f0c52-7d4e-4a53-9a68-0a3c5c1f3f10"

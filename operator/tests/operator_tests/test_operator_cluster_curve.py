@@ -7,8 +7,8 @@ from msgspec.structs import replace
 from operator_tests.decision_service import UID, cluster_run
 from operator_tests.scaling import evaluations
 from scalerl_api.curve import CURVE_COLUMNS, curve_csv
-from scalerl_operator.build import curve
-from scalerl_operator.build.curve import DIGEST, LEFT_OUT, curve_config_map, digest_of
+from scalerl_operator.build import storage
+from scalerl_operator.build.storage import CURVE_DIGEST, CURVE_LEFT_OUT, curve_config_map, curve_digest
 
 RUN = cluster_run()
 POINTS = evaluations([0.2, 0.31, 0.4])
@@ -23,26 +23,26 @@ def test_it_holds_the_table_and_is_the_runs_own() -> None:
     metadata = made["metadata"]
     assert (metadata["name"], metadata["namespace"]) == ("test-curve", "team")
     assert metadata["labels"]["scalerl.dev/run-uid"] == metadata["ownerReferences"][0]["uid"] == UID
-    assert LEFT_OUT not in metadata["annotations"]
+    assert CURVE_LEFT_OUT not in metadata["annotations"]
 
 
 def test_its_digest_tells_whether_to_write() -> None:
     made = curve_config_map(RUN, UID, POINTS)
-    assert digest_of(made) == digest_of(curve_config_map(RUN, UID, list(POINTS))) != ""
+    assert curve_digest(made) == curve_digest(curve_config_map(RUN, UID, list(POINTS))) != ""
     changed = [*POINTS[:2], replace(POINTS[2], reward=0.41)]
-    assert digest_of(curve_config_map(RUN, UID, changed)) != digest_of(made)
-    del made["metadata"]["annotations"][DIGEST]
-    assert digest_of(made) == digest_of(None) == ""
+    assert curve_digest(curve_config_map(RUN, UID, changed)) != curve_digest(made)
+    del made["metadata"]["annotations"][CURVE_DIGEST]
+    assert curve_digest(made) == curve_digest(None) == ""
 
 
 def test_a_curve_too_long_for_an_object_is_thinned_out_and_says_so() -> None:
     points = evaluations([0.5] * 30_000)
     made = curve_config_map(RUN, UID, points)
     table = made["data"]["curve.csv"]
-    assert len(table) <= curve.MAX_BYTES
+    assert len(table) <= storage.MAX_CURVE_BYTES
     _, *rows = table.splitlines()
     assert len(rows) > 8_000
-    assert made["metadata"]["annotations"][LEFT_OUT] == str(30_000 - len(rows))
+    assert made["metadata"]["annotations"][CURVE_LEFT_OUT] == str(30_000 - len(rows))
     versions = [int(row.split(",")[4]) for row in rows]
     assert (versions[0], versions[-1]) == (0, points[-1].version)
     assert versions == sorted(set(versions))

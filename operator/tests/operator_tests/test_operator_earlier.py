@@ -30,10 +30,10 @@ from scalerl_operator.autoscaling.history import MOST_EXAMINED, MOST_POINTS, ear
 from scalerl_operator.autoscaling.models import Generators, State
 from scalerl_operator.autoscaling.prior_summary import with_earlier
 from scalerl_operator.autoscaling.replay import under, verify
-from scalerl_operator.build.curve import curve_config_map
+from scalerl_operator.build.scope import Images
+from scalerl_operator.build.storage import curve_config_map
 from scalerl_operator.controller.finished_runs import FinishedRuns
 from scalerl_operator.kube.cache import Cache
-from scalerl_operator.kube.types import Images
 from scalerl_operator.local.finished_runs import FinishedRuns as LocalFinishedRuns
 from scalerl_operator.main import Parts, reconciler
 from scalerl_operator.metrics import Metrics

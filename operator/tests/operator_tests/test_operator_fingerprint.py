@@ -10,9 +10,9 @@ import pytest
 
 from operator_tests.manifests import UID, cluster_run
 from scalerl_api.conditions import Phase
+from scalerl_operator.build.scope import Desired, Images
 from scalerl_operator.controller.apply import fingerprint
 from scalerl_operator.controller.run_context import RunContext
-from scalerl_operator.kube.types import Desired, Images
 from scalerl_operator.policy.decision import LifecycleDecision, Memory
 
 RUN = cluster_run()

@@ -8,10 +8,11 @@ import pytest
 
 from operator_tests.manifests import EVERYTHING, UID, cluster_run
 from scalerl_operator.build import render, spec_hash
+from scalerl_operator.build.scope import Images
 from scalerl_operator.controller.apply import pinned
 from scalerl_operator.controller.observe import observe
 from scalerl_operator.controller.run_context import RunContext
-from scalerl_operator.kube.types import Images, Object
+from scalerl_operator.kube.types import Object
 from scalerl_operator.names import IMAGE
 from scalerl_operator.policy import lifecycle
 from scalerl_operator.policy.decision import LifecycleInput, Memory

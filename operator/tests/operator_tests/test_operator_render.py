@@ -22,7 +22,7 @@ from operator_tests.manifests import (
 from scalerl_api.load import SpecError, accepted_run, load_accepted_run, load_run, parse_run
 from scalerl_operator import names
 from scalerl_operator.build import names_of, render, secret
-from scalerl_operator.kube.types import Desired
+from scalerl_operator.build.scope import Desired
 from scalerl_trainer.launch import rank_environments
 
 

@@ -16,7 +16,7 @@ from operator_tests.manifests import (
 )
 from scalerl_operator import names
 from scalerl_operator.build import raw_hash, render, spec_hash
-from scalerl_operator.kube.types import Images
+from scalerl_operator.build.scope import Images
 from scalerl_operator.workloads import Role
 
 ROLES = (Role.PREPARE, Role.COORDINATOR, Role.GENERATOR, Role.TRAINER)

@@ -20,7 +20,7 @@ from operator_tests.manifests import (
     pod_spec,
     rendered,
 )
-from scalerl_operator.build.probes import probes
+from scalerl_operator.build.pods import probes
 from scalerl_operator.plan import plan
 from scalerl_operator.workloads import Role, expand
 

@@ -12,7 +12,7 @@ from operator_tests.manifests import (
     environment,
     rendered,
 )
-from scalerl_operator.build.quantities import canonical, value
+from scalerl_operator.build.resources import canonical, value
 from scalerl_operator.kube.types import Object
 
 

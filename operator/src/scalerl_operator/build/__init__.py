@@ -1,8 +1,9 @@
-"""Renders a run, and what is to exist of it, as Kubernetes objects. Pure: same input, same objects.
+"""Renders the Kubernetes objects of a run. Pure: same input, same objects.
 
-Lives here: the objects of a run, one file a role beside what all pods share (:mod:`.pods`). What is common to both runtimes (command lines, environment, probes) comes from the plan.
+Lives here: manifests, one file a role beside what all pods share (:mod:`.pods`). Command lines, environment and probes are
+the same on one machine and come from the plan.
 
-Never lives here: whether something is to exist, or I/O.
+Never lives here: the decision whether an object is to exist, or I/O.
 """
 
 from __future__ import annotations
@@ -15,20 +16,21 @@ from scalerl_operator.build import network
 from scalerl_operator.build import prepare
 from scalerl_operator.build import storage
 from scalerl_operator.build import trainer
-from scalerl_operator.build.shared import Scope, finished, raw_hash, spec_hash
-from scalerl_operator.kube.types import Desired, Images, Object
+from scalerl_operator.build.scope import Scope, finished, raw_hash, spec_hash
+from scalerl_operator.build.scope import Desired, Images
+from scalerl_operator.kube.types import Object
 
 
 def render(
     run: ScaleRLRun, uid: str, desired: Desired, images: Images, *, operator_namespace: str
 ) -> list[Object]:
-    """All objects of a run that are to exist now, in the order in which to make them, but its token (:func:`secret`).
+    """All objects of a run that are to exist now, in the order of creation, without its token (:func:`secret`).
 
-    Always: the claim (where the operator makes it), the spec's ConfigMap, the NetworkPolicy. The Services are there as
-    long as the coordinator or the trainer, Deployment and PodDisruptionBudget as long as there is to be a generator.
+    Always: the claim (unless the spec names one), the spec's ConfigMap, the NetworkPolicy. The Services exist as long as
+    the coordinator or the trainer does, Deployment and PodDisruptionBudget as long as a generator does.
 
-    Jobs cannot be changed once they exist: a live one is left as it is; one whose annotation ``scalerl.dev/spec-hash``
-    is not :func:`spec_hash` is of an earlier spec.
+    A Job is immutable: an existing one stays. If its annotation ``scalerl.dev/spec-hash`` differs from :func:`spec_hash`, it
+    was created for an earlier spec.
 
     operator_namespace: where the operator runs; its pods may reach the coordinator.
 
@@ -53,7 +55,7 @@ def render(
 
 
 def names_of(run: ScaleRLRun) -> list[tuple[str, str]]:
-    """(kind, name) of all that a run is to have until its first attempt to train, its token among it."""
+    """(kind, name) of all objects that a run has in its first attempt, its token included."""
     names = Names(run.metadata.name)
     claim = [] if run.spec.storage.claim_name is not None else [("PersistentVolumeClaim", names.claim)]
     return [
@@ -66,7 +68,7 @@ def names_of(run: ScaleRLRun) -> list[tuple[str, str]]:
 
 
 def secret(run: ScaleRLRun, uid: str, token: str) -> Object:
-    """The run's bearer token: made once, never applied over one that is there.
+    """The run's bearer token: created once, never applied over an existing one.
 
     Raises:
         ValueError: the run has no namespace.

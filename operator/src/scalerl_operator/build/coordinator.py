@@ -1,7 +1,7 @@
-"""The coordinator: a StatefulSet of one pod, so that never two hold its journal.
+"""The coordinator: a StatefulSet of one pod, so that no two pods write its journal.
 
-It has no PodDisruptionBudget. Of one pod a budget either forbids every eviction, and a node can never be drained, or
-forbids none and says nothing. It comes back from its journal; actors and trainer wait for it and try again.
+It has no PodDisruptionBudget. With one pod, a budget either forbids every eviction, and its node can never be drained, or
+forbids none. The coordinator restarts from its journal; actors and trainer retry until it answers.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Final
 
 from scalerl_operator import names
 from scalerl_operator.build.pods import NEVER_EVICT, PodSettings, pod_template
-from scalerl_operator.build.shared import Scope
+from scalerl_operator.build.scope import Scope
 from scalerl_operator.kube.types import Object
 from scalerl_operator.workloads import Role
 
 GRACE_SECONDS: Final = 30
-"""Answers to long polls, and the journal's last write."""
+"""To answer long polls and to write the end of the journal."""
 
 
 def stateful_set(scope: Scope) -> Object:
@@ -37,7 +37,7 @@ def stateful_set(scope: Scope) -> Object:
         "spec": {
             "replicas": 1,
             "serviceName": scope.names.coordinator,
-            # In order, a pod that never gets ready would also keep a mended template from replacing it.
+            # With OrderedReady, a pod that never becomes ready keeps a corrected template from replacing it.
             "podManagementPolicy": "Parallel",
             "revisionHistoryLimit": 2,
             "selector": {"matchLabels": names.selector(scope.uid, Role.COORDINATOR)},

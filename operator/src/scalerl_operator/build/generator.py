@@ -1,4 +1,4 @@
-"""Generators: a Deployment, vLLM and its actor in each pod, and how many of them may be evicted at once."""
+"""Generators: a Deployment with vLLM and its actor in each pod, and its PodDisruptionBudget."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from typing import Final
 
 from scalerl_operator import names
 from scalerl_operator.build.pods import PodSettings, pod_template
-from scalerl_operator.build.shared import Scope
+from scalerl_operator.build.scope import Scope
 from scalerl_operator.kube.types import Object
 from scalerl_operator.workloads import ADDRESS, Role
 
 GRACE_SECONDS: Final = 60
-"""The actor returns its leases and ends."""
+"""For the actor to return its leases."""
 START_SECONDS: Final = 2100
-"""Longer than the start-up probe waits: before that, a Deployment that makes no progress is only slow."""
+"""Longer than the startup probe: until that fails, a Deployment without progress is only slow."""
 
 
 def deployment(scope: Scope, replicas: int) -> Object:
-    """On accelerators, and in a queue, a new pod replaces one that is gone, since there may be no room for both; else it
-    comes first.
+    """With devices or a queue, an update deletes a pod before it creates the next, since there may be no room for both;
+    otherwise it creates one first.
     """
     in_place = bool(scope.spec.generator.devices or scope.queue_labels)
     settings = PodSettings(
         role=Role.GENERATOR,
         image=scope.spec.images.generator or scope.images.generator,
         grace_seconds=GRACE_SECONDS,
-        # vLLM would else find its address by asking for a route to the internet.
+        # Otherwise vLLM derives its address from the route to the internet.
         extra={"server": {"VLLM_HOST_IP": f"$({ADDRESS})"}},
         metrics_port="control",
     )
@@ -51,9 +51,9 @@ def deployment(scope: Scope, replicas: int) -> Object:
 
 
 def disruption_budget(scope: Scope) -> Object:
-    """A drain of nodes takes a quarter of the generators at a time, rounded up: one at least, so that a drain always proceeds.
+    """A node drain may evict a quarter of the generators at a time, rounded up: at least one, so that it always proceeds.
 
-    One that is not ready counts for nothing and never holds a drain up.
+    A pod that is not ready can always be evicted.
     """
     return {
         "apiVersion": "policy/v1",

@@ -1,20 +1,20 @@
-"""NetworkPolicy and Services of a run: who reaches its pods, and by which names."""
+"""NetworkPolicy and Services of a run."""
 
 from __future__ import annotations
 
 from scalerl_operator import names
 from scalerl_operator.names import MASTER_PORT_NUMBER, PORTS
-from scalerl_operator.build.shared import Scope
+from scalerl_operator.build.scope import Scope
 from scalerl_operator.kube.types import Object
 from scalerl_operator.workloads import MASTER_PORT, Role
 
 
 def network_policy(scope: Scope) -> Object:
-    """Who gets in: the run's own pods, on any port (weights travel on ports chosen as they go); from the operator's
-    namespace, the coordinator's API (and with it the health and metrics of the ranks, on the same port); from
-    namespaces labelled ``scalerl.dev/scrape: "true"``, the ports with metrics. vLLM listens on loopback only.
+    """Allows ingress from the run's own pods on any port (weight transfer takes free ports); from the operator's pods to the
+    coordinator's API (and, on the same port, health and metrics of the ranks); from namespaces labelled
+    ``scalerl.dev/scrape: "true"`` to the ports with metrics. vLLM listens on loopback only.
 
-    What goes out is not restricted: the preparation downloads, and a user's variables may name any service.
+    Egress is not restricted: the preparation downloads, and a user's environment may name any service.
     """
     operator = {
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": scope.operator_namespace}},
@@ -42,12 +42,12 @@ def _tcp(port: str) -> Object:
 
 
 def coordinator_service(scope: Scope) -> Object:
-    """The coordinator's name. There is one pod or none, so readiness takes no part: a busy one stays reachable."""
+    """DNS name of the coordinator. It publishes addresses that are not ready, so that a busy coordinator stays reachable."""
     return _service(scope, Role.COORDINATOR, "http", PORTS["http"], {})
 
 
 def trainer_service(scope: Scope) -> Object:
-    """Names of the ranks of all attempts; they look for each other before any is ready."""
+    """DNS names of the trainer's pods, published before they are ready: the ranks have to find each other first."""
     return _service(scope, Role.TRAINER, MASTER_PORT, MASTER_PORT_NUMBER, {"clusterIP": "None"})
 
 

@@ -1,17 +1,18 @@
-"""Pod templates: a workload's containers with the environment, volumes and rights that all pods of a run have.
+"""Pod templates: a workload's containers with the environment, volumes and security context that all pods of a run have.
 
-Every pod meets the restricted Pod Security Standard: no root, no privilege, no capability, a root file system that
-cannot be written, no token of the API server. What may be written is the run's volume, ``/tmp`` (with the home
-directory, an emptyDir for each container: an actor grades hostile text, within :data:`TMP_SIZES`) and ``/dev/shm``.
+Every pod meets the restricted Pod Security Standard: no root, no privilege, no capability, a read-only root file system, no
+token of the API server. Writable are the run's volume, ``/tmp`` (an emptyDir per container, with the home directory: an
+actor grades untrusted text, within :data:`TMP_SIZES`) and ``/dev/shm``.
 
-Paths that a spec names beside a hub or a recipe, ``model.path`` and ``task.jsonl.path``, are paths in the containers:
-they have to lie in a volume that ``podTemplate`` mounts for all roles (the coordinator, the actor and the preparation
-read the task; the preparation reads the model). Nothing is refused here when they do not; the preparation says so.
-A hub's access token comes by ``podTemplate.env`` from a Secret, for the trainer's pods alone if need be.
+``model.path`` and ``task.jsonl.path`` are paths in the containers, in a volume that ``podTemplate`` mounts for all roles
+(the coordinator, the actor and the preparation read the task; the preparation reads the model). The preparation reports
+a path that is missing. A hub's access token comes from a Secret by ``podTemplate.env``, for the trainer's pods alone if
+need be.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -22,25 +23,23 @@ from scalerl_api.fields import quantity_bytes
 from scalerl_api.pods import PodResources, PodTemplate
 from scalerl_operator import names
 from scalerl_operator.names import PORTS, RUN_DIR, SPEC_DIR, SPEC_KEY, TOKEN_DIR, TOKEN_KEY
-from scalerl_operator.build.probes import probes
-from scalerl_operator.build.quantities import canonical
-from scalerl_operator.build.resources import native, resources
-from scalerl_operator.build.shared import Scope, pod_template_of
+from scalerl_operator.build.resources import canonical, native, resources
+from scalerl_operator.build.scope import Scope, pod_template_of
 from scalerl_operator.kube.types import Object
-from scalerl_operator.workloads import ADDRESS, BIND, Container, Role, Workload, expand, port_variable
+from scalerl_operator.workloads import ADDRESS, BIND, Container, Probe, Role, Workload, expand, port_variable
 
 USER_ID: Final = 10001
 SHM_GIB_PER_PROCESS: Final = 1
-"""Of ``/dev/shm`` where the spec names none; a container's own 64 MiB are too few for torch."""
+"""Of ``/dev/shm`` where the spec sets no size; torch needs more than a container's default of 64 MiB."""
 LAUNCHER: Final = ("python", "-m", "scalerl_trainer.launch")
 """Before the command of a pod with several ranks: starts it once per rank."""
 HOME: Final = "/tmp/home"  # noqa: S108 - a volume of its own
 TMP_SIZES: Final = {"actor": "1Gi"}
-"""Of ``/tmp``, by container: a completion that fills it loses its pod, not the node its disk. The others write what their
-libraries do, and large models' caches have no bound that holds for all."""
+"""Of ``/tmp``, by container: a completion that fills it evicts its pod and does not fill the node's disk. The caches of other
+containers' libraries have no common bound."""
 
 NEVER_EVICT: Final = {
-    # Autoscalers of nodes leave such a pod where it is; a person's drain does not ask.
+    # For node autoscalers; `kubectl drain` ignores it.
     "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
     "karpenter.sh/do-not-disrupt": "true",
 }
@@ -48,13 +47,13 @@ NEVER_EVICT: Final = {
 
 @dataclass(frozen=True)
 class PodSettings:
-    """What one role's pods have of their own.
+    """What is specific to one role's pods.
 
-    name: SCALERL_NAME, which may refer to variables before it; None: the pod's.
-    variables: environment entries that come before the name.
+    name: SCALERL_NAME, which may refer to variables before it; None: the pod's name.
+    variables: environment entries before the name.
     extra: environment of single containers, by their name.
     grace_seconds: from SIGTERM to SIGKILL.
-    metrics_port: where Prometheus finds metrics; None: nowhere.
+    metrics_port: port with Prometheus metrics; None: no metrics.
     """
 
     role: Role
@@ -152,7 +151,7 @@ def _container(scope: Scope, settings: PodSettings, given: PodTemplate, containe
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         },
-        # The last line of a role's log is what a condition quotes.
+        # Conditions quote the last line of a role's log.
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
     open_ports = [port for port in container.ports if port not in container.loopback]
@@ -174,15 +173,15 @@ def variable(name: str, value: str) -> Object:
 
 
 def from_field(name: str, path: str) -> Object:
-    """A variable with what the pod knows of itself."""
+    """A variable from a field of the pod (downward API)."""
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
 def _environment(
     scope: Scope, settings: PodSettings, given: PodTemplate, container: Container
 ) -> list[Object]:
-    """The runtime's variables first, in an order in which each refers to those before it only; then what the plan
-    says, then the user's. The user's win, but over what says where a process stands.
+    """The runtime's variables first, each refers only to those before it; then the plan's, then the user's. A user's variable
+    overrides the plan's, not the runtime's.
     """
     threads = container.resources.cpu_threads
     ports = [port for other in scope.workload(settings.role).containers for port in other.ports]
@@ -191,7 +190,7 @@ def _environment(
         variable(api.RUN_FILE, f"{SPEC_DIR}/{SPEC_KEY}"),
         variable(api.TOKEN_FILE, f"{TOKEN_DIR}/{TOKEN_KEY}"),
         variable(api.COORDINATOR_URL, scope.names.coordinator_url(scope.namespace)),
-        variable(BIND, "0.0.0.0"),  # noqa: S104 - the pod's own network; the NetworkPolicy says who gets in
+        variable(BIND, "0.0.0.0"),  # noqa: S104 - the pod's own network, restricted by the NetworkPolicy
         from_field(ADDRESS, "status.podIP"),
         *settings.variables,
         from_field(api.NAME, "metadata.name") if settings.name is None else variable(api.NAME, settings.name),
@@ -199,7 +198,7 @@ def _environment(
     ]
     own = {
         "HOME": HOME,
-        # No image need know the user's number; torch asks for a name.
+        # The image has no user of this number, and torch needs a name.
         "USER": "scalerl",
         **({} if threads is None else {"OMP_NUM_THREADS": str(threads)}),
         **settings.extra.get(container.name, {}),
@@ -209,6 +208,59 @@ def _environment(
     theirs = [entry for entry in given.env if entry["name"] not in taken]
     replaced = {entry["name"] for entry in theirs}
     return [*fixed, *(variable(name, text) for name, text in own.items() if name not in replaced), *theirs]
+
+
+# --- probes --------------------------------------------------------------------------------------------------
+
+HTTP_PERIOD_SECONDS: Final = 5
+EXEC_PERIOD_SECONDS: Final = 10
+"""Each exec probe starts a process."""
+READINESS_FAILURES: Final = 3
+"""One late answer of a busy process must not make its pod unavailable, which would block a node drain."""
+_START_SECONDS = 5
+"""For an exec probe's interpreter to start on a busy machine."""
+
+# A bare socket imports nothing of site-packages and ignores proxy variables.
+_ASK = (
+    "import socket,sys; s=socket.create_connection(('127.0.0.1',{port}),{timeout}); "
+    r"s.sendall(b'GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n'); "
+    "sys.exit(not s.makefile('rb').readline().split()[1].startswith(b'2'))"
+)
+
+
+def probes(container: Container) -> Object:
+    """``startupProbe``, ``livenessProbe`` and ``readinessProbe`` of a container."""
+    given = {
+        "startupProbe": container.startup,
+        "livenessProbe": container.liveness,
+        "readinessProbe": container.readiness,
+    }
+    return {
+        name: _probe(probe, container, readiness=name == "readinessProbe")
+        for name, probe in given.items()
+        if probe is not None
+    }
+
+
+def _probe(probe: Probe, container: Container, *, readiness: bool) -> Object:
+    """Probes less often than the local runtime, where a probe is cheap; it fails after the same time."""
+    inside = probe.port in container.loopback
+    period = max(math.ceil(probe.period_seconds), EXEC_PERIOD_SECONDS if inside else HTTP_PERIOD_SECONDS)
+    threshold = math.ceil(probe.failure_threshold * probe.period_seconds / period)
+    timeout = math.ceil(probe.timeout_seconds)
+    how: Object
+    if inside:
+        code = _ASK.format(port=PORTS[probe.port], timeout=timeout, path=probe.path)
+        how = {"exec": {"command": ["python", "-I", "-S", "-c", code]}}
+        timeout += _START_SECONDS
+    else:
+        how = {"httpGet": {"path": probe.path, "port": probe.port}}
+    return {
+        **how,
+        "periodSeconds": period,
+        "timeoutSeconds": timeout,
+        "failureThreshold": max(threshold, READINESS_FAILURES) if readiness else threshold,
+    }
 
 
 # --- volumes -------------------------------------------------------------------------------------------------
@@ -242,8 +294,7 @@ def _bounded(container: Container) -> Object:
 
 def _mounts(scope: Scope, container: Container, main: bool) -> list[Object]:
     shared = [volume for volume in container.volumes if expand(volume.path, {api.DIR: RUN_DIR}) == RUN_DIR]
-    # In a claim that others use too, and in one that outlives its run: a later run of that name, given the claim, goes
-    # on from what is there.
+    # The claim may be shared with other runs, or outlive its run: a later run of the same name resumes from it.
     run: Object = {"name": _RUN, "mountPath": RUN_DIR, "subPath": scope.run.metadata.name}
     if not any(volume.writable for volume in shared):
         run["readOnly"] = True

@@ -9,20 +9,20 @@ from scalerl_api.process import BAD_INPUT_EXIT_CODE
 from scalerl_operator import names
 from scalerl_operator.names import RUN_DIR
 from scalerl_operator.build.pods import PodSettings, pod_template
-from scalerl_operator.build.shared import Scope
+from scalerl_operator.build.scope import Scope
 from scalerl_operator.kube.types import Object
 from scalerl_operator.workloads import Role
 
 GRACE_SECONDS: Final = 30
 RETRIES: Final = 4
-"""Of ends that another try may mend: a hub that is away, a node's disk. The Job waits 10 s before the first, then doubles."""
+"""Of failures that may be transient: an unreachable hub, a node's disk. The Job waits 10 s before the first, then doubles."""
 HUB_CACHE: Final = (Path(RUN_DIR) / "hub").as_posix()
-"""On the run's volume: a node's own disk may be too small for a model, a download that was cut goes on, and what is
-downloaded is linked into place rather than copied. ``HF_HOME`` in ``podTemplate.env`` names another, a shared one."""
+"""On the run's volume: a node's own disk may be too small for a model, an interrupted download resumes, and files are
+linked into place rather than copied. ``HF_HOME`` in ``podTemplate.env`` names another cache, such as a shared one."""
 
 
 def job(scope: Scope) -> Object:
-    """Tried again where that could help: not when the input is wrong, and as often as it takes when a node is drained."""
+    """Retries :data:`RETRIES` times, not at all when the input is wrong, and without limit when its pod is disrupted."""
     extra = {"HF_HOME": HUB_CACHE} if scope.spec.model.hub is not None else {}
     settings = PodSettings(
         role=Role.PREPARE,

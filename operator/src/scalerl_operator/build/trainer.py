@@ -1,17 +1,16 @@
-"""The trainer: an Indexed Job a start of the gang, with a pod per node.
+"""The trainer: an Indexed Job per attempt, with a pod per node.
 
 NCCL takes a pod for a host: only ranks of one pod use NVLink and ``/dev/shm``. A pod with several ranks starts them with
 ``scalerl_trainer.launch`` and exits as the rank that failed first; a pod with one rank is that rank.
 
-One rank that fails ends the Job, and with it all ranks; the next start is another Job, made when the failure policy
-says so. A rank that is evicted gets SIGTERM, tells the others at the next step, and all leave with a checkpoint and
-exit code 0: with ``podReplacementPolicy: Failed`` the Job waits for how the evicted one ends instead of counting it as
-failed at once, and is complete. Where that takes too long, the Job's failure policy notes for us that the rank lost its
-place: the pod, which would say so, is gone with that.
+One failed rank fails the Job and ends all ranks; the operator creates the next attempt as another Job. An evicted rank gets
+SIGTERM and notifies the others at the next step; all write a checkpoint and exit with 0. With ``podReplacementPolicy:
+Failed`` the Job waits for the evicted pod's exit instead of counting it as failed at once, and completes. If that takes too
+long, the Job's failure policy records the disruption, since the pod that would show it is gone by then.
 
-There is no PodDisruptionBudget: of pods of a Job the API server can only keep a fixed number up, which either forbids
-every eviction or none. Autoscalers of nodes are asked to leave the pods alone; a person who drains a node ends the
-attempt in order, and the next one starts elsewhere.
+There is no PodDisruptionBudget: for pods of a Job it can only keep a fixed number running, which forbids every eviction or
+none. Annotations ask node autoscalers not to evict the pods; a node drain ends the attempt in order, and the next one starts
+on another node.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from typing import Final
 from scalerl_operator import names
 from scalerl_operator.names import MASTER_PORT_NUMBER
 from scalerl_operator.build.pods import NEVER_EVICT, PodSettings, from_field, pod_template, variable
-from scalerl_operator.build.shared import Scope
+from scalerl_operator.build.scope import Scope
 from scalerl_operator.kube.types import Object
 from scalerl_operator.workloads import Role, Workload
 
 GRACE_SECONDS: Final = 300
-"""The rest of a step, and a checkpoint."""
+"""For the rest of a step, and a checkpoint."""
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
 def job(scope: Scope, attempt: int) -> Object:
-    """Start ``attempt`` of the gang. ``suspend`` is never said: that field is Kueue's where there is one."""
+    """The Job of one attempt. ``suspend`` is never set: with a queue, Kueue owns that field."""
     workload = scope.workload(Role.TRAINER)
     nodes = workload.replicas // workload.per_node
     label = {names.ATTEMPT: str(attempt)}
@@ -79,7 +78,7 @@ def job(scope: Scope, attempt: int) -> Object:
 
 
 def _position(workload: Workload) -> list[Object]:
-    """Which rank a pod is, or which node where its launcher numbers the ranks."""
+    """Environment with the rank of a pod, or with its node where the launcher numbers the ranks."""
     world = variable("WORLD_SIZE", str(workload.replicas))
     if workload.per_node == 1:
         return [from_field("RANK", _INDEX), world, variable("LOCAL_RANK", "0")]

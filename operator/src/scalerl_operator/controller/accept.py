@@ -13,7 +13,7 @@ from typing import Any, Final
 from scalerl_api.conditions import ConditionType, Reason
 from scalerl_api.load import SpecError, accepted_run, run_from_object
 from scalerl_api.status import MAX_ACCEPTED_SPEC, RunStatus
-from scalerl_operator.build.shared import SPEC_HASH_VERSION, spec_hash
+from scalerl_operator.build.scope import SPEC_HASH_VERSION, spec_hash
 from scalerl_operator.controller.observe import label
 from scalerl_operator.controller.run_context import RunContext, is_deleted
 from scalerl_operator.kube import errors

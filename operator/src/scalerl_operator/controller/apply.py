@@ -13,7 +13,8 @@ from typing import Any, Final
 from scalerl_api.cluster import ImagesSpec
 from scalerl_api.conditions import Phase, Reason
 from scalerl_operator.build import render
-from scalerl_operator.build.curve import curve_config_map
+from scalerl_operator.build.scope import Desired, Images
+from scalerl_operator.build.storage import curve_config_map
 from scalerl_operator.controller.coordinator_access import ensure_token
 from scalerl_operator.controller.diagnosis import diagnose
 from scalerl_operator.controller.observe import JOB_NAME, is_settled, label, seconds
@@ -31,7 +32,7 @@ from scalerl_operator.kube.objects import (
     is_untouched,
     rendered_hash,
 )
-from scalerl_operator.kube.types import Desired, Images, Object
+from scalerl_operator.kube.types import Object
 from scalerl_operator.names import ATTEMPT, COMPONENT, IMAGE, RUN, Names, label_value
 from scalerl_operator.names import labels as labels_of_run
 from scalerl_operator.policy.decision import Suspension

@@ -13,7 +13,7 @@ from scalerl_api.forecast import MAX_EARLIER_RUNS, EarlierRun
 from scalerl_api.load import accepted_run
 from scalerl_api.spec import RunSpec
 from scalerl_operator.autoscaling.history import MOST_EXAMINED, consider, words
-from scalerl_operator.build.curve import KEY
+from scalerl_operator.build.storage import CURVE_KEY
 from scalerl_operator.controller.accept import with_spec
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.types import Object
@@ -80,4 +80,4 @@ def _load(run: Object, curve: Object | None) -> tuple[RunSpec, str]:
     if curve is None or (curve["metadata"].get("labels") or {}).get(RUN_UID) != run["metadata"]["uid"]:
         raise ValueError("it has no curve")
     kept = (run.get("status") or {}).get("acceptedSpec") or json.dumps(run["spec"])
-    return accepted_run(with_spec(run, kept)).spec, str(curve["data"][KEY])
+    return accepted_run(with_spec(run, kept)).spec, str(curve["data"][CURVE_KEY])

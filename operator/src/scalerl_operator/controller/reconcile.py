@@ -16,6 +16,7 @@ from typing import Final
 from scalerl_api.conditions import Phase, Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import RunStatus
+from scalerl_operator.build.scope import Images
 from scalerl_operator.controller.accept import accept, adopt_spec_hashes, generators_of_earlier_release
 from scalerl_operator.controller.apply import Applier
 from scalerl_operator.controller.autoscaler import ClusterAutoscaler
@@ -31,7 +32,7 @@ from scalerl_operator.controller.volume import RETRY_SECONDS, check_volume
 from scalerl_operator.coordinator_poller import CoordinatorPollers
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import EventType, KubeApi
-from scalerl_operator.kube.types import Images, Key
+from scalerl_operator.kube.types import Key
 from scalerl_operator.names import FINALIZER
 from scalerl_operator.policy.decision import LifecycleDecision
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from scalerl_api.conditions import Reason
 from scalerl_api.status import ExportsStatus, RunStatus, TroubleStatus
-from scalerl_operator.build.quantities import value
+from scalerl_operator.build.resources import value
 from scalerl_operator.controller.observe import RunObservation
 from scalerl_operator.controller.run_context import CLAIM, RunContext, is_deleted
 from scalerl_operator.kube.client import KubeApi

@@ -1,4 +1,4 @@
-"""What all files of this package build on: one run's scope, metadata, and the two hashes that objects carry."""
+"""Input of all manifests of one run: the run, images, metadata, and the hashes that objects carry."""
 
 from __future__ import annotations
 
@@ -13,19 +13,44 @@ from scalerl_api.pods import PodTemplate
 from scalerl_api.spec import API_VERSION, KIND, RunSpec, ScaleRLRun
 from scalerl_operator import names
 from scalerl_operator.names import Names
-from scalerl_operator.kube.types import Images, Object
+from scalerl_operator.kube.types import Object
 from scalerl_operator.plan import plan
 from scalerl_operator.workloads import Plan, Role, Workload
 
 SPEC_HASH_VERSION: Final = "3"
-"""Of :func:`spec_hash`: raised with every change of what it is taken over, so that no hash of another release is held
-against one of this."""
+"""Of :func:`spec_hash`: raised with every change of its input, so that hashes of two releases are never compared."""
 _PODS: Final = (Role.PREPARE, Role.COORDINATOR, Role.GENERATOR, Role.TRAINER)
 
 
 @dataclass(frozen=True)
+class Images:
+    """Container images where a run's ``spec.images`` names none."""
+
+    trainer: str
+    generator: str
+    coordinator: str
+    pull_policy: str = "IfNotPresent"
+
+
+@dataclass(frozen=True)
+class Desired:
+    """Which objects of a run are to exist now.
+
+    generators: replicas; at 0 there is no Deployment at all.
+    trainer_attempt: which start of the gang, from 1; None: no trainer.
+    trained: the run has trained steps, which its volume must then hold.
+    """
+
+    prepare: bool = False
+    coordinator: bool = False
+    generators: int = 0
+    trainer_attempt: int | None = None
+    trained: bool = False
+
+
+@dataclass(frozen=True)
 class Scope:
-    """One run as it is rendered."""
+    """The run to render, with what the spec does not hold."""
 
     run: ScaleRLRun
     uid: str
@@ -38,7 +63,7 @@ class Scope:
 
     @property
     def namespace(self) -> str:
-        """Raises ValueError: a run that no API server has given a namespace."""
+        """Raises ValueError: the run was not read from an API server."""
         if self.run.metadata.namespace is None:
             raise ValueError(
                 f"run {self.run.metadata.name} has no namespace; only what a cluster holds is rendered"
@@ -58,7 +83,7 @@ class Scope:
         return {}
 
     def spec_hash(self, role: Role) -> str:
-        """:func:`spec_hash` of the run; a Job and its pods carry the same."""
+        """:func:`spec_hash` of the run, computed once; a Job and its pods carry the same."""
         if role not in self._spec_hashes:
             self._spec_hashes[role] = spec_hash(self.run, role)
         return self._spec_hashes[role]
@@ -71,11 +96,11 @@ class Scope:
 
     @property
     def queue_labels(self) -> dict[str, str]:
-        """Kueue's, for what it is to queue."""
+        """Kueue's labels, for workloads that it queues."""
         return {name: text for name, text in self.run.metadata.labels.items() if name in names.QUEUE_LABELS}
 
     def metadata(self, name: str, component: str = "run", *, owned: bool = True) -> Object:
-        """Of an object that goes with the run; not ``owned``: of one that stays."""
+        """Metadata of an object. owned: the garbage collector deletes it with the run."""
         metadata: Object = {
             "name": name,
             "namespace": self.namespace,
@@ -97,7 +122,7 @@ class Scope:
 
 
 def pod_template_of(spec: RunSpec, role: Role) -> PodTemplate:
-    """What the user adds to the pods of a role; the preparation's are the trainer's."""
+    """``podTemplate`` of a role, merged with the run's; the preparation has the trainer's."""
     own = {
         Role.COORDINATOR: spec.coordinator.pod_template,
         Role.GENERATOR: spec.generator.pod_template,
@@ -108,11 +133,11 @@ def pod_template_of(spec: RunSpec, role: Role) -> PodTemplate:
 
 
 def spec_hash(run: ScaleRLRun, role: Role) -> str:
-    """Over the fields whose edit restarts a role, and what the user says of its pods: another hash needs other pods.
+    """Hash of the fields whose edit restarts a role (:mod:`scalerl_api.edits`) and of its podTemplate: when it changes, the
+    pods are replaced.
 
-    Which fields those are, :mod:`scalerl_api.edits` says. What the operator brings along (its images, defaults of
-    fields that an older release did not have) is not in it, so that an upgrade stops no trainer. Before the hash stands
-    its version (:mod:`scalerl_operator.controller.accept`).
+    The operator's images and the defaults of new fields are not in it, so that an upgrade stops no trainer. The hash begins
+    with its version (:mod:`scalerl_operator.controller.accept`).
     """
     spec = run.spec
     read = _pruned(spec.model_dump(mode="json", exclude=_unread(role), exclude_defaults=True))
@@ -130,7 +155,7 @@ def _unread(role: Role) -> dict[str, Any]:
     """Fields whose edit does not restart ``role``, as ``model_dump`` excludes them."""
     unread: dict[str, Any] = {}
     for leaf in leaves():
-        # A field that is refused was the same all the while: it is in the hash, so that what made it is plain.
+        # Fields that cannot be edited are in the hash too, although they never change it.
         if edit_of(leaf.path).effect is not Effect.REFUSED and role not in edit_of(leaf.path).effect.roles:
             section = unread
             for name in leaf.names[:-1]:
@@ -140,7 +165,7 @@ def _unread(role: Role) -> dict[str, Any]:
 
 
 def _pruned(value: Any) -> Any:
-    """Without objects of nothing: an object of defaults, written out or not, is no difference."""
+    """Without empty objects: an object of defaults, written out or not, is no difference."""
     if not isinstance(value, dict):
         return value
     kept = {name: _pruned(item) for name, item in value.items()}
@@ -148,8 +173,8 @@ def _pruned(value: Any) -> Any:
 
 
 def raw_hash(run: ScaleRLRun) -> str:
-    """Over what decides whether an API server takes the run's pods: what the user says of them in Kubernetes' own words,
-    and the amounts that come from the rest of the spec. Two runs that train otherwise may well have the same.
+    """Hash of what decides whether the API server accepts the run's pods: the podTemplates and the resources. Runs with
+    other recipes may have the same hash.
     """
     spec = run.spec
     said = [pod_template_of(spec, role).model_dump(mode="json", exclude_defaults=True) for role in _PODS]
@@ -159,7 +184,7 @@ def raw_hash(run: ScaleRLRun) -> str:
 
 
 def finished(rendered: Object) -> Object:
-    """A copy that shares nothing with the run, with the hash of itself: so a field no longer wanted is noticed too."""
+    """A deep copy with the hash of itself, by which the operator notices removed fields too."""
     text = _canonical(rendered)
     whole: Object = json.loads(text)
     whole["metadata"]["annotations"][names.RENDERED_HASH] = _short_hash(text)
