@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import os
 import resource
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
 from coordinator_client import Client, ErrorAnswer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalerl_api import endpoints, wire
-from scalerl_coordinator.decisions import MAX_LINE_BYTES, DecisionLog, Superseded
-from scalerl_operator.coordinator_client import CoordinatorClient, CoordinatorRefused, OffsetSuperseded
+from scalerl_coordinator.decisions import MAX_LINE_BYTES, PAGE_BYTES, DecisionLog, Superseded
+from scalerl_operator.coordinator_client import (
+    CoordinatorClient,
+    CoordinatorRefused,
+    CoordinatorUnreachable,
+    OffsetSuperseded,
+)
 
 
 async def post(visitor: Client, offset: int, line: bytes) -> None:
@@ -24,7 +31,7 @@ async def post(visitor: Client, offset: int, line: bytes) -> None:
 
 async def test_the_operators_client_reads_what_it_wrote(local) -> None:
     async with CoordinatorClient(local.url, "secret") as client:
-        assert await client.decisions() == b""
+        assert await client.decisions(0) == wire.DecisionLines(content=b"", size=0)
         await client.record_decision(0, b'{"a":1}\n')
         await client.record_decision(8, b'{"b":2}\n')
         await client.record_decision(8, b'{"b":2}\n')
@@ -34,7 +41,11 @@ async def test_the_operators_client_reads_what_it_wrote(local) -> None:
             await client.record_decision(0, b'{"a":1}\n')
         with pytest.raises(CoordinatorRefused, match="one line of at most"):
             await client.record_decision(16, b"{}\n{}\n")
-        assert await client.decisions() == b'{"a":1}\n{"b":2}\n'
+        assert await client.decisions(0) == wire.DecisionLines(content=b'{"a":1}\n{"b":2}\n', size=16)
+        assert await client.decisions(8) == wire.DecisionLines(content=b'{"b":2}\n', size=16)
+        assert await client.decisions(16) == wire.DecisionLines(content=b"", size=16)
+        with pytest.raises(OffsetSuperseded, match="has 16 bytes, not 17; read it again"):
+            await client.decisions(17)
     assert local.paths.decisions.read_bytes() == b'{"a":1}\n{"b":2}\n'
 
 
@@ -46,6 +57,89 @@ async def test_decisions_need_the_token(local, visitor) -> None:
     async with visitor.session.get(local.url + endpoints.DECISIONS, headers=visitor.headers) as response:
         assert response.status == 401
     assert not local.paths.decisions.exists()
+
+
+@pytest.mark.parametrize("offset", ["-1", "x", "1.5", "²", "9" * 30])
+async def test_an_offset_is_a_number_of_bytes(local, visitor, offset: str) -> None:
+    async with visitor.session.get(
+        local.url + endpoints.DECISIONS, params={"offset": offset}, headers=visitor.headers
+    ) as response:
+        assert response.status == 400
+        assert "is not a number of bytes" in msgspec.msgpack.decode(await response.read())["message"]
+
+
+async def test_a_full_disk_is_507_and_another_failure_500_with_its_text(local, visitor) -> None:
+    """``/dev/full`` refuses each write with ENOSPC, as a full disk does."""
+    local.paths.decisions.symlink_to("/dev/full")
+    with pytest.raises(
+        ErrorAnswer, match=r"no-space: .*No space left on device; free space on the run's volume"
+    ) as refused:
+        await post(visitor, 0, b"{}\n")
+    assert refused.value.status == 507
+    local.paths.decisions.unlink()
+    local.paths.decisions.mkdir()
+    with pytest.raises(ErrorAnswer, match=r"decisions\.jsonl: Is a directory") as refused:
+        await post(visitor, 0, b"{}\n")
+    assert refused.value.status == 500
+    async with CoordinatorClient(local.url, "secret") as client:
+        with pytest.raises(CoordinatorUnreachable, match=r"HTTP 500: decisions\.jsonl: Is a directory"):
+            await client.decisions(0)
+    local.paths.decisions.rmdir()
+    await post(visitor, 0, b"{}\n")
+    assert local.paths.decisions.read_bytes() == b"{}\n"
+
+
+async def test_the_log_waits_longer_for_a_disk_than_a_status(local, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One answer comes after the limit of a status."""
+    real = DecisionLog.read
+
+    def slow(log: DecisionLog, offset: int = 0) -> tuple[bytes, int]:
+        time.sleep(1.5)
+        return real(log, offset)
+
+    monkeypatch.setattr(DecisionLog, "read", slow)
+    async with CoordinatorClient(local.url, "secret", timeout_seconds=1.0) as client:
+        assert (await client.decisions(0)).size == 0
+
+
+def test_pages_of_a_log_of_50_000_decisions_are_bounded_and_appends_read_the_last_line_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "decisions.jsonl"
+    line = b"x" * 1_999 + b"\n"
+    path.write_bytes(line * 50_000)
+    log, size = DecisionLog(path), 50_000 * 2_000
+    taken: list[int] = []
+    real = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, count, at: (taken.append(count), real(fd, count, at))[1])
+    log.append(size, line)
+    assert sum(taken) <= 1
+    log.append(size, line)
+    assert sum(taken) <= 2 + len(line)
+    with pytest.raises(Superseded):
+        log.append(size - 2_000, line)
+    taken.clear()
+    pages, offset = 0, 0
+    while offset < log.read(offset)[1]:
+        page, total = log.read(offset)
+        assert (len(page), total) == (min(PAGE_BYTES, total - offset), size + 2_000)
+        pages, offset = pages + 1, offset + len(page)
+    assert (pages, offset) == (96, size + 2_000)
+    assert max(taken) == PAGE_BYTES
+
+
+@pytest.mark.parametrize("torn", [1, 70_000, 200_000])
+def test_a_torn_last_line_is_neither_read_nor_kept(tmp_path: Path, torn: int) -> None:
+    path = tmp_path / "decisions.jsonl"
+    path.write_bytes(b"{}\n" + b"x" * torn)
+    log = DecisionLog(path)
+    assert log.read() == (b"{}\n", 3)
+    with pytest.raises(Superseded, match="has 3 bytes"):
+        log.append(3 + torn, b"[]\n")
+    log.append(3, b"[]\n")
+    assert path.read_bytes() == b"{}\n[]\n"
+    path.write_bytes(b"x" * torn)
+    assert log.read() == (b"", 0)
 
 
 async def test_a_long_line_is_taken_and_a_longer_one_refused(local, visitor) -> None:
@@ -115,9 +209,9 @@ def test_of_two_writers_every_acknowledged_line_is_kept_once(
             for _ in range(1 + lost):
                 log.append(len(known[who]), line)
         except Superseded:
-            known[who] = log.read()
+            known[who] = log.read()[0]
             continue
         known[who] += line
-        acknowledged = log.read()
+        acknowledged = log.read()[0]
         assert acknowledged.startswith(known[who]) or acknowledged.endswith(line)
-    assert log.read() == acknowledged
+    assert log.read()[0] == acknowledged

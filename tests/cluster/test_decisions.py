@@ -13,6 +13,7 @@ from testcluster import Cluster
 from scalerl_api.load import run_from_object
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import RECENT_DECISIONS
+from scalerl_api.wire import DecisionLines
 from scalerl_operator.autoscaling.decide import decide
 from scalerl_operator.autoscaling.decision_log import DecisionRecord, Line
 from scalerl_operator.autoscaling.models import (
@@ -38,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[2]
 class EarlierCoordinator:
     """Of a release without the endpoint."""
 
-    async def decisions(self, uid: str) -> bytes:
+    async def decisions(self, uid: str, offset: int) -> DecisionLines:
         raise EndpointMissing("GET /v1/decisions: HTTP 404: Not Found")
 
     async def record_decision(self, uid: str, offset: int, line: bytes) -> None:

@@ -1,16 +1,20 @@
 """``decisions.jsonl`` of a run on a cluster: the operator sends each decision of its autoscaler as one line.
 
-On a laptop the operator writes the file itself, and nothing here touches it. Blocking I/O: call from one thread.
+A local run writes the file itself and does not use this module. Blocking I/O: call from one thread.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 MAX_LINE_BYTES: Final = 2**23
+PAGE_BYTES: Final = 2**20
+"""Of one answer: a log of 50,000 decisions has some 200 MB."""
+_BLOCK_BYTES: Final = 2**16
 
 
 class Superseded(Exception):
@@ -18,26 +22,25 @@ class Superseded(Exception):
 
 
 class DecisionLog:
-    """The file at ``path``. Raises OSError."""
+    """The file at ``path``. Neither reading nor appending needs more memory than a page or a line. Raises OSError."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def read(self) -> bytes:
-        """The whole lines. A torn last line was never acknowledged, and is cut off."""
-        try:
-            content = self._path.read_bytes()
-        except FileNotFoundError:
-            return b""
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            with self._path.open("r+b") as file:
-                file.truncate(whole)
-                os.fsync(file.fileno())
-        return content[:whole]
+    def read(self, offset: int = 0) -> tuple[bytes, int]:
+        """At most ``PAGE_BYTES`` of the whole lines from ``offset`` on, and their size. A page may end within a line.
+
+        Raises:
+            Superseded: the log ends before ``offset``.
+        """
+        with self._opened(os.O_RDONLY) as fd:
+            size = 0 if fd is None else _whole_size(fd)
+            if offset > size:
+                raise Superseded(f"the log of decisions has {size} bytes, not {offset}; read it again")
+            return b"" if fd is None else os.pread(fd, min(PAGE_BYTES, size - offset), offset), size
 
     def append(self, offset: int, line: bytes) -> None:
-        """Have ``line`` follow the first ``offset`` bytes; it is on disk when this returns.
+        """Write ``line`` after the first ``offset`` bytes; it is on disk when this returns.
 
         The same line at the same offset again (its answer was lost) changes nothing.
 
@@ -49,25 +52,38 @@ class DecisionLog:
             raise ValueError(
                 f"a decision is one line of at most {MAX_LINE_BYTES} bytes that ends with a newline, not {len(line)} bytes"
             )
-        content = self.read()
-        if offset < len(content) and content[offset:] == line:
-            return
-        if offset != len(content):
-            raise Superseded(f"the log of decisions has {len(content)} bytes, not {offset}; read it again")
-        fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            data = memoryview(line)
-            while data:
-                data = data[os.write(fd, data) :]
-            os.fsync(fd)
-        except OSError:
-            with contextlib.suppress(OSError):  # what is left is torn: the next read cuts it off
-                os.ftruncate(fd, offset)
-            raise
-        finally:
-            os.close(fd)
+        with self._opened(os.O_RDWR | os.O_CREAT if offset == 0 else os.O_RDWR) as fd:
+            size = 0 if fd is None else _whole_size(fd)
+            if fd is not None and offset + len(line) == size and os.pread(fd, len(line), offset) == line:
+                return
+            if fd is None or offset != size:
+                raise Superseded(f"the log of decisions has {size} bytes, not {offset}; read it again")
+            try:
+                if os.fstat(fd).st_size > offset:
+                    os.ftruncate(fd, offset)  # a partial line was never acknowledged
+                done = 0
+                while done < len(line):
+                    done += os.pwrite(fd, line[done:], offset + done)
+                os.fsync(fd)
+            except OSError:
+                with contextlib.suppress(OSError):  # the next append removes what is left
+                    os.ftruncate(fd, offset)
+                raise
         if not offset:
             self._sync_directory()
+
+    @contextlib.contextmanager
+    def _opened(self, flags: int) -> Iterator[int | None]:
+        """A descriptor; None where there is no file."""
+        try:
+            fd = os.open(self._path, flags | os.O_CLOEXEC, 0o644)
+        except FileNotFoundError:
+            yield None
+            return
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     def _sync_directory(self) -> None:
         fd = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -75,3 +91,16 @@ class DecisionLog:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+def _whole_size(fd: int) -> int:
+    """Bytes of the whole lines, found from the end of the file."""
+    end = os.fstat(fd).st_size
+    block = 1  # a log that was not cut off in a write ends with a newline
+    while end > 0:
+        start = max(0, end - block)
+        found = os.pread(fd, end - start, start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        end, block = start, _BLOCK_BYTES
+    return 0

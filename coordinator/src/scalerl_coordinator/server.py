@@ -12,6 +12,7 @@ nothing of the state in memory.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import math
 import time
@@ -435,8 +436,11 @@ class Server:
         return wire.Ack()
 
     async def _decision_lines(self, request: web.Request) -> web.Response:
-        content = await self._on_decisions(self._files.decisions.read)
-        return respond(msgspec.msgpack.encode(wire.DecisionLines(content=content)))
+        offset = request.query.get("offset", "0")
+        if not (offset.isascii() and offset.isdecimal() and len(offset) < 19):
+            raise ErrorResponse(400, "bad-request", f"offset={offset[:40]!r} is not a number of bytes")
+        content, size = await self._on_decisions(lambda: self._files.decisions.read(int(offset)))
+        return respond(msgspec.msgpack.encode(wire.DecisionLines(content=content, size=size)))
 
     async def _on_decisions(self, access: Callable[[], T]) -> T:
         try:
@@ -446,9 +450,12 @@ class Server:
         except ValueError as problem:
             raise ErrorResponse(400, "bad-request", str(problem)) from problem
         except OSError as problem:
-            raise ErrorResponse(
-                507, "no-space", f"decisions.jsonl: {problem.strerror}; try again later"
-            ) from problem
+            message = f"decisions.jsonl: {problem.strerror or problem}"
+            if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise ErrorResponse(
+                    507, "no-space", f"{message}; free space on the run's volume"
+                ) from problem
+            raise ErrorResponse(500, "disk-failed", message) from problem
 
     async def _status(self, request: web.Request) -> web.Response:
         # A slow disk must not delay the status: the exports are those of the last tick.

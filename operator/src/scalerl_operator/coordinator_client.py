@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+DECISIONS_SECONDS: Final = 30.0
+"""For one line or page of the decision log, which waits for a disk; a status does not."""
+
 UPGRADE_REQUIRED: Final = 426
 SPOKEN: Final = (WIRE_VERSION, 1)
 """Wire versions in which a status and a stop can be read here: each only added fields with defaults to them. A run under way
@@ -48,7 +51,10 @@ class OffsetSuperseded(CoordinatorRefused):
 
 
 class CoordinatorClient:
-    """Asks one coordinator. Use as an async context manager; every call is bounded by ``timeout_seconds``."""
+    """Asks one coordinator. Use as an async context manager.
+
+    timeout_seconds: for a call, except on the decision log, which may take ``DECISIONS_SECONDS``.
+    """
 
     def __init__(self, url: str, token: str, *, timeout_seconds: float = 5.0) -> None:
         self._url = url
@@ -63,8 +69,7 @@ class CoordinatorClient:
     async def __aenter__(self) -> Self:
         import aiohttp
 
-        timeout = aiohttp.ClientTimeout(total=self._timeout_seconds)
-        self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout)
+        self._session = aiohttp.ClientSession(headers=self._headers)
         return self
 
     async def __aexit__(
@@ -89,13 +94,14 @@ class CoordinatorClient:
         """
         await self._call("POST", endpoints.STOP, Stop(reason=reason), Ack)
 
-    async def decisions(self) -> bytes:
-        """``GET /v1/decisions``: the whole lines of ``decisions.jsonl``.
+    async def decisions(self, offset: int) -> DecisionLines:
+        """``GET /v1/decisions``: a page of ``decisions.jsonl`` from byte ``offset`` on.
 
         Raises:
-            CoordinatorUnreachable, CoordinatorRefused, EndpointMissing
+            CoordinatorUnreachable, CoordinatorRefused, EndpointMissing, OffsetSuperseded
         """
-        return (await self._call("GET", endpoints.DECISIONS, None, DecisionLines)).content
+        path = f"{endpoints.DECISIONS}?offset={offset}"
+        return await self._call("GET", path, None, DecisionLines, DECISIONS_SECONDS)
 
     async def record_decision(self, offset: int, line: bytes) -> None:
         """``POST /v1/decisions``: write a line; it is on the run's volume when this returns.
@@ -103,18 +109,28 @@ class CoordinatorClient:
         Raises:
             CoordinatorUnreachable, CoordinatorRefused, EndpointMissing, OffsetSuperseded
         """
-        await self._call("POST", endpoints.DECISIONS, DecisionLine(offset=offset, line=line), Ack)
+        await self._call(
+            "POST", endpoints.DECISIONS, DecisionLine(offset=offset, line=line), Ack, DECISIONS_SECONDS
+        )
 
-    async def _call(self, method: str, path: str, body: msgspec.Struct | None, answer: type[T]) -> T:
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: msgspec.Struct | None,
+        answer: type[T],
+        timeout_seconds: float | None = None,
+    ) -> T:
         if self._session is None:
             raise RuntimeError("use CoordinatorClient as an async context manager")
         import aiohttp
 
         data = None if body is None else msgspec.msgpack.encode(body)
+        timeout = aiohttp.ClientTimeout(total=timeout_seconds or self._timeout_seconds)
         for version in (self._version, *(v for v in SPOKEN if v != self._version)):
             try:
                 async with self._session.request(
-                    method, self._url + path, data=data, headers={WIRE_HEADER: str(version)}
+                    method, self._url + path, data=data, headers={WIRE_HEADER: str(version)}, timeout=timeout
                 ) as response:
                     content, code = await response.read(), response.status
             except (aiohttp.ClientError, TimeoutError, OSError) as error:

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from scalerl_api.wire import Status
+from scalerl_api.wire import DecisionLines, Status
 from scalerl_operator.controller.observe import PodView
 from scalerl_operator.coordinator_client import CoordinatorClient, CoordinatorRefused, CoordinatorUnreachable
 from scalerl_operator.names import PORTS
@@ -199,12 +199,12 @@ class CoordinatorPollers:
         await self.ask(uid)  # the answer from before the request is out of date
         return True
 
-    async def decisions(self, uid: str) -> bytes:
-        """The log of decisions; see :meth:`.CoordinatorClient.decisions`."""
-        return await self._client(uid).decisions()
+    async def decisions(self, uid: str, offset: int) -> DecisionLines:
+        """A page of the decision log; see :meth:`.CoordinatorClient.decisions`."""
+        return await self._client(uid).decisions(offset)
 
     async def record_decision(self, uid: str, offset: int, line: bytes) -> None:
-        """Write a line of the log of decisions; see :meth:`.CoordinatorClient.record_decision`.
+        """Write a line of the decision log; see :meth:`.CoordinatorClient.record_decision`.
 
         Raises:
             Fenced: another may lead by now.

@@ -12,6 +12,7 @@ from typing import Any
 
 from operator_tests.children import run_spec
 from scalerl_api.spec import ScaleRLRun
+from scalerl_api.wire import DecisionLines
 from scalerl_coordinator.decisions import DecisionLog, Superseded
 from scalerl_operator.coordinator_client import CoordinatorUnreachable, EndpointMissing, OffsetSuperseded
 from scalerl_operator.kube.types import Object
@@ -44,16 +45,20 @@ class DecisionService:
         self.patches: list[dict[str, Any]] = []
 
     def content(self) -> bytes:
-        return self.log.read()
+        return self.path.read_bytes() if self.path.exists() else b""
 
-    async def decisions(self, uid: str) -> bytes:
+    async def decisions(self, uid: str, offset: int) -> DecisionLines:
         await asyncio.sleep(0)
         if self.fate and self.fate[0] == DOWN:
             self.fate.pop(0)
             raise CoordinatorUnreachable("GET /v1/decisions: TimeoutError")
         if self.earlier:
             raise EndpointMissing("GET /v1/decisions: HTTP 404: Not Found")
-        return self.log.read()
+        try:
+            content, size = self.log.read(offset)
+        except Superseded as problem:
+            raise OffsetSuperseded(f"GET /v1/decisions: HTTP 409: {problem}") from problem
+        return DecisionLines(content=content, size=size)
 
     async def record_decision(self, uid: str, offset: int, line: bytes) -> None:
         if self.earlier:

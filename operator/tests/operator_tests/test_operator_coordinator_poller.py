@@ -317,9 +317,9 @@ async def test_decisions_are_sent_by_the_leader_to_a_coordinator_that_is_up() ->
     there = Coordinator()
     async with there.serving() as pod, coordinators(leads=False) as ours:
         with pytest.raises(CoordinatorUnreachable, match="no pod"):
-            await ours.decisions("u")
+            await ours.decisions("u", 0)
         await coordinator_report(ours, "u", [pod], Tokens(), 1)
         with pytest.raises(Fenced, match="record a decision of run u"):
             await ours.record_decision("u", 0, b"{}\n")
-        with pytest.raises(EndpointMissing, match="GET /v1/decisions: HTTP 404"):
-            await ours.decisions("u")
+        with pytest.raises(EndpointMissing, match=r"GET /v1/decisions\?offset=0: HTTP 404"):
+            await ours.decisions("u", 0)

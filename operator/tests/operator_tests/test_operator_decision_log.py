@@ -8,6 +8,7 @@ import random
 import resource
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from scalerl_curvefit import CurveError
 from scalerl_curvefit.sidecar.answers import answer_forecast
 from scalerl_operator.autoscaling.decide import decide
 from scalerl_operator.autoscaling.decision_log import DecisionRecord, Line
-from scalerl_operator.autoscaling.log_storage import RecordError
+from scalerl_operator.autoscaling.log_storage import PAGE_BYTES, FileStorage, RecordError
 from scalerl_operator.autoscaling.models import Generators, History, State
 from scalerl_operator.autoscaling.observation import observe, point
 from scalerl_operator.autoscaling.question import question
@@ -187,6 +188,35 @@ def test_reopening_goes_on_where_it_ended_and_cuts_a_torn_tail(
         "observation.points.digest",
     ]
     assert DecisionRecord.open(path).known.points == points[:20]
+
+
+async def test_a_record_of_50_000_decisions_is_read_in_pages(
+    tmp_path: Path, recorded: tuple[bytes, list[Line]]
+) -> None:
+    """Pages end within lines, and what is kept of the lines does not grow with them."""
+    path = tmp_path / "decisions.jsonl"
+    last = recorded[1][-1]
+    history, short = last.decision.history, replace(last.observation, forecast=None, recent=[])
+    with path.open("wb") as file:
+        file.write(recorded[0])
+        for sequence in range(len(recorded[1]), 50_000):
+            line = replace(
+                last,
+                sequence=sequence,
+                observation=short,
+                before=history,
+                kept=last.kept + len(last.added),
+                added=[],
+            )
+            file.write(msgspec.json.encode(line) + b"\n")
+    size = path.stat().st_size
+    tracemalloc.start()
+    loaded = await DecisionRecord.load(FileStorage(path))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert loaded.known.sequence == 50_000
+    assert peak < 16 * PAGE_BYTES < size
+    assert loaded.notes == []
 
 
 def test_a_record_that_cannot_be_trusted_is_set_aside_and_not_acted_on(

@@ -41,10 +41,12 @@ class DecisionLine(Struct, frozen=True, kw_only=True):
 
 
 class DecisionLines(Struct, frozen=True, kw_only=True):
-    """Answer of ``GET /v1/decisions``."""
+    """Answer of ``GET /v1/decisions?offset=N``: a page of the whole lines, which may end within a line."""
 
     content: bytes
-    """All whole lines."""
+    """From byte ``offset`` on."""
+    size: int
+    """Bytes of all whole lines."""
 
 
 class EvaluationPoint(Struct, frozen=True, kw_only=True):

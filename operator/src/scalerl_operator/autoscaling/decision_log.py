@@ -117,10 +117,10 @@ def brief(line: Line) -> Brief:
     )
 
 
-def read(content: bytes) -> Iterator[Read]:
-    """The lines of a record in order. Not checked here: whether the decisions can be made again."""
+def read(content: bytes, first: int = 1) -> Iterator[Read]:
+    """The lines of a record in order, numbered from ``first``. Not checked here: whether the decisions can be made again."""
     *whole, rest = content.split(b"\n")
-    for number, raw in enumerate(whole, 1):
+    for number, raw in enumerate(whole, first):
         try:
             format_ = msgspec.json.decode(raw, type=_Format).format
             if format_ != FORMAT:
@@ -133,7 +133,7 @@ def read(content: bytes) -> Iterator[Read]:
             continue
         yield Read(number, line)
     if rest:
-        yield Read(len(whole) + 1, None, "unfinished: its end is missing")
+        yield Read(first + len(whole), None, "unfinished: its end is missing")
 
 
 class _Format(msgspec.Struct):
@@ -160,12 +160,14 @@ class DecisionRecord:
         storage = FileStorage(path)
         record = cls(storage)
         try:
-            content = storage.content()
-            known, problem = _known(content)
-            if problem:
-                record._begin_anew(problem, storage.move_aside())
+            content, offset = _Reader(), 0
+            while not content.problem and (page := storage.page(offset)):
+                content.add(page)
+                offset += len(page)
+            if content.problem:
+                record._begin_anew(content.problem, storage.move_aside())
             else:
-                record._go_on(content, known)
+                record._go_on(content)
             storage.write(b"", record._size)
         except BaseException:
             storage.close()
@@ -222,21 +224,25 @@ class DecisionRecord:
         return line
 
     async def _load(self) -> None:
-        content = await self._storage.read()
-        # In a thread: a long record takes its time.
-        known, problem = await asyncio.to_thread(_known, content)
-        if problem:
-            self._begin_anew(problem, await self._storage.set_aside(problem))
+        content = _Reader()
+        async with contextlib.aclosing(self._storage.pages()) as pages:
+            async for page in pages:
+                # In a thread: a long record takes its time.
+                await asyncio.to_thread(content.add, page)
+                if content.problem:
+                    break
+        if content.problem:
+            self._begin_anew(content.problem, await self._storage.set_aside(content.problem))
         else:
-            if (whole := _whole(content)) < len(content):
-                await self._storage.append(b"", whole)
-            self._go_on(content, known)
+            if content.partial:
+                await self._storage.append(b"", content.size)
+            self._go_on(content)
         self._lost = False
 
-    def _go_on(self, content: bytes, known: Known) -> None:
-        self._size, self.known = _whole(content), known
-        if self._size < len(content):
-            cut = len(content) - self._size
+    def _go_on(self, content: _Reader) -> None:
+        self._size, self.known = content.size, content.known
+        if content.partial:
+            cut = len(content.partial)
             self.notes.append(f"{self._storage.name}: cut off {cut} bytes of an unfinished last line")
 
     def _begin_anew(self, problem: str, aside: str) -> None:
@@ -275,23 +281,41 @@ def as_recorded(spec: AutoscalingSpec) -> dict[str, Any]:
     return spec.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
-def _whole(content: bytes) -> int:
-    """The bytes of its whole lines."""
-    return content.rfind(b"\n") + 1
+class _Reader:
+    """Adds up a record that is read in pages.
 
+    known: what its whole lines come to. size: their bytes. partial: what follows them.
+    problem: the first thing wrong with the lines; what follows it is not read.
+    """
 
-def _known(content: bytes) -> tuple[Known, str]:
-    """What the whole lines come to, and the first thing wrong with them."""
-    known = Known()
-    for one in read(content[: _whole(content)]):
-        if one.line is None:
+    def __init__(self) -> None:
+        self.known = Known()
+        self.size = 0
+        self.partial = b""
+        self.problem = ""
+        self._next_line = 1
+
+    def add(self, page: bytes) -> None:
+        """The next page.
+
+        Raises:
+            RecordError: a newer program wrote a line.
+        """
+        content = self.partial + page
+        end = content.rfind(b"\n") + 1
+        for one in read(content[:end], self._next_line):
             if one.newer:
                 raise RecordError(f"line {one.number}: {one.problem}")
-            return known, f"line {one.number}: {one.problem}"
-        if (one.line.sequence, one.line.before) != (known.sequence, known.history):
-            return known, f"line {one.number}: does not follow from the line before"
-        known.add(one.line)
-    return known, ""
+            if one.line is None:
+                self.problem = f"line {one.number}: {one.problem}"
+                return
+            if (one.line.sequence, one.line.before) != (self.known.sequence, self.known.history):
+                self.problem = f"line {one.number}: does not follow from the line before"
+                return
+            self.known.add(one.line)
+            self._next_line = one.number + 1
+        self.size += end
+        self.partial = content[end:]
 
 
 def _common(before: Sequence[Point], now: Sequence[Point]) -> int:

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
+
+PAGE_BYTES: Final = 2**20
 
 
 class RecordError(Exception):
@@ -26,8 +28,8 @@ class Storage(Protocol):
     def name(self) -> str:
         """What a person knows it by."""
 
-    async def read(self) -> bytes:
-        """All of it; empty where there is none yet."""
+    def pages(self) -> AsyncGenerator[bytes, None]:
+        """All of it, in pages of bounded size, which may end within a line; none where there is nothing yet."""
 
     async def append(self, content: bytes, at: int) -> None:
         """Have ``content`` follow the first ``at`` bytes, and nothing follow it: all of it is there, or nothing is.
@@ -63,9 +65,12 @@ class FileStorage:
         """See :class:`Storage`."""
         return self._path.name
 
-    async def read(self) -> bytes:
+    async def pages(self) -> AsyncGenerator[bytes, None]:
         """See :class:`Storage`."""
-        return await asyncio.to_thread(self.content)
+        offset = 0
+        while page := await asyncio.to_thread(self.page, offset):
+            yield page
+            offset += len(page)
 
     async def append(self, content: bytes, at: int) -> None:
         """See :class:`Storage`. It is on disk when this returns."""
@@ -75,10 +80,14 @@ class FileStorage:
         """See :class:`Storage`."""
         return await asyncio.to_thread(self.move_aside)
 
-    def content(self) -> bytes:
-        """What the file holds; empty without one."""
+    def page(self, offset: int) -> bytes:
+        """What the file holds from ``offset`` on, at most ``PAGE_BYTES``; empty at its end and without a file."""
         with self._used():
-            return self._path.read_bytes() if self._path.exists() else b""
+            if not self._path.exists():
+                return b""
+            with self._path.open("rb") as file:
+                file.seek(offset)
+                return file.read(PAGE_BYTES)
 
     def write(self, content: bytes, at: int) -> None:
         """See :meth:`append`. Makes the file if there is none."""

@@ -7,6 +7,7 @@ that it follows: of two lines at one offset the coordinator refuses the second, 
 from __future__ import annotations
 
 import logging
+from collections.abc import AsyncGenerator
 from datetime import UTC, datetime
 from typing import Any, Final, Protocol
 
@@ -14,6 +15,7 @@ import msgspec
 
 from scalerl_api.spec import KIND, ScaleRLRun
 from scalerl_api.status import RECENT_DECISIONS, DecisionStatus
+from scalerl_api.wire import DecisionLines
 from scalerl_operator.autoscaling.decision_log import Brief, Line, brief
 from scalerl_operator.autoscaling.log_storage import RecordError, RecordLost
 from scalerl_operator.coordinator_client import (
@@ -34,7 +36,7 @@ log = logging.getLogger(__name__)
 class Coordinators(Protocol):
     """What is needed of :class:`~.coordinator_poller.Coordinators`."""
 
-    async def decisions(self, uid: str) -> bytes: ...
+    async def decisions(self, uid: str, offset: int) -> DecisionLines: ...
 
     async def record_decision(self, uid: str, offset: int, line: bytes) -> None: ...
 
@@ -74,22 +76,26 @@ class CoordinatorStorage:
         """For messages."""
         return f"decisions.jsonl of {self._namespace}/{self._run}"
 
-    async def read(self) -> bytes:
+    async def pages(self) -> AsyncGenerator[bytes, None]:
         """All whole lines."""
-        try:
-            content = await self._coordinators.decisions(self._uid)
-        except EndpointMissing:
-            if not self._status_only:
-                log.warning(
-                    "%s/%s: its coordinator, of an earlier release, keeps no log of decisions; the last %d are in the status",
-                    *(self._namespace, self._run, RECENT_DECISIONS),
-                )
-            self._status_only = True
-            return bytes(self._kept)
-        except (CoordinatorUnreachable, CoordinatorRefused) as error:
-            raise RecordError(f"{self.name} cannot be read: {error}") from error
-        self._status_only = False
-        return content
+        offset, size = 0, 1
+        while offset < size:
+            try:
+                page = await self._coordinators.decisions(self._uid, offset)
+            except EndpointMissing:
+                if not self._status_only:
+                    log.warning(
+                        "%s/%s: its coordinator, of an earlier release, keeps no log of decisions; the last %d are in the status",
+                        *(self._namespace, self._run, RECENT_DECISIONS),
+                    )
+                self._status_only = True
+                yield bytes(self._kept)
+                return
+            except (CoordinatorUnreachable, CoordinatorRefused) as error:
+                raise RecordError(f"{self.name} cannot be read: {error}") from error
+            self._status_only = False
+            yield page.content
+            offset, size = offset + len(page.content), page.size
 
     async def append(self, content: bytes, at: int) -> None:
         """One line, acknowledged when this returns."""
