@@ -336,14 +336,23 @@ def check_engine(options: Options) -> dict[str, Any]:
     from support.gpu_models import SHAPES, TINY, make
 
     from scalerl_trainer.algo.losses import Cispo
-    from scalerl_trainer.engine import Engine, EngineSettings, Rank, TrainBatch, join, leave
+    from scalerl_trainer.engine import (
+        Engine,
+        EngineSettings,
+        Rank,
+        TrainBatch,
+        destroy_process_group,
+        init_process_group,
+    )
     from scalerl_trainer.packing import Sequence
 
     open_device(options)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         rank = Rank(0, 1, 0, "127.0.0.1", probe.getsockname()[1])
-    device = join(rank, device="cuda" if options.device == "cuda" else "cpu", timeout_seconds=120)
+    device = init_process_group(
+        rank, device="cuda" if options.device == "cuda" else "cpu", timeout_seconds=120
+    )
     shape = (TINY if options.tiny else SHAPES)["0.5B"]
     ids = torch.randint(3, shape.vocabulary, (4, shape.sequence)).tolist()
     sequences = [Sequence(row[:16], row[16:]) for row in ids]
@@ -379,7 +388,7 @@ def check_engine(options: Options) -> dict[str, Any]:
             raise AssertionError(
                 f"ZeRO {stage}: rewarded tokens did not become likelier: {json.dumps(result)}"
             )
-    leave()
+    destroy_process_group()
     return result
 
 
@@ -400,7 +409,7 @@ def group_of(world: int, options: Options) -> dict[str, Any]:
     import torch
 
     from scalerl_trainer.publish.buckets import checksum_u8
-    from scalerl_trainer.publish.group import Store, open_group
+    from scalerl_trainer.publish.sender_group import Store, open_group
 
     device = open_device(options)
     backend: Any = "nccl" if options.device == "cuda" else "gloo"

@@ -50,7 +50,7 @@ from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_generator.weight_control import WeightControl, control_app
 from scalerl_trainer.models.scratch import llama_config, parameter_shapes, train_tokenizer
-from scalerl_trainer.publish.control import ActorControl
+from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.publisher import Publisher, PublishSettings, Weights
 
 SIZES = {

@@ -17,9 +17,9 @@ NAMESPACE = "trainer-pods"
 # In the trainer's place: no GPU is needed, and rank 3 fails while the others wait for it in a collective.
 RANK = """
 import datetime, os, sys, torch, torch.distributed as dist
-from scalerl_trainer.engine.distributed import Rank, join
+from scalerl_trainer.engine.distributed import Rank, init_process_group
 rank = Rank.from_environment(os.environ)
-join(rank, device="cpu", timeout_seconds=120)
+init_process_group(rank, device="cpu", timeout_seconds=120)
 total = torch.tensor([rank.rank])
 dist.all_reduce(total)
 memory = os.statvfs("/dev/shm")

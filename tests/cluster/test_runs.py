@@ -206,7 +206,7 @@ def resumed_at(run: Run) -> int:
     """The step that the trainer went on at, in its own words."""
     for pod in run.pods("trainer"):
         log = run.cluster.kubectl("logs", pod["metadata"]["name"], "-n", NAMESPACE)
-        if (said := re.search(r"hello: version (\d+)", log)) is not None:
+        if (said := re.search(r"registered: version (\d+)", log)) is not None:
             return int(said[1])
     raise AssertionError("no trainer says with what it began")
 

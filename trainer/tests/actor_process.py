@@ -2,7 +2,7 @@
 
 Run as a process of its own (it is killed and frozen on purpose), with ``ACTOR`` set to a dict:
 ``directory`` where it says its port (``port``) and leaves each version it took (``v<version>.pt``),
-``token``, and ``faults``: a list of dicts ``{"at": "join" | "meet" | "receive", "how": "kill" | "freeze" |
+``token``, and ``faults``: a list of dicts ``{"at": "join" | "allreduce" | "receive", "how": "kill" | "freeze" |
 "refuse" | "not-ready" | "shoot", "version": int | None, "bucket": int, "times": int}``; "shoot" kills the process
 whose id is in the file ``victim`` and goes on.
 """
@@ -69,7 +69,7 @@ class Actor:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         store = dist.PrefixStore(f"scalerl-{join.epoch}", self.store)
         self.pg = dist.ProcessGroupGloo(store, join.rank, join.world_size, options)
-        self.fault("meet")
+        self.fault("allreduce")
         ones = torch.ones(1)
         self.pg.allreduce([ones]).wait(timeout)
         assert int(ones) == join.world_size

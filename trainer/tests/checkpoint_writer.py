@@ -15,9 +15,14 @@ store = CheckpointStore(RunPaths(Path(given["root"])), given["keep"])
 step = max(store.steps(), default=0)
 while True:
     step += 1
-    aside = store.begin(step)
-    (aside.directory / "state").mkdir()
+    staged = store.stage(step)
+    (staged.directory / "state").mkdir()
     for part in range(3):
         data = np.random.default_rng([step, part]).bytes(200_000)
-        (aside.directory / "state" / f"part{part}").write_bytes(data)
-    store.commit(aside, b"snapshot %d" % step, store.record(aside, files_in(aside.directory)), {"ranks": "1"})
+        (staged.directory / "state" / f"part{part}").write_bytes(data)
+    store.commit(
+        staged,
+        b"snapshot %d" % step,
+        store.flush_and_hash(staged, files_in(staged.directory)),
+        {"ranks": "1"},
+    )

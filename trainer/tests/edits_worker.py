@@ -14,32 +14,34 @@ from engine_worker import share
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import ScaleRLRun
 from scalerl_trainer.checkpoint import CheckpointStore
-from scalerl_trainer.engine import Engine, Rank, join, leave
+from scalerl_trainer.checkpointer import Checkpointer
+from scalerl_trainer.engine import Engine, Rank, destroy_process_group, init_process_group
 from scalerl_trainer.models import load_model
 from scalerl_trainer.ranks import Ranks
-from scalerl_trainer.recipe import engine_settings, make_loss
-from scalerl_trainer.saving import Saver
+from scalerl_trainer.spec_settings import engine_settings, make_loss
 
 given: dict[str, Any] = WORKER  # type: ignore[name-defined]  # noqa: F821
 rank: int = given["rank"]
 world: int = given["world"]
 
 torch.set_num_threads(1)
-device = join(Rank(rank, world, rank, "127.0.0.1", given["port"]), device="cpu", timeout_seconds=90)
+device = init_process_group(
+    Rank(rank, world, rank, "127.0.0.1", given["port"]), device="cpu", timeout_seconds=90
+)
 ranks = Ranks(rank, world, 60.0)
 results = {}
 for path, manifest in given["runs"].items():
     spec = ScaleRLRun.model_validate(manifest).spec
     settings = engine_settings(spec)
     engine = Engine(load_model(given["model"], dtype=spec.model.dtype), settings, device)
-    saver = Saver(CheckpointStore(RunPaths(given["root"]), spec.checkpoint.keep), ranks, engine)
-    version = saver.load()
+    checkpointer = Checkpointer(CheckpointStore(RunPaths(given["root"]), spec.checkpoint.keep), ranks, engine)
+    version = checkpointer.load()
     steps = engine.steps_done
     stats = engine.step(share(steps, rank, world), make_loss(spec.recipe.loss))
     group = engine._deepspeed.engine.optimizer.param_groups[0]
     if version is None:
-        assert saver.start(engine.steps_done, b"snapshot") is None
-        assert saver.finish().error is None
+        assert checkpointer.start(engine.steps_done, b"snapshot") is None
+        assert checkpointer.finish().error is None
     results[path] = {
         "version": version,
         "steps": steps,
@@ -53,4 +55,4 @@ for path, manifest in given["runs"].items():
     engine.close()
 if rank == 0:
     torch.save(results, given["out"])
-leave()
+destroy_process_group()

@@ -16,7 +16,14 @@ import torch
 
 from scalerl_api.load import load_run
 from scalerl_trainer.algo.losses import Cispo, Loss, LossOutput, TokenBatch
-from scalerl_trainer.engine import Engine, EngineSettings, Rank, TrainBatch, join, leave
+from scalerl_trainer.engine import (
+    Engine,
+    EngineSettings,
+    Rank,
+    TrainBatch,
+    destroy_process_group,
+    init_process_group,
+)
 from scalerl_trainer.engine.deepspeed_engine import DeepSpeedEngine
 from scalerl_trainer.engine.settings import Dtype
 from scalerl_trainer.errors import TrainerError
@@ -280,7 +287,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model, out = sys.argv[1], Path(sys.argv[2])
     rank = Rank.from_environment(os.environ)
-    scenarios = Scenarios(model, out, rank, join(rank, device="cpu", timeout_seconds=60))
+    scenarios = Scenarios(model, out, rank, init_process_group(rank, device="cpu", timeout_seconds=60))
     compilers = [name for name in ("gcc", "g++", "cc", "c++", "ninja", "nvcc") if shutil.which(name)]
     results: dict[str, Any] = {"compilers": compilers}
     for stage in range(4):
@@ -296,7 +303,7 @@ def main() -> None:
         results[f"skip {stage} {dtype}"] = scenarios.skip(stage, dtype)
     results["warm"] = scenarios.warm(1)
     torch.save(results, out / f"rank-{rank.rank}.pt")
-    leave()
+    destroy_process_group()
 
 
 if __name__ == "__main__":

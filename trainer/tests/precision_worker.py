@@ -23,7 +23,14 @@ from transformers import (
 )
 
 from scalerl_trainer.algo.losses import LossOutput, Supervised, TokenBatch
-from scalerl_trainer.engine import Engine, EngineSettings, Rank, TrainBatch, join, leave
+from scalerl_trainer.engine import (
+    Engine,
+    EngineSettings,
+    Rank,
+    TrainBatch,
+    destroy_process_group,
+    init_process_group,
+)
 from scalerl_trainer.models import load_model
 from scalerl_trainer.packing import Sequence
 
@@ -118,7 +125,7 @@ def noise(config: Any, checkpointing: bool, device: torch.device) -> tuple[float
 def main() -> None:
     torch.set_num_threads(1)
     out = Path(sys.argv[1])
-    device = join(Rank.from_environment(os.environ), device="cpu", timeout_seconds=60)
+    device = init_process_group(Rank.from_environment(os.environ), device="cpu", timeout_seconds=60)
     results: dict[str, Any] = {}
     for name, config in CONFIGS.items():
         torch.manual_seed(7)
@@ -132,7 +139,7 @@ def main() -> None:
         for checkpointing in (False, True):
             results[f"noise {name} {checkpointing}"] = noise(config(), checkpointing, device)
     torch.save(results, out / "results.pt")
-    leave()
+    destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from engine_worker import SETTINGS, parameters, share
 
 from scalerl_trainer.algo.losses import Cispo
-from scalerl_trainer.engine import Engine, EngineSettings, Rank, join, leave
+from scalerl_trainer.engine import Engine, EngineSettings, Rank, destroy_process_group, init_process_group
 from scalerl_trainer.models import load_model
 
 given: dict[str, Any] = WORKER  # type: ignore[name-defined]  # noqa: F821
@@ -25,7 +25,9 @@ rank: int = given["rank"]
 world: int = given["world"]
 
 torch.set_num_threads(1)
-device = join(Rank(rank, world, rank, "127.0.0.1", given["port"]), device="cpu", timeout_seconds=90)
+device = init_process_group(
+    Rank(rank, world, rank, "127.0.0.1", given["port"]), device="cpu", timeout_seconds=90
+)
 
 
 def folder(name: str) -> Path:
@@ -64,4 +66,4 @@ for job in given["jobs"]:
     engine.close()
     results[job["name"]] = found
 torch.save(results, out / f"{given['name']}-{rank}.pt")
-leave()
+destroy_process_group()

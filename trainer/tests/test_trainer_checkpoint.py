@@ -15,8 +15,8 @@ import pytest
 
 from scalerl_api.paths import RunPaths
 from scalerl_trainer.checkpoint import (
-    ASIDE,
     MANIFEST,
+    STAGED,
     CheckpointError,
     CheckpointStore,
     Disk,
@@ -28,13 +28,13 @@ SHAPE = {"ranks": "2"}
 
 
 def save(store: CheckpointStore, step: int, parts: int = 2, best: int = -1) -> list[int]:
-    aside = store.begin(step)
-    (aside.directory / "state").mkdir()
+    staged = store.stage(step)
+    (staged.directory / "state").mkdir()
     for part in range(parts):
-        (aside.directory / "state" / f"part{part}").write_bytes(content(step, part))
-    files = list(files_in(aside.directory))
-    records = [r for rank in range(2) for r in store.record(aside, files[rank::2])]
-    return store.commit(aside, b"snapshot %d" % step, records, SHAPE, best=best)
+        (staged.directory / "state" / f"part{part}").write_bytes(content(step, part))
+    files = list(files_in(staged.directory))
+    records = [r for rank in range(2) for r in store.flush_and_hash(staged, files[rank::2])]
+    return store.commit(staged, b"snapshot %d" % step, records, SHAPE, best=best)
 
 
 def content(step: int, part: int) -> bytes:
@@ -161,11 +161,11 @@ def test_a_crash_at_any_call_leaves_a_whole_checkpoint(
         with pytest.raises(Crash):
             save(CheckpointStore(paths, 2, CrashingDisk(at, after=after, power_loss=power_loss)), 30)
         store = CheckpointStore(paths, keep=2)
-        store.clean()
+        store.remove_staged()
         newest = newest_whole(store)
         assert newest in (20, 30), f"call {at}: {newest}"
         found.add(newest)
-        assert not list(paths.checkpoints.glob(f"{ASIDE}*"))
+        assert not list(paths.checkpoints.glob(f"{STAGED}*"))
         # and the next one works
         save(store, 40)
         assert newest_whole(store) == 40
@@ -216,7 +216,7 @@ def test_a_damaged_checkpoint_is_not_whole(tmp_path: Path, damage: Any) -> None:
     two_saved(store)
     damage(store.directory(20))
     assert newest_whole(store) == 10
-    store.set_aside(20, "test")
+    store.quarantine(20, "test")
     assert store.steps() == [10]
     assert save(store, 20) == [10, 20]
     assert newest_whole(store) == 20
@@ -258,12 +258,12 @@ def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
 
 def test_a_file_that_nobody_recorded_is_not_committed(tmp_path: Path) -> None:
     store = CheckpointStore(RunPaths(tmp_path), keep=2)
-    aside = store.begin(1)
-    (aside.directory / "seen").write_bytes(b"1")
-    records = store.record(aside, files_in(aside.directory))
-    (aside.directory / "late").write_bytes(b"2")
+    staged = store.stage(1)
+    (staged.directory / "seen").write_bytes(b"1")
+    records = store.flush_and_hash(staged, files_in(staged.directory))
+    (staged.directory / "late").write_bytes(b"2")
     with pytest.raises(CheckpointError, match="late"):
-        store.commit(aside, b"", records, SHAPE)
+        store.commit(staged, b"", records, SHAPE)
 
 
 def test_kill_9_at_random_moments(tmp_path: Path, processes: Any) -> None:
@@ -280,7 +280,7 @@ def test_kill_9_at_random_moments(tmp_path: Path, processes: Any) -> None:
         os.kill(writer.pid, signal.SIGKILL)
         writer.join(10)
         store = CheckpointStore(paths, 2)
-        store.clean()
+        store.remove_staged()
         newest = store.steps()[0]
         store.verify(store.manifest(newest))
         assert store.snapshot(newest) == b"snapshot %d" % newest

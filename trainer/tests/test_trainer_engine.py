@@ -217,16 +217,16 @@ class TestWhatIsRefused:
         first, second = (rank[f"refuse {stage}"] for rank in ranks)
         assert second["nan generator"].startswith("NonFiniteLogprobError: ")
         assert (
-            first["nan generator"] == "BadBatchError: the share of rank 1 cannot be trained on; see its log"
+            first["nan generator"] == "BadBatchError: the shard of rank 1 cannot be trained on; see its log"
         )
         assert second["too long"].startswith(
             "SequenceTooLongError: sequence 0 has 40 tokens, a micro-batch holds 24"
         )
-        assert first["too long"].startswith("BadBatchError: the share of rank 1")
+        assert first["too long"].startswith("BadBatchError: the shard of rank 1")
         assert second["strange"].startswith(
             "BadBatchError: token id 517 is outside of the model's vocabulary"
         )
-        assert first["strange"].startswith("BadBatchError: the share of rank 1")
+        assert first["strange"].startswith("BadBatchError: the shard of rank 1")
         assert first["usable after bad batches"]
 
     def test_an_empty_batch_changes_nothing_and_says_so(

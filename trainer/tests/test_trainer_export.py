@@ -20,7 +20,7 @@ from scalerl_api.load import SpecError, load_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec, ScratchModel
 from scalerl_trainer.checkpoint import FIXED_SHAPE, MANIFEST, CheckpointStore, Manifest, files_in
-from scalerl_trainer.export import ExportError, export_checkpoint, keep_run_file, main, write_model
+from scalerl_trainer.export import ExportError, copy_run_file, export_checkpoint, main, write_model
 from scalerl_trainer.models import load_model, write_scratch
 from scalerl_trainer.saved_state import EngineHeader, Piece, write_header, write_pieces
 from scalerl_trainer.tensor_files import TensorInfo
@@ -117,7 +117,7 @@ def checkpoint(root: Path, network: Any, ranks: int = 3) -> RunPaths:
     """As ``ranks`` ranks would have written it, each a third of every parameter."""
     paths = RunPaths(root)
     store = CheckpointStore(paths, keep=2)
-    aside = store.begin(12)
+    staged = store.stage(12)
     named = dict(network.named_parameters())
     for rank in range(ranks):
         pieces = []
@@ -126,9 +126,9 @@ def checkpoint(root: Path, network: Any, ranks: int = 3) -> RunPaths:
             low, high = (flat.numel() * r // ranks for r in (rank, rank + 1))
             values = dict.fromkeys(("weight", "exp_avg", "exp_avg_sq"), flat[low:high])
             pieces.append(Piece(name, low, values))
-        write_pieces(aside.directory, rank, pieces)
-    write_header(aside.directory, EngineHeader(12, 12.0, {n: list(p.shape) for n, p in named.items()}))
-    store.commit(aside, b"", store.record(aside, files_in(aside.directory)), {"ranks": str(ranks)})
+        write_pieces(staged.directory, rank, pieces)
+    write_header(staged.directory, EngineHeader(12, 12.0, {n: list(p.shape) for n, p in named.items()}))
+    store.commit(staged, b"", store.flush_and_hash(staged, files_in(staged.directory)), {"ranks": str(ranks)})
     (root / "run.yaml").write_text(EXAMPLE.read_text().replace("float32", "bfloat16"))
     return paths
 
@@ -154,14 +154,14 @@ def test_a_volume_of_a_cluster_is_exported_without_its_run(tmp_path: Path, caplo
     command = [str(tmp_path / "run"), "--to", str(tmp_path / "out")]
     assert main(command) == 2
     assert "run/run.yaml" in caplog.text
-    keep_run_file(RunPaths(paths.root, mounted))
+    copy_run_file(RunPaths(paths.root, mounted))
     assert main(command) == 0
     before = {p: p.read_bytes() for p in paths.root.iterdir() if p.is_file()}
-    keep_run_file(paths)
+    copy_run_file(paths)
     assert {p: p.read_bytes() for p in paths.root.iterdir() if p.is_file()} == before
     paths.run_file.unlink()
     paths.run_file.mkdir()
-    keep_run_file(RunPaths(paths.root, mounted))
+    copy_run_file(RunPaths(paths.root, mounted))
     assert "`scalerl export` of this volume needs it" in caplog.text, "and the run goes on"
 
 

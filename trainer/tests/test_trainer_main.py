@@ -360,7 +360,7 @@ def test_sigterm_checkpoints_and_the_next_trainer_goes_on(
     run.reshape(replicas, zero_stage)
     run.start_trainer()
     assert run.wait_trainer() == [0] * replicas
-    assert f"hello: version {step}," in run.log("trainer-0")
+    assert f"registered: version {step}," in run.log("trainer-0")
     assert run.step() == 9
 
 
@@ -423,7 +423,7 @@ def test_sigterm_without_a_coordinator_keeps_the_last_checkpoint(new_run: Any) -
     run.start_coordinator()
     run.start_trainer()
     assert run.wait_trainer() == [0, 0]
-    assert f"hello: version {newest}," in run.log("trainer-0")
+    assert f"registered: version {newest}," in run.log("trainer-0")
     assert [row["step"] for row in run.rows()] == list(range(6))
 
 
@@ -434,7 +434,7 @@ def test_sigterm_ends_the_warm_start(new_run: Any) -> None:
     os.kill(run.ranks[1].pid, signal.SIGTERM)
     assert run.wait_trainer(10) == [0, 0]
     for rank in (0, 1):
-        assert "of the warm start; the next start begins it again" in run.log(f"trainer-{rank}")
+        assert "of the warm start; the next start repeats it" in run.log(f"trainer-{rank}")
     assert run.checkpoints() == []
 
 
@@ -593,7 +593,7 @@ def test_a_checkpoint_that_the_coordinator_cannot_note_stops_nothing(new_run: An
     aside = run.paths.metrics.with_name("aside")
     run.paths.metrics.rename(aside)
     run.paths.metrics.mkdir()
-    until(lambda: "did not take note" in run.log("trainer-0"), what="a refused commit")
+    until(lambda: "did not acknowledge it" in run.log("trainer-0"), what="a refused commit")
     refused_at = run.step()
     until(lambda: run.step() >= refused_at + 2, what="training")
     run.paths.metrics.rmdir()
@@ -612,7 +612,7 @@ def test_a_disk_that_is_full_fails_checkpoints_only(new_run: Any, rank: int) -> 
     assert run.wait_trainer() == [1, 0], "all steps are trained, but their result could not be saved"
     assert run.step() == 5
     assert run.rows()[-1]["checkpoint_failures"] == 2
-    assert "the one before stays" in run.log("trainer-0")
+    assert "the last one is kept" in run.log("trainer-0")
     assert run.paths.checkpoints.is_dir()
     left = [p for p in run.paths.checkpoints.iterdir() if p != run.paths.exports]
     assert left == [], "neither a checkpoint nor a part of one"
@@ -651,7 +651,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(new_run: A
     run.start_trainer()
     assert run.wait_trainer() == [0, 0]
     assert f"checkpoint {newest} is damaged" in run.log("trainer-0")
-    assert f"hello: version {before}," in run.log("trainer-0")
+    assert f"registered: version {before}," in run.log("trainer-0")
     assert run.step() == 8
     assert [row["step"] for row in run.rows()] == list(range(8))
 
@@ -669,7 +669,7 @@ def test_a_bad_batch_is_skipped_and_the_run_goes_on(new_run: Any) -> None:
     assert counts.skipped == 4 * 3
     assert [row["skipped"] for row in run.rows()] == [0, 0, 1, 0, 0, 0]
     assert run.rows()[2]["trained_tokens"] == 0
-    assert "step 2 is skipped, weights and optimizer stay as they are: " in run.log("trainer-0")
+    assert "step 2 is skipped, weights and optimizer are unchanged: " in run.log("trainer-0")
     before, skipped, after = (torch.load(directory / f"v{version}.pt") for version in (2, 3, 4))
     assert all(torch.equal(before[name], skipped[name]) for name in before)
     assert any(not torch.equal(skipped[name], after[name]) for name in before)

@@ -29,12 +29,12 @@ from scalerl_api.weights import (
     vector_payload,
 )
 from scalerl_trainer.publish import publisher as publisher_module
+from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.buckets import checksum_u8, fill, tensor_spec
-from scalerl_trainer.publish.control import ActorControl
 from scalerl_trainer.publish.errors import SourceError
 from scalerl_trainer.publish.probe import ProbeSequence, probe
 from scalerl_trainer.publish.publisher import Publisher, PublishSettings, Weights
-from scalerl_trainer.recipe import collective_seconds
+from scalerl_trainer.spec_settings import collective_timeout_seconds
 
 TOKEN = "secret"
 
@@ -192,7 +192,7 @@ def actors(processes: Any, tmp_path: Path) -> FakeActors:
 
 @pytest.fixture
 def make_publisher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Publisher]]:
-    monkeypatch.setattr(publisher_module, "LAST_WORDS_SECONDS", 1.0)
+    monkeypatch.setattr(publisher_module, "ANSWER_GRACE_SECONDS", 1.0)
     made: list[Publisher] = []
 
     def make(timeout_seconds: float = 10.0, bucket_bytes: int = 512) -> Publisher:
@@ -260,7 +260,7 @@ def test_a_receiver_killed_in_a_broadcast_fails_alone(
     assert sorted(publisher.publish(5, as_weights(tensors), others).updated) == sorted(outcome.updated)
 
 
-@pytest.mark.parametrize("at", ["join", "meet"])
+@pytest.mark.parametrize("at", ["join", "allreduce"])
 def test_a_receiver_killed_while_joining_fails_alone(
     actors: FakeActors, make_publisher: Any, at: str
 ) -> None:
@@ -316,7 +316,7 @@ def test_a_member_that_fails_once_takes_it_in_the_end(actors: FakeActors, make_p
     assert outcome.stats["publish_rounds"] == 2
 
 
-@pytest.mark.parametrize("at", ["join", "meet", "receive"])
+@pytest.mark.parametrize("at", ["join", "allreduce", "receive"])
 def test_a_frozen_member_holds_nobody_longer_than_the_timeout(
     actors: FakeActors, make_publisher: Any, at: str
 ) -> None:
@@ -342,7 +342,7 @@ def test_the_ranks_collectives_outlast_a_publish(timeout_seconds: int, limit: fl
             "budget": {"maxSteps": 1},
         }
     )
-    assert collective_seconds(spec) == limit
+    assert collective_timeout_seconds(spec) == limit
 
 
 def test_a_wrong_manifest_ends_the_publish(actors: FakeActors, make_publisher: Any) -> None:

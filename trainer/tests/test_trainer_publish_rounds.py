@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl_trainer.publish.control import Answer
+from scalerl_trainer.publish.actor_control import Answer
 from scalerl_trainer.publish.rounds import Rounds
 
 OK, CAUSE, CLEARED = Answer(body=b""), Answer(error="gone"), Answer(error="lost a peer", cleared=True)

@@ -1,8 +1,8 @@
-"""A rank's share of a step, from the wire to what the engine trains on.
+"""Converts a rank's shard of a step from the wire to a :class:`TrainBatch`.
 
-Advantages and weights depend on the whole step, so every rank computes them from the same
-:class:`~scalerl_api.wire.GroupMeta` and then takes its own sequences' entries: no rank has to ask
-another, and all agree to the bit. Token ids and log-probabilities are never looked at one by one.
+Advantages and weights depend on the whole step: every rank computes them from the same
+:class:`~scalerl_api.wire.GroupMeta`, without communication and bit-identically, and takes the entries of its own
+sequences. There is no loop over tokens.
 
 Scores in [0, 1] become rewards in [-1, 1], as in ScaleRL (arXiv 2510.13786 [P]).
 """
@@ -30,7 +30,12 @@ Float32 = np.dtype("<f4")
 
 @dataclass(frozen=True)
 class Staleness:
-    """Of a rank's tokens: training step less the version that sampled each; sums add up over ranks."""
+    """Staleness of a rank's tokens: training step minus the version that sampled each.
+
+    tokens: number of tokens.
+    total: sum over the tokens.
+    largest: maximum.
+    """
 
     tokens: int = 0
     total: int = 0
@@ -44,7 +49,7 @@ class Staleness:
 
 @dataclass(frozen=True)
 class RankBatch:
-    """``stats`` describe the whole step and are equal on all ranks; the rest is this rank's share."""
+    """``stats`` are of the whole step and equal on all ranks; the rest is of this rank's shard."""
 
     batch: TrainBatch
     staleness: Staleness
@@ -52,10 +57,10 @@ class RankBatch:
 
 
 def rank_batch(shard: wire.Shard, recipe: RecipeSpec) -> RankBatch:
-    """What this rank trains on.
+    """The batch of this rank's shard.
 
     Raises:
-        BadBatchError: a sequence contradicts its group, or its lengths contradict each other.
+        BadBatchError: a sequence is inconsistent with its group, or its lengths are inconsistent.
     """
     advantage_s, weight_s, first = _whole_step(shard.groups, recipe)
     sequences: list[Sequence] = []
@@ -90,7 +95,7 @@ def rank_batch(shard: wire.Shard, recipe: RecipeSpec) -> RankBatch:
         mask = None if trained.all() else trained.tolist()
         sequences.append(Sequence(prompt.tolist(), tokens.tolist(), mask))
         logprobs.append(scores[trained])
-        # What older weights began has their states in its key-value cache: not the present weights alone.
+        # Once older weights sampled a token, the KV cache of all later ones contains their states.
         fresh.append(np.logical_and.accumulate((age == 0) & (not shard.ambiguous)))
         places.append(first[sequence.group] + sequence.sample)
     index_s = torch.tensor(places, dtype=torch.long)
@@ -105,7 +110,7 @@ def rank_batch(shard: wire.Shard, recipe: RecipeSpec) -> RankBatch:
 
 
 def probe_sequences(shard: wire.Shard, count: int) -> list[ProbeSequence]:
-    """Up to ``count`` sequences of the share, spread over it, for the probe after the next publish."""
+    """Up to ``count`` evenly spaced sequences of the shard, for the probe after the next publish."""
     some = [s for s in shard.sequences if s.token_ids and all(v.version != wire.MASKED for v in s.versions)]
     chosen = [some[place * len(some) // count] for place in range(count)] if len(some) > count else some
     return [
@@ -120,9 +125,9 @@ def probe_sequences(shard: wire.Shard, count: int) -> list[ProbeSequence]:
 def _whole_step(
     groups: list[wire.GroupMeta], recipe: RecipeSpec
 ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Advantage and token weight of every completion of the unfiltered groups, and where each group begins.
+    """Advantage and token weight of every completion of the unfiltered groups, and the offset of each group.
 
-    A completion without a verdict has advantage 0 and counts in no mean and no deviation.
+    A completion without a verdict has advantage 0 and is excluded from means and standard deviations.
     """
     kept = [(place, group) for place, group in enumerate(groups) if not group.filtered]
     scores = [score for _, group in kept for score in group.scores]
@@ -140,7 +145,7 @@ def _whole_step(
 
 
 def _versions(sequence: wire.Sequence, tokens: int, where: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Of each token: the version that sampled it, or :data:`wire.MASKED`."""
+    """The version that sampled each token, or :data:`wire.MASKED`."""
     starts = [span.start for span in sequence.versions]
     ends = [*starts[1:], tokens]
     if tokens and (not starts or starts[0] != 0 or any(a > b for a, b in zip(starts, ends, strict=True))):
@@ -151,7 +156,7 @@ def _versions(sequence: wire.Sequence, tokens: int, where: str) -> np.ndarray[tu
 
 
 def _step_stats(groups: list[wire.GroupMeta]) -> dict[str, float]:
-    """Means over nothing are left out: all slots of a step may have been given up."""
+    """Statistics of a step. Means are left out if every slot was given up."""
     graded = [[s for at, s in enumerate(g.scores) if at not in g.ungraded] for g in groups]
     scores = np.array([score for group in graded for score in group], dtype=np.float64)
     lengths = np.array([n for group in groups for n in group.completion_tokens], dtype=np.int64)

@@ -1,16 +1,14 @@
-"""Checkpoints on disk: whole or not there.
+"""Atomic checkpoints on disk.
 
-One checkpoint is a folder ``step-<step>``: what each rank's engine saved, each rank's random state, the
-coordinator's snapshot, and ``manifest.json`` with every file's size and SHA-256 and a digest of itself.
-It is written aside under a name that starts with ``.tmp-``, every file and folder is flushed to the
-disk, then one rename makes it a checkpoint. So a crash between any two system calls leaves the
-checkpoints of before, and a folder that is not looked at and is removed at the next start.
+A checkpoint is a folder ``step-<step>``: the engine state and the random state of each rank, the coordinator's
+snapshot, and ``manifest.json`` with every file's size and SHA-256 and its own digest. It is written to a staging
+folder ``.tmp-…``; every file and folder is flushed, then a rename commits it. A crash between any two system calls
+leaves the earlier checkpoints, and a staging folder that the next start removes.
 
-A checkpoint counts only if every file is there with its size and hash. The newest that does is loaded;
-one that does not is set aside as ``damaged-…``, loudly.
+The newest checkpoint whose files all match the manifest is loaded; one that does not match is quarantined as
+``damaged-…``.
 
-Hashes are SHA-256 because processors have instructions for it (1.7 GB/s a core here, BLAKE2b .9) and
-``sha256sum`` checks one by hand.
+SHA-256, because processors have instructions for it (1.7 GB/s a core here, BLAKE2b .9) and ``sha256sum`` can check it.
 """
 
 from __future__ import annotations
@@ -38,19 +36,19 @@ MANIFEST = "manifest.json"
 SNAPSHOT = "coordinator.snapshot"
 FORMAT = 2
 FIXED_SHAPE = 1
-"""An earlier format, which loads only at the shape it was written with."""
-ASIDE = ".tmp-"
+"""An earlier format, which loads only with the ranks, ZeRO stage and dtype that wrote it."""
+STAGED = ".tmp-"
 DAMAGED = "damaged-"
 _NAME = re.compile(r"^step-(\d{8,})$")
 _CHUNK_BYTES = 4 << 20
 
 
 class CheckpointError(TrainerError):
-    """A checkpoint could not be written, or none of those that exist can be read."""
+    """A checkpoint could not be written, or none can be read."""
 
 
 class Disk:
-    """The system calls that a checkpoint is made of; tests make them fail one by one."""
+    """The system calls of a checkpoint; tests make them fail one by one."""
 
     def make_directory(self, path: Path) -> None:
         path.mkdir(parents=True)
@@ -90,7 +88,7 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What belongs to a checkpoint. ``shape``: ranks, ZeRO stage and dtype that it was written with."""
+    """The files of a checkpoint. ``shape``: ranks, ZeRO stage and dtype that wrote it."""
 
     format: int
     step: int
@@ -98,14 +96,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: list[FileRecord]
 
     def encode(self) -> bytes:
-        """The manifest with its own digest, as JSON that a person can read."""
+        """The manifest with its own digest, as indented JSON."""
         body = msgspec.to_builtins(self)
         digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
         return json.dumps({**body, "digest": digest}, indent=1, sort_keys=True).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
-        """Raises ``CheckpointError`` when it is not a manifest, or not the one that was written."""
+        """Raises ``CheckpointError`` if it is no manifest, or does not match its digest."""
         try:
             body: dict[str, Any] = json.loads(data)
             digest = body.pop("digest")
@@ -122,15 +120,15 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class Aside:
-    """A checkpoint that is being written."""
+class StagedCheckpoint:
+    """A checkpoint in its staging folder."""
 
     step: int
     directory: Path
 
 
 class CheckpointStore:
-    """The checkpoints of one run. Calls are rank 0's unless they say otherwise."""
+    """The checkpoints of one run. Only rank 0 calls it, except where noted."""
 
     def __init__(self, paths: RunPaths, keep: int, disk: Disk | None = None) -> None:
         self._paths = paths
@@ -139,20 +137,20 @@ class CheckpointStore:
 
     # --- writing ------------------------------------------------------------------------------------------
 
-    def begin(self, step: int) -> Aside:
-        """A folder to write ``step``'s state into.
+    def stage(self, step: int) -> StagedCheckpoint:
+        """Create the staging folder of ``step``.
 
         Raises:
             OSError: read-only, full, …
         """
-        directory = self._paths.checkpoints / f"{ASIDE}{step:08d}-{os.getpid()}"
+        directory = self._paths.checkpoints / f"{STAGED}{step:08d}-{os.getpid()}"
         if directory.exists():
             self._disk.remove(directory)
         self._disk.make_directory(directory)
-        return Aside(step, directory)
+        return StagedCheckpoint(step, directory)
 
-    def record(self, aside: Aside, files: Iterable[Path]) -> list[FileRecord]:
-        """Flush and hash ``files`` of ``aside``. Any rank, any thread; the slow part of a checkpoint.
+    def flush_and_hash(self, staged: StagedCheckpoint, files: Iterable[Path]) -> list[FileRecord]:
+        """Flush and hash ``files`` of ``staged``; slow. Any rank, any thread.
 
         Raises:
             OSError
@@ -162,62 +160,62 @@ class CheckpointStore:
             self._disk.sync(path)
             size = path.stat().st_size
             records.append(
-                FileRecord(path.relative_to(aside.directory).as_posix(), size, self._disk.sha256(path))
+                FileRecord(path.relative_to(staged.directory).as_posix(), size, self._disk.sha256(path))
             )
         return records
 
     def commit(
         self,
-        aside: Aside,
+        staged: StagedCheckpoint,
         snapshot: bytes,
         records: list[FileRecord],
         shape: dict[str, str],
         *,
         best: int = -1,
     ) -> list[int]:
-        """Make ``aside`` a checkpoint, remove those too many, and return the newest, which a run goes on from.
+        """Commit ``staged``, remove superfluous checkpoints, and return the steps of the newest ``keep``.
 
-        Beside them the newest one not after step ``best`` is kept, for a person to take the run back to: it is not
-        among those returned, so what the coordinator remembers of its time may go (its snapshot has what is needed).
+        The newest checkpoint up to step ``best`` is kept too, so that the run can be rolled back to it by hand. It is not
+        returned: the coordinator may discard its state of that time (the snapshot in the checkpoint has it).
 
-        ``records`` are those of all ranks together, and every file of the folder must be among them.
+        ``records``: of all ranks; every file of the folder must have one.
 
         Raises:
-            OSError: the checkpoint was not made; those of before are as they were.
+            OSError: not committed; earlier checkpoints are unchanged.
             CheckpointError: a file has no record.
         """
-        path = aside.directory / SNAPSHOT
+        path = staged.directory / SNAPSHOT
         self._disk.write(path, snapshot)
-        records = sorted([*records, *self.record(aside, [path])], key=lambda r: r.path)
+        records = sorted([*records, *self.flush_and_hash(staged, [path])], key=lambda r: r.path)
         known = {r.path for r in records}
-        present = {f.relative_to(aside.directory).as_posix() for f in files_in(aside.directory)}
+        present = {f.relative_to(staged.directory).as_posix() for f in files_in(staged.directory)}
         if known != present:
             raise CheckpointError(
-                f"step {aside.step}: files and records differ: {sorted(known ^ present)[:5]}"
+                f"step {staged.step}: files and records differ: {sorted(known ^ present)[:5]}"
             )
-        manifest = aside.directory / MANIFEST
-        self._disk.write(manifest, Manifest(FORMAT, aside.step, shape, records).encode())
+        manifest = staged.directory / MANIFEST
+        self._disk.write(manifest, Manifest(FORMAT, staged.step, shape, records).encode())
         self._disk.sync(manifest)
-        for folder in sorted(f for f in aside.directory.rglob("*") if f.is_dir()):
+        for folder in sorted(f for f in staged.directory.rglob("*") if f.is_dir()):
             self._disk.sync(folder)
-        self._disk.sync(aside.directory)
-        target = self._paths.checkpoint(aside.step)
+        self._disk.sync(staged.directory)
+        target = self._paths.checkpoint(staged.step)
         if target.exists():
-            # Of a line that was given up (a checkpoint before it had to be loaded). Older ones remain
-            # until the new one is in place.
-            self._disk.rename(target, self._paths.checkpoints / f"{ASIDE}old-{target.name}-{os.getpid()}")
-        self._disk.rename(aside.directory, target)
+            # From an abandoned lineage (an earlier checkpoint was loaded since). Older ones remain until the new one is
+            # in place.
+            self._disk.rename(target, self._paths.checkpoints / f"{STAGED}old-{target.name}-{os.getpid()}")
+        self._disk.rename(staged.directory, target)
         self._disk.sync(self._paths.checkpoints)
         return self._prune(best)
 
-    def abandon(self, aside: Aside) -> None:
-        """Remove what was written of a checkpoint that will not be; best effort."""
+    def discard(self, staged: StagedCheckpoint) -> None:
+        """Remove a staging folder; best effort."""
         with contextlib.suppress(OSError):
-            self._disk.remove(aside.directory)
+            self._disk.remove(staged.directory)
 
-    def clean(self) -> None:
-        """Remove what crashes have left behind; best effort."""
-        for path in self._folders(ASIDE):
+    def remove_staged(self) -> None:
+        """Remove the staging folders of crashed processes; best effort."""
+        for path in self._folders(STAGED):
             with contextlib.suppress(OSError):
                 self._disk.remove(path)
 
@@ -228,20 +226,20 @@ class CheckpointStore:
         for step in others:
             if step == spared:
                 continue
-            # Renamed first: a folder that is half removed must not look like a checkpoint.
+            # Renamed first: a partially removed folder must not have a checkpoint's name.
             path = self._paths.checkpoint(step)
-            aside = path.with_name(f"{ASIDE}old-{path.name}-{os.getpid()}")
+            staged = path.with_name(f"{STAGED}old-{path.name}-{os.getpid()}")
             try:
-                self._disk.rename(path, aside)
-                self._disk.remove(aside)
+                self._disk.rename(path, staged)
+                self._disk.remove(staged)
             except OSError as error:
-                log.error("checkpoint %d is too many but cannot be removed: %s", step, error)
+                log.error("superfluous checkpoint %d cannot be removed: %s", step, error)
         return sorted(kept)
 
     # --- reading ------------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """Steps with a folder of a checkpoint's name, newest first."""
+        """Steps of the folders named as checkpoints, newest first; not verified."""
         found = (_NAME.match(path.name) for path in self._folders("step-"))
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
@@ -264,7 +262,7 @@ class CheckpointStore:
         """Check files ``part``, ``part + parts``, … of a checkpoint; ranks share the work.
 
         Raises:
-            CheckpointError: says which file is missing or damaged, and how.
+            CheckpointError: names the file that is missing or damaged.
         """
         directory = self._paths.checkpoint(manifest.step)
         for record in manifest.files[part::parts]:
@@ -278,18 +276,18 @@ class CheckpointStore:
             except OSError as error:
                 raise CheckpointError(f"{path}: {error.strerror}") from error
 
-    def set_aside(self, step: int, reason: str) -> None:
-        """Take a damaged checkpoint out of the way, and say so."""
+    def quarantine(self, step: int, reason: str) -> None:
+        """Rename a damaged checkpoint, and log it."""
         path = self._paths.checkpoint(step)
         log.error("checkpoint %d is damaged and will not be used: %s", step, reason)
         target = path.with_name(f"{DAMAGED}{path.name}-{os.getpid()}")
         try:
             self._disk.rename(path, target)
         except OSError as error:
-            log.error("and cannot be set aside: %s", error)
+            log.error("damaged checkpoint %d cannot be renamed: %s", step, error)
 
-    def damaged(self) -> list[str]:
-        """Names of the folders that :meth:`set_aside` has made, sorted."""
+    def quarantined(self) -> list[str]:
+        """Names of the folders renamed by :meth:`quarantine`, sorted."""
         return sorted(path.name for path in self._folders(DAMAGED))
 
     def snapshot(self, step: int) -> bytes:
@@ -307,5 +305,5 @@ class CheckpointStore:
 
 
 def files_in(directory: Path) -> Iterator[Path]:
-    """All files below ``directory``, in a fixed order; the manifest is not among them."""
+    """All files below ``directory`` but the manifest, sorted."""
     return (f for f in sorted(directory.rglob("*")) if f.is_file() and f != directory / MANIFEST)

@@ -1,8 +1,7 @@
-"""What would end a run later, found out before it starts, without importing torch.
+"""Checks before a run starts, for what would end it later; without torch, read-only.
 
-The task (grading works, answers can be graded, prompts leave room for completions, a warm start has solutions), the
-model (its context, its tokenizer, its logits, its attention kernel), the memory of this machine and of its GPUs. All
-of it is read from files and the spec; nothing is changed.
+Task: grading works, answers can be graded, prompts leave room for completions, a warm start has solutions. Model:
+context, tokenizer, logits, attention kernel. Memory of this machine and of its GPUs.
 """
 
 from __future__ import annotations
@@ -39,28 +38,28 @@ from scalerl_trainer.models.tokens import TokenCounter
 log = logging.getLogger(__name__)
 
 TOO_LONG_FRACTION = 0.01
-"""So many prompts without room for a completion are skipped; the alert ScaleRLSlotsGivenUp begins there, too."""
+"""Largest share of prompts without room for a completion; also the threshold of the alert ScaleRLSlotsGivenUp."""
 GENERATED_PROMPTS = 2000
-"""Prompts of a generated task that are looked at, spread evenly; those of a file all are."""
+"""Number of evenly spaced prompts of a generated task that are checked; those of a file are all checked."""
 PARSED_ANSWERS = 200
-"""Answers that math-verify parses: milliseconds each."""
+"""Number of answers that math-verify parses; each takes milliseconds."""
 _BATCH = 1024
 _GIB = 2.0**30
 
 
 class PrepareError(TrainerError):
-    """The run cannot be trained as its spec says; names the field."""
+    """The run cannot be trained with this spec; names the field."""
 
 
 # --- the task --------------------------------------------------------------------------------------------
 
 
 def check_grading(spec: RunSpec) -> None:
-    """Start the graders once, and let them see the task's own answers.
+    """Start the graders once, and grade the task's own answers.
 
     Raises:
-        PrepareError: the verifier is of no use to this task.
-        GradingError: no grader could be started here.
+        PrepareError: the verifier cannot grade this task.
+        GradingError: no grader could be started.
     """
 
     async def start() -> None:
@@ -78,12 +77,13 @@ def check_grading(spec: RunSpec) -> None:
 
 
 def check_prompts(directory: Path, spec: RunSpec, task: Task) -> None:
-    """Prompts leave room for their completions, and have what a warm start needs, in the tokens of the model in
-    ``directory``. Actors skip a prompt that does not; so few are only warned of.
+    """Check that prompts, in tokens of the model in ``directory``, leave room for completions, and warm-start examples.
+
+    Actors skip a prompt that is too long, so that a few only give a warning.
 
     Raises:
-        PrepareError: more than :data:`TOO_LONG_FRACTION` of the prompts do not: the first, its tokens and the limit.
-            Or an example of the warm start does not fit.
+        PrepareError: more than :data:`TOO_LONG_FRACTION` of the prompts are too long (names the first, its tokens and
+            the limit), or an example of the warm start does not fit.
     """
     chat = spec.task.prompt.format == "Chat"
     try:
@@ -135,11 +135,7 @@ def _check_examples(
 
 
 def worked_solution(prompt: Prompt) -> str:
-    """What a warm start trains on.
-
-    Raises:
-        PrepareError: there is nothing.
-    """
+    """The prompt's solution for the warm start. Raises ``PrepareError`` without one."""
     try:
         return prompt.worked_solution
     except ValueError as error:
@@ -235,10 +231,10 @@ def _stored_tensors(directory: Path) -> Iterator[tuple[str, int]]:
 
 
 def check_memory(field: str, size: ModelSize, spec: RunSpec, one_machine: bool) -> None:
-    """Whether the hopeless is asked of this machine; ``one_machine``: all roles share its memory.
+    """Check the run's memory against this machine's. ``one_machine``: all roles share it.
 
     Raises:
-        PrepareError: what is needed, what there is, what to change.
+        PrepareError: needed and available memory, and what to change.
     """
     model = f"{field}: {size.parameters / 1e6:,.0f} M parameters"
     rank = trainer_rank_memory(size, spec)
@@ -273,7 +269,7 @@ def check_memory(field: str, size: ModelSize, spec: RunSpec, one_machine: bool) 
 
 
 def memory_bytes() -> int:
-    """What this process may use: the machine's memory, or its container's limit."""
+    """The machine's memory, or the container's limit if that is lower."""
     readers: list[Callable[[], int]] = [
         lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         lambda: int(Path("/sys/fs/cgroup/memory.max").read_text()),
@@ -288,8 +284,7 @@ def memory_bytes() -> int:
 
 
 def gpu_memory_bytes() -> int | None:
-    """Memory of the largest GPU that ``nvidia-smi`` finds here; None where it finds none, or is not there: then
-    nothing is known, and nothing refused."""
+    """Memory of the largest GPU that ``nvidia-smi`` lists; None without one or without ``nvidia-smi``."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

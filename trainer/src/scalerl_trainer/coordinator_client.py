@@ -1,9 +1,8 @@
-"""The trainer's side of the wire: one blocking call per message, retried until a deadline, never forever.
+"""Client of the coordinator: a blocking call per message, retried with back-off until a deadline.
 
-The coordinator may be killed and come back from its journal at any moment, so a refused connection,
-a time-out or a 5xx answer is tried again with a growing pause; the answer to the same request sent
-twice is the same, which the coordinator promises for every trainer call. What cannot get better by
-waiting (another wire version, a wrong token, a newer trainer) is raised at once.
+The coordinator may restart from its journal at any moment, so refused connections, time-outs and 5xx answers are
+retried; every trainer call is idempotent. Permanent errors (another wire version, a wrong token, a newer trainer) are
+raised at once.
 """
 
 from __future__ import annotations
@@ -24,25 +23,25 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
-"""A call that is not a long poll is answered within this, or the attempt counts as failed."""
+"""Time-out of an attempt at a call that is not a long poll."""
 
 T = TypeVar("T")
 
 
 class CoordinatorError(Exception):
-    """The coordinator refused, in words; waiting does not help."""
+    """The coordinator refused the call; retrying does not help."""
 
 
 class CoordinatorUnreachable(CoordinatorError):
-    """No usable answer until the deadline; the coordinator may come back."""
+    """No usable answer until the deadline; the coordinator may restart."""
 
 
 class Superseded(CoordinatorError):
-    """A newer trainer incarnation has said hello; this one has to leave."""
+    """A newer trainer incarnation has registered; this one must exit."""
 
 
 class Unresumable(CoordinatorError):
-    """Coordinator and checkpoint do not belong together; starting again would not help."""
+    """Coordinator and checkpoint do not belong together; a restart does not help."""
 
 
 _UNRESUMABLE = ("bad-snapshot", "identity", "no-state", "checkpoints-lost", "unknown-version")
@@ -51,8 +50,8 @@ _UNRESUMABLE = ("bad-snapshot", "identity", "no-state", "checkpoints-lost", "unk
 class Coordinator:
     """Calls of one rank. Not shared between threads.
 
-    ``retry_seconds`` bounds how long one call is tried again; ``interrupted`` is asked between attempts,
-    and ends the wait early when it says true (an orderly stop does not sit out a dead coordinator).
+    ``retry_seconds``: limit of the retries of one call.
+    ``interrupted``: checked between attempts; True ends the retries (a drain does not wait for a dead coordinator).
     """
 
     def __init__(
@@ -72,10 +71,10 @@ class Coordinator:
         self._http.close()
 
     def hello(self, version: int, world_size: int, snapshot: bytes | None) -> wire.TrainerWelcome:
-        """This rank's trainer takes over at ``version``.
+        """Register this trainer incarnation at ``version``.
 
         Raises:
-            Unresumable: the coordinator has no state that goes with ``version``, or would have to give some up.
+            Unresumable: the coordinator has no state for ``version``, or would lose some.
         """
         message = wire.TrainerHello(
             incarnation=self._incarnation, version=version, world_size=world_size, snapshot=snapshot
@@ -83,10 +82,10 @@ class Coordinator:
         return self._call(endpoints.TRAINER_HELLO, message, wire.TrainerWelcome)
 
     def next(self, version: int, wait_seconds: float) -> wire.Next:
-        """One long poll, one attempt: the caller has ranks to keep informed between attempts.
+        """One long poll, one attempt: between attempts the caller synchronises the ranks.
 
         Raises:
-            CoordinatorUnreachable: no answer this time.
+            CoordinatorUnreachable: no answer.
         """
         message = wire.NextRequest(incarnation=self._incarnation, version=version, wait_seconds=wait_seconds)
         return self._once(endpoints.TRAINER_NEXT, message, wire.Next, wait_seconds)
@@ -100,7 +99,7 @@ class Coordinator:
     def report(
         self, step: int, stats: dict[str, float], busy_seconds: float, trained_tokens: int, skipped: str = ""
     ) -> None:
-        """A step is over; ``skipped``: why it was not applied."""
+        """Report a finished step. ``skipped``: why it was not applied."""
         message = wire.StepReport(
             incarnation=self._incarnation,
             step=step,
@@ -130,7 +129,7 @@ class Coordinator:
         return self._call(endpoints.CHECKPOINT_BEGIN, message, wire.CheckpointSnapshot)
 
     def checkpoint_commit(self, step: int, kept_steps: list[int], *, patient: bool) -> None:
-        """``patient``: with retries, as most calls; else one attempt."""
+        """``patient``: with retries, else one attempt."""
         message = wire.CheckpointCommit(incarnation=self._incarnation, step=step, kept_steps=kept_steps)
         if patient:
             self._call(endpoints.CHECKPOINT_COMMIT, message, wire.Ack)
@@ -141,7 +140,7 @@ class Coordinator:
         """The evaluations so far; one attempt.
 
         Raises:
-            CoordinatorUnreachable: no answer this time, or not one that can be read.
+            CoordinatorUnreachable: no answer, or an invalid one.
         """
         try:
             response = self._http.get(endpoints.STATUS, timeout=ANSWER_SECONDS).raise_for_status()
@@ -188,7 +187,7 @@ class Coordinator:
 
 
 def wire_headers(token: str) -> dict[str, str]:
-    """What every request inside a run carries."""
+    """Headers of every request within a run."""
     return {
         "authorization": f"Bearer {token}",
         "content-type": wire.CONTENT_TYPE,
@@ -197,7 +196,7 @@ def wire_headers(token: str) -> dict[str, str]:
 
 
 def decode_problem(response: httpx.Response) -> wire.Problem:
-    """The body of an answer that is not 2xx, also when something in between wrote it."""
+    """The error in an answer that is not 2xx, also from a proxy."""
     try:
         return msgspec.msgpack.decode(response.content, type=wire.Problem)
     except msgspec.DecodeError:

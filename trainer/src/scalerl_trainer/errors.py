@@ -1,25 +1,10 @@
-"""What this package raises on purpose.
-
-::
-
-    TrainerError
-    ├── BadBatchError              a batch that cannot be trained on, whatever the weights are
-    │   ├── SequenceTooLongError   one sequence does not fit into a micro-batch
-    │   └── NonFiniteLogprobError  the generator's log-probabilities hold NaN or infinity
-    ├── DivergedError              training diverged: steps in a row that could not be applied
-    ├── ModelError                 the model or tokenizer cannot be used
-    │   ├── ModelNotFoundError
-    │   └── TokenizerError         a needed token is missing
-    ├── Stopped                    SIGTERM came before the training loop, which would have written a checkpoint
-    ├── EngineError                the engine cannot do what was asked in its present state or settings
-    └── WarmStartError             the task's solutions cannot be trained on
-"""
+"""Errors of this package."""
 
 from __future__ import annotations
 
 
 class TrainerError(Exception):
-    """Base of all errors that the trainer raises on purpose."""
+    """Base of all errors of this package."""
 
 
 class BadBatchError(TrainerError):
@@ -65,11 +50,11 @@ class TokenizerError(ModelError):
 
 
 class EngineError(TrainerError):
-    """The engine cannot do what was asked in its present state or with its settings."""
+    """The engine's settings or state do not allow the operation."""
 
 
 class Stopped(TrainerError):
-    """SIGTERM came before the training loop began; there is nothing to save."""
+    """SIGTERM arrived before the training loop; there is nothing to save."""
 
 
 class WarmStartError(TrainerError):

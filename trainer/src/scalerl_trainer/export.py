@@ -1,10 +1,8 @@
-"""Models that anyone can load: safetensors, config, tokenizer and chat template in one folder.
+"""Exports Hugging Face models: safetensors, config, tokenizer and chat template in one folder, atomically.
 
-``python -m scalerl_trainer.export DIR --to PATH`` (``scalerl export`` runs it) writes one from a checkpoint that was
-kept, on any machine with the run's directory: no accelerator, no process group, one parameter in memory at a time.
-While a run trains, :mod:`.exporting` writes one of each evaluation.
-
-A folder appears under its name only when it is whole: it is written beside, flushed and renamed.
+``python -m scalerl_trainer.export DIR --to PATH`` (``scalerl export`` runs it) exports a checkpoint, on any machine with
+the run's directory: no accelerator, no process group, one parameter in memory at a time. While a run trains,
+:mod:`.exporter` exports the model of each evaluation.
 """
 
 from __future__ import annotations
@@ -34,14 +32,14 @@ log = logging.getLogger("scalerl_trainer.export")
 
 STAGED = ".tmp-"
 SHARD_BYTES = 5 * 10**9
-"""Largest weights file, unless one tensor alone is larger; hubs and loaders expect about this."""
+"""Largest weights file, unless one tensor is larger; as hubs and loaders expect."""
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SOURCES = ("*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt")
 _NOT_COPIED = {"prepared.json", _INDEX, "config.json"}
 
 
 class ExportError(TrainerError):
-    """There is nothing to export, or not to there."""
+    """The checkpoint cannot be exported, or the target is invalid."""
 
 
 def write_model(
@@ -53,7 +51,7 @@ def write_model(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """The folder ``target``, whole or not at all; see :func:`stage_model` and :func:`commit_model`."""
+    """Write the folder ``target`` atomically, by :func:`stage_model` and :func:`commit_model`."""
     commit_model(stage_model(target, base_model, infos, tensors, spec, shard_bytes=shard_bytes), target)
 
 
@@ -66,14 +64,14 @@ def stage_model(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Write what will be ``target`` into a folder beside it, which is returned.
+    """Write the model into a staging folder beside ``target``, and return it.
 
-    ``tensors`` come in the order of ``infos``, with the names and shapes of the transformers model, tied ones once.
-    All else is ``base_model``'s, but the dtype and, with ``recipe.fp32Head``, vLLM's ``head_dtype``, so that
-    ``vllm serve`` of it computes what the run's generators did.
+    ``tensors`` are in the order of ``infos``, with the names and shapes of the transformers model, tied ones once.
+    All other files are ``base_model``'s; in the config the dtype is set and, with ``recipe.fp32Head``, vLLM's
+    ``head_dtype``, so that ``vllm serve`` computes the same as the run's generators.
 
     Raises:
-        OSError: disk full, …; nothing remains of it.
+        OSError: disk full, …; the staging folder is removed.
     """
     staged = target.with_name(f"{STAGED}{target.name}-{os.getpid()}")
     shutil.rmtree(staged, ignore_errors=True)
@@ -92,10 +90,10 @@ def stage_model(
 
 
 def commit_model(staged: Path, target: Path) -> None:
-    """Flush ``staged`` and give it its name; what is there under that name is replaced.
+    """Flush ``staged`` and rename it to ``target``, which it replaces.
 
     Raises:
-        OSError: nothing remains of it.
+        OSError: the staging folder is removed.
     """
     old = target.with_name(f"{STAGED}old-{target.name}-{os.getpid()}")
     try:
@@ -111,7 +109,7 @@ def commit_model(staged: Path, target: Path) -> None:
 
 
 def exported_config(config: dict[str, Any], spec: RunSpec) -> dict[str, Any]:
-    """``config.json`` of the base model, as it holds for the exported weights."""
+    """``config.json`` of the base model with the dtypes of the exported weights."""
     kept = {name: value for name, value in config.items() if name not in ("torch_dtype", "head_dtype")}
     kept["dtype"] = spec.model.dtype
     if spec.recipe.fp32_head and spec.model.dtype != "float32":
@@ -148,7 +146,7 @@ def _write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 def flush(path: Path) -> None:
-    """A file, or the names in a folder, to the disk."""
+    """Flush a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -159,11 +157,8 @@ def flush(path: Path) -> None:
 # --- from a checkpoint -----------------------------------------------------------------------------------
 
 
-def keep_run_file(paths: RunPaths) -> None:
-    """Copy the run's spec into its directory where the runtime keeps it elsewhere.
-
-    On a cluster it is in a ConfigMap, and a checkpoint on a volume without it cannot be exported.
-    """
+def copy_run_file(paths: RunPaths) -> None:
+    """Copy the run's spec into its directory: on a cluster it is in a ConfigMap, and an export from the volume needs it."""
     kept = RunPaths(paths.root).run_file
     if paths.run_file == kept:
         return
@@ -176,11 +171,11 @@ def keep_run_file(paths: RunPaths) -> None:
 
 
 def export_checkpoint(paths: RunPaths, target: Path, step: int | None = None) -> int:
-    """The model of checkpoint ``step`` (None: the newest) into ``target``; returns the step.
+    """Export checkpoint ``step`` (None: the newest) to ``target``; returns the step.
 
     Raises:
-        ExportError: no such checkpoint, a damaged one, or one that has to be loaded once by the run itself.
-        SpecError: the run's spec cannot be read; which rules it keeps does not matter.
+        ExportError: no such checkpoint, a damaged one, or one of an earlier release that the run must load first.
+        SpecError: the run's spec cannot be parsed; it is not validated.
         OSError: ``target`` cannot be written.
     """
     if target.exists():
@@ -211,7 +206,7 @@ def export_checkpoint(paths: RunPaths, target: Path, step: int | None = None) ->
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The process: 0, 1 when the target cannot be written, 2 for bad input."""
+    """Exit code 0; 1 if the target cannot be written; 2 for bad input."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
     parser = argparse.ArgumentParser(prog="scalerl export", description=__doc__)
     parser.add_argument("directory", type=Path, metavar="DIR", help="the run's directory")

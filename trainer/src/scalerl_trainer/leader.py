@@ -1,12 +1,11 @@
-"""Rank 0's side of the loop: it asks the coordinator what to do and gives the order, all ranks follow (:mod:`.worker`).
+"""Rank 0's loop: polls the coordinator for the next action and sends commands to all ranks (:mod:`.worker`).
 
-Rank 0 waits for nobody outside for more than :data:`POLL_SECONDS` without a ``Meet``, so a rank that is
-told to stop or dies is noticed within that. A rank that raises ends its process; the others lose their
-connection to it and end too, and all come back from the last checkpoint.
+Rank 0 waits for other processes for at most :data:`POLL_SECONDS` without a ``SYNC``, so that a signal to any rank, or its
+death, is noticed within that. A rank that raises ends its process; the others lose their connection to it and end too,
+and all restart from the last checkpoint.
 
-After an update the order is: report the step, publish, checkpoint where due, export what is measured. Once the
-run is ending the checkpoint comes first, because what follows (giving out the last weights, measuring them) may take
-long, and whoever interrupts a run waits for the checkpoint.
+After an update: report the step, publish, checkpoint if due, export if evaluated. Once the run is ending the checkpoint
+comes first: publishing and evaluating the last weights may take long, and an interrupted run must not wait for them.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ from scalerl_trainer.checkpoint import CheckpointError
 from scalerl_trainer.coordinator_client import CoordinatorUnreachable, Unresumable
 from scalerl_trainer.engine import StepStats
 from scalerl_trainer.errors import DivergedError
-from scalerl_trainer.exporting import Exporter
+from scalerl_trainer.exporter import Exporter
 from scalerl_trainer.packing import Sequence as PackedSequence
-from scalerl_trainer.publish.control import ActorControl
+from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.probe import ProbeSequence, probe
 from scalerl_trainer.publish.publisher import Publisher, Weights
 from scalerl_trainer.tensor_files import TensorInfo
-from scalerl_trainer.worker import Order, Trained, Worker
+from scalerl_trainer.worker import Command, Trained, Worker
 
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 5.0
-SKIPPED_STEPS_BROKEN = 3
-"""So many skipped steps in a row are no bad item: the weights or the generators are bad."""
+MAX_CONSECUTIVE_SKIPPED_STEPS = 3
+"""More consecutive skipped steps are no bad batch: weights or generators are broken."""
 
 
 class Leader:
-    """Talks to the coordinator and the actors, gives the orders."""
+    """Rank 0: calls the coordinator and the actors, sends commands to the ranks."""
 
     def __init__(
         self,
@@ -63,7 +62,7 @@ class Leader:
         self._control = control
         self._coordinator = worker.coordinator
         self._published = -1
-        self._skipped_in_a_row = 0
+        self._consecutive_skipped_steps = 0
         self._wait_seconds = 0.0
         self._checkpoint_seconds = 0.0
         self._export_seconds = 0.0
@@ -71,40 +70,40 @@ class Leader:
         self._uncommitted: tuple[int, list[int]] | None = None
         self._answered = time.monotonic()
         self._points = -1
-        """How many evaluations the exporter was given; -1: it has to be given them."""
+        """Number of evaluation points passed to the exporter; -1: pass them again."""
 
     def lead(self, snapshot: bytes | None, save_now: bool) -> None:
-        """From hello to the order to leave. ``save_now``: what was just learnt is in no checkpoint yet.
+        """Run from registration to the end of the run, or to a stop. ``save_now``: checkpoint before the first step.
 
         Raises:
-            CheckpointError: what was trained last is in no checkpoint.
-            Unresumable: the coordinator does not go on from this version; all ranks raise it.
+            CheckpointError: the last version is in no checkpoint.
+            Unresumable: the coordinator cannot resume from this version; all ranks raise it.
             CoordinatorError, RankLost, DivergedError: see the modules.
         """
         w = self._worker
         try:
             welcome = self._coordinator.hello(w.version, w.ranks.world, snapshot)
         except Unresumable:
-            self._tell(Order.REFUSE)
+            self._command(Command.REJECTED)
             raise
         if welcome.next_step != w.version:
-            raise RuntimeError(f"the coordinator goes on at step {welcome.next_step}, not {w.version}")
+            raise RuntimeError(f"the coordinator resumes at step {welcome.next_step}, not {w.version}")
         self._published = welcome.published_version
-        self._skipped_in_a_row = welcome.consecutive_skipped_steps
-        log.info("hello: version %d, published %d", w.version, self._published)
+        self._consecutive_skipped_steps = welcome.consecutive_skipped_steps
+        log.info("registered: version %d, published %d", w.version, self._published)
         if save_now:
             self._save()
-        while not self._told_to_stop():
-            order = self._ask()
-            if self._exporter.waiting and order.points != self._points:
+        while not self._sync_and_check_stop():
+            reply = self._next()
+            if self._exporter.waiting and reply.points != self._points:
                 self._evaluated()
-            if order.reason:  # the run is ending
+            if reply.reason:  # the run is ending
                 self._save()
-            if order.measured and not w.stop.is_set() and self._exporter.wants(w.version):
+            if reply.measured and not w.stop.is_set() and self._exporter.wants(w.version):
                 self._export()
-            match order.action:
+            match reply.action:
                 case wire.NextAction.TRAIN:
-                    self._train(order.step)
+                    self._train(reply.step)
                     if w.version > self._published:
                         self._publish()
                     if w.version % w.spec.checkpoint.every_steps == 0:
@@ -114,46 +113,46 @@ class Leader:
                 case wire.NextAction.WAIT:
                     pass
                 case wire.NextAction.FINISH:
-                    log.info("finish: %s", order.reason)
+                    log.info("finish: %s", reply.reason)
                     break
         self._save()
-        self._seal()
+        self._finish_checkpoint()
         self._commit(patient=True)
-        self._tell(Order.LEAVE)
+        self._command(Command.EXIT)
         self._evaluated()
         self._exporter.close(w.stop.is_set)
-        if w.saver.last_step != w.version:
+        if w.checkpointer.last_step != w.version:
             raise CheckpointError(
-                f"version {w.version} could not be saved; what was trained since the checkpoint before is lost"
+                f"version {w.version} could not be saved; all updates since the last checkpoint are lost"
             )
 
-    # --- orders -------------------------------------------------------------------------------------------
+    # --- commands -----------------------------------------------------------------------------------------
 
-    def _tell(self, order: Order) -> None:
-        self._worker.ranks.from_leader(order)
+    def _command(self, command: Command) -> None:
+        self._worker.ranks.broadcast(command)
 
-    def _told_to_stop(self) -> bool:
-        self._tell(Order.MEET)
-        stop, sealed = self._worker.meet()
-        if sealed:
-            self._seal()
+    def _sync_and_check_stop(self) -> bool:
+        self._command(Command.SYNC)
+        stop, flushed = self._worker.sync()
+        if flushed:
+            self._finish_checkpoint()
         self._commit()
         return stop
 
-    def _ask(self, wait_seconds: float = POLL_SECONDS) -> wire.Next:
-        """The coordinator's word; WAIT while it does not answer, for a limited time."""
+    def _next(self, wait_seconds: float = POLL_SECONDS) -> wire.Next:
+        """The coordinator's next action; WAIT without an answer, for :data:`COORDINATOR_TIMEOUT_SECONDS` at most."""
         begin = time.perf_counter()
         try:
-            order = self._coordinator.next(self._worker.version, wait_seconds)
+            reply = self._coordinator.next(self._worker.version, wait_seconds)
             self._answered = time.monotonic()
-            return order
+            return reply
         except CoordinatorUnreachable as error:
-            self._unanswered(error)
+            self._no_answer(error)
             return wire.Next(action=wire.NextAction.WAIT, step=self._worker.version, points=self._points)
         finally:
             self._wait_seconds += time.perf_counter() - begin
 
-    def _unanswered(self, error: CoordinatorUnreachable) -> None:
+    def _no_answer(self, error: CoordinatorUnreachable) -> None:
         silent = time.monotonic() - self._answered
         if silent > COORDINATOR_TIMEOUT_SECONDS:
             raise error
@@ -165,10 +164,10 @@ class Leader:
     def _train(self, step: int) -> None:
         w = self._worker
         if step != w.version:
-            raise RuntimeError(f"told to train step {step} while holding version {w.version}")
-        self._tell(Order.TRAIN)
+            raise RuntimeError(f"the coordinator requests step {step}, this trainer has version {w.version}")
+        self._command(Command.TRAIN)
         trained = w.train()
-        done, staleness, seconds = trained.done, trained.staleness, trained.seconds
+        step_stats, staleness, seconds = trained.step_stats, trained.staleness, trained.seconds
         phases = {
             **seconds,
             "wait_seconds": self._wait_seconds,
@@ -176,16 +175,16 @@ class Leader:
             "export_seconds": self._export_seconds,
         }
         self._wait_seconds = self._checkpoint_seconds = self._export_seconds = 0.0
-        stats = trained.stats | _stats(done, staleness) | phases
+        stats = trained.stats | _stats(step_stats, staleness) | phases
         stats["checkpoint_failures"] = float(self._checkpoint_failures)
         busy_seconds = seconds["forward_backward_seconds"] + seconds["optimizer_seconds"]
-        if done.skipped:
+        if step_stats.skipped:
             self._skip(trained, step, stats, busy_seconds)
             return
-        self._skipped_in_a_row = 0
-        self._coordinator.report(step, stats, busy_seconds, done.trainable_tokens)
+        self._consecutive_skipped_steps = 0
+        self._coordinator.report(step, stats, busy_seconds, step_stats.trainable_tokens)
         w.metrics.show(stats)
-        w.metrics.tokens.inc(done.trainable_tokens)
+        w.metrics.tokens.inc(step_stats.trainable_tokens)
         w.metrics.step_seconds.observe(sum(seconds.values()))
         for name, value in phases.items():
             w.metrics.seconds.labels(name.removesuffix("_seconds")).inc(value)
@@ -198,28 +197,28 @@ class Leader:
                 stats["grad_norm"],
                 stats["ratio_max"],
             ),
-            *(stats["staleness_mean"], staleness.largest, done.trainable_tokens, busy_seconds),
+            *(stats["staleness_mean"], staleness.largest, step_stats.trainable_tokens, busy_seconds),
         )
 
     def _skip(self, trained: Trained, step: int, stats: dict[str, float], busy_seconds: float) -> None:
-        """The step is over without an update: a record says which rollouts were not trained on, and why.
+        """Report a step without an update: the reason, and the slots with ratio outliers.
 
         Raises:
-            DivergedError: so many in a row are no bad item; all ranks raise it.
+            DivergedError: too many consecutive skipped steps; all ranks raise it.
         """
-        reason = trained.done.skipped
+        reason = trained.step_stats.skipped
         if trained.broken:
             worst = ", ".join(f"{tokens} in slot {slot}" for slot, tokens in trained.broken.most_common(5))
             reason += f"; tokens beyond a ratio of {BEYOND_RATIO:g} or not a number: {worst}"
-        log.error("step %d is skipped, weights and optimizer stay as they are: %s", step, reason)
+        log.error("step %d is skipped, weights and optimizer are unchanged: %s", step, reason)
         finite = {name: value for name, value in stats.items() if math.isfinite(value)}
         self._coordinator.report(step, finite, busy_seconds, 0, skipped=reason)
         self._worker.metrics.show(finite)
-        self._skipped_in_a_row += 1
-        if self._skipped_in_a_row >= SKIPPED_STEPS_BROKEN:
-            self._tell(Order.BROKEN)
+        self._consecutive_skipped_steps += 1
+        if self._consecutive_skipped_steps >= MAX_CONSECUTIVE_SKIPPED_STEPS:
+            self._command(Command.DIVERGED)
             raise DivergedError(
-                f"{self._skipped_in_a_row} steps in a row were skipped; step {step}, the last, because {reason}. The last "
+                f"{self._consecutive_skipped_steps} steps in a row were skipped; step {step}, the last, because {reason}. The last "
                 "checkpoint is good: check that generators hold the published weights and sample at the recipe's "
                 "temperature, lower the learning rate, or look at the data"
             )
@@ -227,7 +226,7 @@ class Leader:
     # --- weights ------------------------------------------------------------------------------------------
 
     def _publish(self) -> None:
-        """Give the present version to everyone who holds less, once the coordinator lets it out."""
+        """Publish the present version to all members with an older one, once the coordinator permits it."""
         w = self._worker
         members = self._permit()
         if members is None:
@@ -255,7 +254,7 @@ class Leader:
         )
 
     def _permit(self) -> list[wire.Member] | None:
-        """Whom to publish to; None when told to stop, or to finish, while waiting for it."""
+        """The members to publish to; None if a stop or the end of the run comes first."""
         w = self._worker
         while True:
             begin = time.perf_counter()
@@ -265,23 +264,22 @@ class Leader:
                 if permit.ready:
                     return permit.members
             except CoordinatorUnreachable as error:
-                self._unanswered(error)
+                self._no_answer(error)
             finally:
                 self._wait_seconds += time.perf_counter() - begin
-            if self._told_to_stop() or self._ending():
+            if self._sync_and_check_stop() or self._run_is_ending():
                 return None
 
-    def _ending(self) -> bool:
-        """Whether the run has been stopped in such a way that nothing more is published; if it is ending at all, what
-        was trained is saved now."""
-        order = self._ask(0.0)
-        if order.reason:
+    def _run_is_ending(self) -> bool:
+        """Whether the run finishes without another publish. Writes a checkpoint if the run is ending."""
+        reply = self._next(0.0)
+        if reply.reason:
             self._save()
-        return order.action is wire.NextAction.FINISH
+        return reply.action is wire.NextAction.FINISH
 
     def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._worker.spec.trainer.zero_stage == 3:  # else rank 0 has all it needs
-            self._tell(Order.GATHER)
+        if self._worker.spec.trainer.zero_stage == 3:  # else rank 0 has whole parameters
+            self._command(Command.GATHER)
         return self._worker.gather()
 
     def _manifest(self) -> list[wire.TensorSpec]:
@@ -290,7 +288,7 @@ class Leader:
         return [wire.TensorSpec(name, dtype, list(shape)) for name, shape in shapes]
 
     def _score(self, sequences: Sequence[ProbeSequence]) -> list[torch.Tensor]:
-        self._tell(Order.SCORE)
+        self._command(Command.SCORE)
         scored = self._worker.engine.logprobs(
             [
                 PackedSequence(
@@ -303,7 +301,7 @@ class Leader:
         return scored.per_sequence()
 
     def _export(self) -> None:
-        """The present weights as a model that others load; what fails is the exporter's."""
+        """Export the present weights; the exporter handles failures."""
         infos = [TensorInfo(s.name, getattr(torch, s.dtype), tuple(s.shape)) for s in self._manifest()]
         version = self._worker.version
         self._export_seconds += self._exporter.write(
@@ -317,46 +315,46 @@ class Leader:
             self._exporter.evaluated(points)
             self._points = len(points)
         except CoordinatorUnreachable as error:
-            log.warning("the evaluations could not be asked for: %s", error)
+            log.warning("the evaluations could not be fetched: %s", error)
 
     # --- checkpoints --------------------------------------------------------------------------------------
 
     def _save(self) -> None:
-        """Begin a checkpoint of the present version, unless there is one. A failure is counted, not raised."""
+        """Start a checkpoint of the present version, unless there is one. A failure is counted, not raised."""
         w = self._worker
-        self._seal()
-        if w.saver.last_step == w.version:
+        self._finish_checkpoint()
+        if w.checkpointer.last_step == w.version:
             return
         begin = time.perf_counter()
         try:
-            begun = self._coordinator.checkpoint_begin(w.version)
+            snapshot_reply = self._coordinator.checkpoint_begin(w.version)
         except CoordinatorUnreachable as error:
             self._save_failed(str(error))
             return
-        self._tell(Order.SAVE)
-        # Only a run whose curve is watched is taken back to where it was best: others save the space.
-        best = -1 if self._read_scaling_mode() == "Off" else begun.best_version
-        problem = w.saver.start(w.version, begun.snapshot, best)
+        self._command(Command.SAVE)
+        # Without autoscaling nobody rolls a run back to its best checkpoint: save the space.
+        best = -1 if self._read_scaling_mode() == "Off" else snapshot_reply.best_version
+        problem = w.checkpointer.start(w.version, snapshot_reply.snapshot, best)
         self._checkpoint_seconds += time.perf_counter() - begin
         if problem is not None:
             self._save_failed(problem)
 
     def _read_scaling_mode(self) -> str:
-        """``spec.autoscaling.mode`` as the run file has it now: no process restarts for an edit of it."""
+        """``spec.autoscaling.mode`` of the present run file: an edit of it restarts no process."""
         try:
             self._scaling_mode = self._load_run().spec.autoscaling.mode
         except SpecError as error:
-            log.warning("spec.autoscaling.mode counts as %s, as before: %s", self._scaling_mode, error)
+            log.warning("spec.autoscaling.mode is taken as %s, as before: %s", self._scaling_mode, error)
         return self._scaling_mode
 
-    def _seal(self) -> None:
-        """Finish a checkpoint that was begun, if there is one."""
+    def _finish_checkpoint(self) -> None:
+        """Finish the pending checkpoint, if there is one."""
         w = self._worker
-        if not w.saver.pending:
+        if not w.checkpointer.pending:
             return
         begin = time.perf_counter()
-        self._tell(Order.SEAL)
-        saved = w.saver.finish()
+        self._command(Command.COMMIT_CHECKPOINT)
+        saved = w.checkpointer.finish()
         self._checkpoint_seconds += time.perf_counter() - begin
         if saved.error is not None:
             self._save_failed(saved.error)
@@ -368,10 +366,10 @@ class Leader:
         self._commit()
 
     def _commit(self, *, patient: bool = False) -> None:
-        """Tell the coordinator of the newest checkpoint on disk, unless it knows.
+        """Report the newest checkpoint on disk to the coordinator, unless it has acknowledged it.
 
-        It may refuse for as long as it cannot write its own files: training goes on meanwhile, and it is told again.
-        ``patient``: the last word of this process, tried for as long as any other.
+        The coordinator refuses while it cannot write its own files: training continues, and the next call retries.
+        ``patient``: with retries, for the last call of this process.
         """
         if self._uncommitted is None:
             return
@@ -381,39 +379,41 @@ class Leader:
         except CoordinatorUnreachable as error:
             if patient:
                 raise
-            log.warning("checkpoint %d is on disk, but the coordinator did not take note: %s", step, error)
+            log.warning(
+                "checkpoint %d is on disk, but the coordinator did not acknowledge it: %s", step, error
+            )
             return
         self._uncommitted = None
 
     def _save_failed(self, reason: str) -> None:
         self._checkpoint_failures += 1
         self._worker.metrics.checkpoints.labels("failed").inc()
-        log.error("checkpoint of version %d failed, the one before stays: %s", self._worker.version, reason)
+        log.error("checkpoint of version %d failed, the last one is kept: %s", self._worker.version, reason)
 
 
-def _stats(done: StepStats, staleness: Staleness) -> dict[str, float]:
+def _stats(step_stats: StepStats, staleness: Staleness) -> dict[str, float]:
     stats = {
-        "loss": done.loss,
-        "grad_norm": done.gradient_norm,
-        "entropy": done.entropy,
-        "learning_rate": done.learning_rate,
-        "applied": float(done.applied),
-        "trained_tokens": float(0 if done.skipped else done.trainable_tokens),
-        "computed_tokens": float(done.tokens),
-        "padding_fraction": done.padding / max(1, done.tokens + done.padding),
+        "loss": step_stats.loss,
+        "grad_norm": step_stats.gradient_norm,
+        "entropy": step_stats.entropy,
+        "learning_rate": step_stats.learning_rate,
+        "applied": float(step_stats.applied),
+        "trained_tokens": float(0 if step_stats.skipped else step_stats.trainable_tokens),
+        "computed_tokens": float(step_stats.tokens),
+        "padding_fraction": step_stats.padding / max(1, step_stats.tokens + step_stats.padding),
         "staleness_mean": staleness.total / max(1, staleness.tokens),
         "staleness_max": float(staleness.largest),
         "ratio_mean": 1.0,
         "ratio_max": 1.0,
     }
-    if done.ratios is not None:
+    if step_stats.ratios is not None:
         stats |= {
-            "ratio_mean": done.ratios.ratio_mean,
-            "ratio_max": done.ratios.ratio_max,
-            "ratio_beyond_fraction": done.ratios.beyond_fraction,
-            "effective_sample_fraction": done.ratios.effective_sample_fraction,
+            "ratio_mean": step_stats.ratios.ratio_mean,
+            "ratio_max": step_stats.ratios.ratio_max,
+            "ratio_beyond_fraction": step_stats.ratios.beyond_fraction,
+            "effective_sample_fraction": step_stats.ratios.effective_sample_fraction,
         }
-        stats |= by_position(RATIO, done.ratios_by_position)
-    if done.fresh_ratios_by_position:
-        stats |= by_position(SAMPLED, done.fresh_ratios_by_position)
-    return stats | {f"ratio_{name}_fraction": value for name, value in done.loss_means.items()}
+        stats |= by_position(RATIO, step_stats.ratios_by_position)
+    if step_stats.fresh_ratios_by_position:
+        stats |= by_position(SAMPLED, step_stats.fresh_ratios_by_position)
+    return stats | {f"ratio_{name}_fraction": value for name, value in step_stats.loss_means.items()}

@@ -1,18 +1,22 @@
 """``python -m scalerl_trainer.main --listen HOST:PORT``: one rank of the trainer.
 
-Exit codes: 0 when the run has finished or after SIGTERM (a checkpoint is written first; in the rendezvous and in the
-warm start there is nothing to write); 2 when starting
-again would not help (environment, run file, model, solutions of a warm start, checkpoints of another
-model, all damaged or lost while the coordinator knows of some); 1 for everything else (also when the last
-checkpoint could not be written), after which all ranks are started again and go on from the last checkpoint.
+Exit codes:
 
-A step whose loss or gradient is not finite, or whose ratios explode, is skipped, and a record says so. Training
-that diverged (three skipped steps in a row, or one of the warm start) is exit code 3: no checkpoint is written. One
-restart repeats the same batches from the last good checkpoint; if that ends the same way it was no accident, and the
-runtime gives up.
+0
+    The run has finished, or SIGTERM arrived: a checkpoint is written first, except in the rendezvous and the warm start.
+1
+    Any other failure, also if the last checkpoint could not be written. All ranks restart from the last checkpoint.
+2
+    A restart does not help: environment, run file, model, solutions of a warm start, checkpoints of another model, all
+    checkpoints damaged, or lost while the coordinator has a record of some.
+3
+    Training diverged: three skipped steps in a row, or one of the warm start. No checkpoint is written. One restart
+    repeats the same batches from the last checkpoint; if it diverges again the runtime gives up.
 
-Where a pod holds several ranks, :mod:`scalerl_trainer.launch` starts them, and only ``LOCAL_RANK`` 0 listens on
-``--listen``; the others listen on a free port of the loopback address.
+A step whose loss or gradient is not finite, or whose ratios explode, is skipped and recorded.
+
+In a pod with several ranks, which :mod:`scalerl_trainer.launch` starts, only ``LOCAL_RANK`` 0 listens on ``--listen``; the
+others listen on a free loopback port.
 """
 
 from __future__ import annotations
@@ -37,20 +41,25 @@ from scalerl_api.process import (
     ProcessEnvironment,
 )
 from scalerl_trainer.checkpoint import CheckpointStore
+from scalerl_trainer.checkpointer import Checkpointer, NoUsableCheckpoint
 from scalerl_trainer.coordinator_client import Coordinator, Superseded, Unresumable
-from scalerl_trainer.engine import Engine, Rank, join
+from scalerl_trainer.engine import Engine, Rank, init_process_group
 from scalerl_trainer.errors import DivergedError, EngineError, ModelError, Stopped, WarmStartError
-from scalerl_trainer.export import keep_run_file
-from scalerl_trainer.exporting import Exporter
+from scalerl_trainer.export import copy_run_file
+from scalerl_trainer.exporter import Exporter
 from scalerl_trainer.leader import Leader
 from scalerl_trainer.metrics import Metrics, StatusServer
 from scalerl_trainer.models import load_model
-from scalerl_trainer.publish.control import ActorControl
-from scalerl_trainer.publish.publisher import PATIENCE, Publisher
+from scalerl_trainer.publish.actor_control import ActorControl
+from scalerl_trainer.publish.publisher import MAX_TIMEOUTS, Publisher
 from scalerl_trainer.ranks import Ranks
-from scalerl_trainer.recipe import collective_seconds, engine_settings, make_loss, publish_settings
-from scalerl_trainer.saving import Saver, Unusable
-from scalerl_trainer.start import warm_up
+from scalerl_trainer.spec_settings import (
+    collective_timeout_seconds,
+    engine_settings,
+    make_loss,
+    publish_settings,
+)
+from scalerl_trainer.warm_start import run_warm_start
 from scalerl_trainer.worker import Worker
 
 log = logging.getLogger("scalerl_trainer")
@@ -61,37 +70,37 @@ _BAD_INPUT = (
     ModelError,
     EngineError,
     Unresumable,
-    Unusable,
+    NoUsableCheckpoint,
     WarmStartError,
 )
 
 
 def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop: threading.Event) -> None:
-    """One rank, from joining the others to leaving them."""
+    """Run one rank, from the rendezvous to the end."""
     spec = environment.load_run().spec
     if spec.trainer.cpu_threads is not None:
         torch.set_num_threads(spec.trainer.cpu_threads)
     metrics = Metrics()
     status = StatusServer(host, port, metrics)
-    device = join(
+    device = init_process_group(
         rank,
         device="cuda" if spec.trainer.devices else "cpu",
-        timeout_seconds=collective_seconds(spec),
+        timeout_seconds=collective_timeout_seconds(spec),
         stopped=stop.is_set,
     )
-    timeout_seconds = 2 * COORDINATOR_TIMEOUT_SECONDS + PATIENCE * spec.weight_sync.timeout_seconds
+    timeout_seconds = 2 * COORDINATOR_TIMEOUT_SECONDS + MAX_TIMEOUTS * spec.weight_sync.timeout_seconds
     ranks = Ranks(rank.rank, rank.world, timeout_seconds)
-    incarnation = ranks.from_leader(uuid.uuid4().hex if ranks.leads else None)
+    incarnation = ranks.broadcast(uuid.uuid4().hex if ranks.is_leader else None)
 
     model = load_model(
         str(environment.paths.base_model), dtype=spec.model.dtype, attention=spec.model.attention
     )
     engine = Engine(model, engine_settings(spec), device)
-    saver = Saver(CheckpointStore(environment.paths, spec.checkpoint.keep), ranks, engine)
-    version = saver.load()
+    checkpointer = Checkpointer(CheckpointStore(environment.paths, spec.checkpoint.keep), ranks, engine)
+    version = checkpointer.load()
     warm = version is None and spec.warm_start is not None
     if warm:
-        warm_up(engine, spec, environment.paths.base_model, ranks, stop)
+        run_warm_start(engine, spec, environment.paths.base_model, ranks, stop)
 
     coordinator = Coordinator(
         environment.coordinator_url, environment.token, incarnation, COORDINATOR_TIMEOUT_SECONDS, stop.is_set
@@ -102,26 +111,26 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
         engine=engine,
         loss=make_loss(spec.recipe.loss),
         coordinator=coordinator,
-        saver=saver,
+        checkpointer=checkpointer,
         metrics=metrics,
         stop=stop,
         version=version or 0,
     )
     status.ready.set()
-    if not ranks.leads:
+    if not ranks.is_leader:
         worker.follow()
         return
     control = ActorControl(environment.token)
     settings = publish_settings(spec, environment.trainer_host, device)
-    snapshot = saver.snapshot(version) if version is not None else None
-    keep_run_file(environment.paths)
+    snapshot = checkpointer.snapshot(version) if version is not None else None
+    copy_run_file(environment.paths)
     exporter = Exporter(environment.paths, spec, metrics)
     leader = Leader(worker, Publisher(settings, control), control, exporter, environment.load_run)
     leader.lead(snapshot, save_now=warm)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The process; see the module for what it returns."""
+    """Returns the exit code; see the module."""
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
@@ -135,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         rank = Rank.from_environment(os.environ)
         if rank.local_rank > 0:
-            # The first rank of a pod has the pod's port, and answers the probes and the scrapes.
+            # The pod's port belongs to its first rank, which answers probes and scrapes.
             host, port = "127.0.0.1", 0
         run(ProcessEnvironment.read(), rank, host, port, stop)
     except _BAD_INPUT as problem:
@@ -163,8 +172,8 @@ def _address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def leave(code: int) -> None:
-    """End the process now: threads that are stuck in a collective would hold up an ordinary exit."""
+def exit_now(code: int) -> None:
+    """End the process at once: an ordinary exit waits for threads, which may be stuck in a collective."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -172,4 +181,4 @@ def leave(code: int) -> None:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_now(main())

@@ -1,4 +1,4 @@
-"""What the trainer measures about itself, registered once, and the small HTTP server that shows it."""
+"""The trainer's metrics, and the HTTP server for probes and scrapes."""
 
 from __future__ import annotations
 
@@ -86,16 +86,15 @@ class Metrics:
         )
 
     def show(self, stats: Mapping[str, float]) -> None:
-        """Put a step's scalars on display."""
+        """Set the gauges of a step's scalars."""
         for name, value in stats.items():
             self.step_stat.labels(name).set(value)
 
 
 class StatusServer:
-    """``/healthz``, ``/readyz`` and ``/metrics`` on a daemon thread; ``ready`` turns true when the loop begins.
+    """``/healthz``, ``/readyz`` and ``/metrics`` on a daemon thread; ``ready`` is set when the loop begins.
 
-    Alive means that the process answers. A rank that is stuck in a collective is found by the
-    collective's own time-out, which ends the process.
+    ``/healthz`` answers while the process lives. A rank that is stuck in a collective ends by the collective's time-out.
     """
 
     def __init__(self, host: str, port: int, metrics: Metrics) -> None:

@@ -1,15 +1,14 @@
-"""Sequences to rows, rows to micro-batches, and everything back to one flat order of tokens.
+"""Packs sequences into rows and rows into micro-batches, and maps tokens to a flat order.
 
-A row holds several sequences one behind the other; positions start again at 0 with each, which is how
-transformers tells them apart when no attention mask is given (block-diagonal masks with ``sdpa``, for any number
-of rows; variable-length kernels with ``flash_attention_2``, for one row at a time). So the packed log-probabilities
-are those of each sequence alone.
+A row can have several sequences; positions restart at 0 with each, by which transformers separates them without an
+attention mask (block-diagonal masks with ``sdpa``, for any number of rows; variable-length kernels with
+``flash_attention_2``, for one row at a time). So the packed log-probabilities equal those of each sequence alone.
 
-Which layout is fast depends on the kernel. Variable-length kernels cost nothing for foreign tokens: rows are shared,
-as full as they get. With ``sdpa`` a row of T tokens pays T² whatever is in it, and a mask besides, so each sequence
-gets a row of its own, and rows of about the same length make a micro-batch: little padding, no mask.
+The layout depends on the kernel. Variable-length kernels skip pairs of different sequences: rows are shared and filled.
+With ``sdpa`` a row of T tokens costs T², and a mask, so each sequence has a row of its own, and rows of similar length
+form a micro-batch: little padding, no mask.
 
-Shapes: ``b`` row of a micro-batch, ``t`` place in the row, ``n`` trainable token in flat order (sequence after
+Shapes: ``b`` row of a micro-batch, ``t`` position in the row, ``n`` trainable token in flat order (sequence after
 sequence, left to right), ``s`` sequence, ``m`` trainable token of one micro-batch.
 """
 
@@ -28,7 +27,7 @@ from scalerl_trainer.errors import BadBatchError, SequenceTooLongError
 class Sequence:
     """A prompt and one completion, as token ids.
 
-    ``trainable`` says for each completion token whether the policy chose it (None: it chose all).
+    ``trainable``: for each completion token, whether it was sampled from the policy (None: all were).
     """
 
     prompt: Items[int]
@@ -59,7 +58,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one forward pass reads.
+    """The inputs of one forward pass.
 
     ``input_ids_bt``, ``position_ids_bt``  int64 ``[B, T]``
     ``predict_at_m``  int64, index into the flattened ``[B * T]`` hidden states that predict each trainable token
@@ -78,8 +77,12 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """``trainable_s``: int64, trainable tokens of each sequence; ``tokens``: all of prompts and completions that
-    are computed; ``padding``: places computed for nothing."""
+    """The micro-batches of a shard.
+
+    ``trainable_s``  int64, trainable tokens of each sequence
+    ``tokens``       computed tokens of prompts and completions
+    ``padding``      computed positions without a token
+    """
 
     micro_batches: tuple[MicroBatch, ...]
     trainable_s: torch.Tensor
@@ -93,12 +96,11 @@ class PackedBatch:
 
 
 def pack(sequences: Items[Sequence], micro_batch_tokens: int, *, shared_rows: bool) -> PackedBatch:
-    """Pack sequences into micro-batches of at most ``micro_batch_tokens`` places; a sequence is never split.
+    """Pack sequences into micro-batches of at most ``micro_batch_tokens`` positions; a sequence is never split.
 
-    With ``shared_rows`` a micro-batch is one row, packed by first-fit-decreasing, fullest first. Without, a row holds
-    one sequence and a micro-batch as many rows as fit when padded to its longest, longest first. Only what predicts
-    something is computed: the last token of a sequence is left out, and so is a sequence without trainable tokens.
-    The result depends on the arguments alone.
+    With ``shared_rows`` a micro-batch is one row, packed by first-fit-decreasing, fullest first. Without, a row has one
+    sequence, and a micro-batch as many rows as fit when padded to its longest, longest first. Positions after the last
+    prediction are left out: the last token of a sequence, and sequences without trainable tokens. Deterministic.
 
     Raises ``SequenceTooLongError``; ``ValueError`` when the limit is not positive.
 
@@ -194,8 +196,8 @@ def _micro_batch(
             target.extend(sequence.completion[place] for place in places[index])
             flat.extend(range(offsets[index], offsets[index + 1]))
             owner.extend([index] * len(places[index]))
-        # Only rows of one sequence are padded. Nobody sees what comes behind a row's end, attention is causal;
-        # positions go on counting, so that no packing is seen and the kernel needs no mask.
+        # Only rows of one sequence are padded. Attention is causal, so no token attends to the padding; its positions
+        # continue the sequence, so that transformers detects no packing and the kernel needs no mask.
         padding = range(len(row_ids), width)
         row_ids.extend([0] * len(padding))
         row_positions.extend(padding)

@@ -1,8 +1,7 @@
-"""``python -m scalerl_trainer.prepare``: the run's model into ``DIR/model``, checked, before anything starts.
+"""``python -m scalerl_trainer.prepare``: writes the run's model to ``DIR/model`` and checks the run before it starts.
 
-One shot, all or nothing; when it was done before only the checks are left. What a role would find out minutes
-or days later is found out here: see :mod:`.checks`. Exit code 0; 2 for bad input, with one line that names the
-field; 1 when no grader could be started.
+Atomic; if the model exists it only checks (:mod:`.checks`). Exit code 0; 2 for bad input, with one line that names the
+field; 1 if no grader could be started.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ from scalerl_trainer.errors import TokenizerError
 
 log = logging.getLogger("scalerl_trainer.prepare")
 
-MARK = "prepared.json"
+MARKER_FILE = "prepared.json"
 TOKENIZER_TEXTS = 2000
-"""Texts of the training split that a scratch tokenizer is trained on."""
+"""Number of texts of the training split for the tokenizer of a scratch model."""
 FIRST_INITIALIZER_RANGE = 0.02
-"""Of every scratch model that was made before ``initializerRange`` could be given."""
+"""Value for scratch models of releases without ``initializerRange``."""
 _PATTERNS = ("*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt", "vocab.txt")
 
 
 def main() -> int:
-    """The process: 0, or 2 for bad input."""
+    """Returns the exit code; see the module."""
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
@@ -64,12 +63,12 @@ def main() -> int:
 
 
 def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
-    """``spec.model`` into ``paths.base_model``.
+    """Write ``spec.model`` to ``paths.base_model``, and check the run.
 
     ``one_machine``: all roles share this machine's memory.
 
     Raises:
-        PrepareError: the model cannot be used, or not for this task or on this machine; what, and what to do.
+        PrepareError: the model cannot be used, or not for this task or on this machine.
         TaskError: the task cannot be used.
         OSError: the folder cannot be written.
     """
@@ -78,7 +77,7 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
     if spec.model.scratch is not None:
         if spec.task.prompt.format == "Chat":
             raise PrepareError("task.prompt.format: a scratch model has no chat template; use Raw")
-        # Before the weights are made, which would need the memory already.
+        # Before the weights are written, which needs the memory.
         check_memory("model.scratch", ModelSize.of_scratch(spec.model.scratch), spec, one_machine)
     identity = _identity(spec, task)
     target = paths.base_model
@@ -87,19 +86,19 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
         _check(target, spec, task, one_machine)
         log.info("%s is ready", target)
         return
-    aside = target.with_name(f".{target.name}-{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    staged = target.with_name(f".{target.name}-{os.getpid()}")
+    shutil.rmtree(staged, ignore_errors=True)
+    staged.mkdir(parents=True)
     try:
-        _fill(aside, spec, task)
-        _check(aside, spec, task, one_machine)
-        (aside / MARK).write_text(json.dumps({"identity": identity}) + "\n", encoding="utf-8")
-        for file in [*aside.iterdir(), aside]:
+        _write_model(staged, spec, task)
+        _check(staged, spec, task, one_machine)
+        (staged / MARKER_FILE).write_text(json.dumps({"identity": identity}) + "\n", encoding="utf-8")
+        for file in [*staged.iterdir(), staged]:
             _flush(file)
-        aside.rename(target)
+        staged.rename(target)
         _flush(target.parent)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(staged, ignore_errors=True)
     log.info("%s is made", target)
 
 
@@ -109,18 +108,20 @@ def _check(directory: Path, spec: RunSpec, task: Task, one_machine: bool) -> Non
 
 
 def _identity(spec: RunSpec, task: Task) -> str:
-    """What the prepared model depends on."""
+    """Hash of all that the prepared model depends on."""
     model = spec.model.model_dump(mode="json", exclude={"attention"})
     if spec.model.scratch is not None:
         model["task"], model["seed"] = task.train.digest, spec.seed
         if float(spec.model.scratch.initializer_range) == FIRST_INITIALIZER_RANGE:
-            del model["scratch"]["initializer_range"]  # models made before the field existed stay the same
+            del model["scratch"][
+                "initializer_range"
+            ]  # models of releases without the field keep their identity
     return hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()
 
 
 def _check_prepared(target: Path, identity: str) -> None:
     try:
-        found = json.loads((target / MARK).read_text(encoding="utf-8"))["identity"]
+        found = json.loads((target / MARKER_FILE).read_text(encoding="utf-8"))["identity"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PrepareError(
             f"model: {target} exists but was not made by prepare ({error}); use another run directory"
@@ -135,7 +136,7 @@ def _check_prepared(target: Path, identity: str) -> None:
 # --- the three sources -----------------------------------------------------------------------------------
 
 
-def _fill(directory: Path, spec: RunSpec, task: Task) -> None:
+def _write_model(directory: Path, spec: RunSpec, task: Task) -> None:
     model = spec.model
     if model.scratch is not None:
         from scalerl_trainer.models.scratch import write_scratch
@@ -156,9 +157,9 @@ def _fill(directory: Path, spec: RunSpec, task: Task) -> None:
         source = Path(model.path)
         if not source.is_dir():
             raise PrepareError(f"model.path: {source} is not a folder")
-        _bring(source, directory, "model.path")
+        _link_or_copy(source, directory, "model.path")
     elif model.hub is not None:
-        _bring(_download(model), directory, "model.hub")
+        _link_or_copy(_download(model), directory, "model.hub")
 
 
 def _texts(task: Task, with_solutions: bool) -> Iterator[str]:
@@ -192,7 +193,7 @@ def _download(model: ModelSpec) -> Path:
     return Path(folder)
 
 
-def _bring(source: Path, directory: Path, field: str) -> None:
+def _link_or_copy(source: Path, directory: Path, field: str) -> None:
     """Link the files where the file system allows it, else copy."""
     files = sorted({f for pattern in _PATTERNS for f in source.glob(pattern) if f.is_file()})
     names = {f.name for f in files}
@@ -201,7 +202,7 @@ def _bring(source: Path, directory: Path, field: str) -> None:
     if not any(name.endswith(".safetensors") for name in names):
         raise PrepareError(f"{field}: {source} holds no *.safetensors; convert the weights to safetensors")
     for file in files:
-        if file.name == MARK:
+        if file.name == MARKER_FILE:
             continue
         target = directory / file.name
         try:

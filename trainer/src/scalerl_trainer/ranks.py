@@ -1,8 +1,7 @@
-"""What the ranks say to each other besides gradients: rank 0 gives an order, all report.
+"""Collectives of Python objects between ranks.
 
-A group of its own over gloo, so that talk needs no accelerator and has its own time-out. A rank that is
-killed closes its connections, which ends the others' wait at once; one that hangs ends it at the
-time-out. Either way the call raises, and the process leaves with an error.
+On a process group over gloo, which needs no accelerator and has its own time-out. If a rank dies, the others' calls raise
+at once, because its connections close; if a rank hangs, at the time-out.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ T = TypeVar("T")
 
 
 class RankLost(TrainerError):
-    """Another rank is gone, or did not come to where all have to meet in time."""
+    """Another rank died, or did not call the collective in time."""
 
 
 class Ranks:
-    """Collective calls between the ranks of the default process group; objects travel pickled."""
+    """Collectives between the ranks of the default process group; objects are pickled."""
 
     def __init__(self, rank: int, world: int, timeout_seconds: float) -> None:
         self.rank = rank
@@ -33,11 +32,11 @@ class Ranks:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         return self.rank == 0
 
-    def from_leader(self, value: T | None) -> T:
-        """Rank 0's ``value``, on every rank.
+    def broadcast(self, value: T | None) -> T:
+        """Rank 0's ``value``.
 
         Raises:
             RankLost
@@ -50,8 +49,8 @@ class Ranks:
         received: Any = box[0]
         return received  # type: ignore[no-any-return]
 
-    def all(self, value: T) -> list[T]:
-        """Every rank's ``value``, in the order of ranks, on every rank.
+    def all_gather(self, value: T) -> list[T]:
+        """Every rank's ``value``, in the order of ranks.
 
         Raises:
             RankLost

@@ -1,9 +1,9 @@
-"""The engine's state on disk, in a form that no number of ranks and no ZeRO stage is written into.
+"""The engine's state on disk, independent of the number of ranks and the ZeRO stage.
 
-A rank writes the pieces of parameters that it owns: float32 weights and both moments of AdamW, each piece named by
-its parameter and by where it begins in the flattened parameter. A rank that loads looks up the pieces of the
-parameters that it owns, in the files of whichever ranks wrote them. So ranks and ZeRO stage may change between a
-save and a load, no rank reads or holds more than its part, and each file is a plain safetensors file.
+A rank writes the pieces of parameters that it owns: float32 weights and both moments of AdamW, each piece named by its
+parameter and its start in the flattened parameter. A rank that loads finds the pieces that it needs in the files of all
+ranks. So ranks and ZeRO stage may change between save and load, no rank reads more than its part, and each file is a
+plain safetensors file.
 
 ======================= =============================================================================
 ``engine.json``         steps, the optimizer's own count of them, names and shapes of all parameters
@@ -41,9 +41,10 @@ class Piece:
 
 
 class EngineHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is said once of a saved engine.
+    """Metadata of a saved engine.
 
-    ``optimizer_steps``  AdamW's own count, which its bias correction needs
+    ``steps_done``       number of updates
+    ``optimizer_steps``  AdamW's count of steps, for its bias correction
     ``parameters``       whole shapes by name
     """
 
@@ -66,10 +67,10 @@ def write_header(directory: Path, header: EngineHeader) -> None:
 
 
 class SavedState:
-    """A saved engine, opened for reading; nothing is read before it is asked for.
+    """A saved engine, opened for lazy reading.
 
     Raises:
-        EngineError: its files are not what ``write_pieces`` and ``write_header`` write.
+        EngineError: the files are invalid.
         OSError
     """
 

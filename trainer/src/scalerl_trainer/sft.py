@@ -1,10 +1,8 @@
-"""Supervised warm start: a policy that never succeeds has nothing to reinforce.
+"""The supervised warm start, with the same engine as the updates that follow; resets the optimizer at its end.
 
-ScaleRL starts from a supervised model (arXiv 2510.13786 [P]); Interplay (arXiv 2512.07783 [P]) finds that
-reinforcement learning raises pass@k only where pass@1 is low and pass@k above zero. So the aim is a base that
-succeeds now and then, not a good one.
-
-It runs through the same engine as the updates that follow, and leaves an optimizer as new.
+A policy that never succeeds gets no reward signal. ScaleRL starts from a supervised model (arXiv 2510.13786 [P]);
+Interplay (arXiv 2512.07783 [P]) finds that reinforcement learning raises pass@k only where pass@1 is low and pass@k above
+zero. So the aim is a base that succeeds sometimes, not a good one.
 """
 
 from __future__ import annotations
@@ -24,17 +22,20 @@ from scalerl_trainer.engine import Engine, StepStats, TrainBatch
 from scalerl_trainer.errors import BadBatchError, DivergedError
 from scalerl_trainer.packing import Sequence
 
-# Examples whose mean probability is compared with ``stop_at``: ±.03 at .25, were each solved or not.
+# Number of the last examples whose mean probability is compared with ``stop_at``: ±.03 at .25 if each were 0 or 1.
 STOP_WINDOW_EXAMPLES = 256
-# Share of the steps over which the learning rate rises; it falls linearly to a tenth over the rest.
+# Share of the steps with a rising learning rate; it falls linearly to a tenth over the rest.
 WARMUP_FRACTION = 0.05
 FINAL_FRACTION = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class WarmStartStats:
-    """``loss``: mean negative log-likelihood per solution token (nats), and ``solved``: mean probability that sampling
-    gives exactly the worked solution, both over the last 256 examples, each taken before it was trained on."""
+    """Result of a warm start; ``loss`` and ``solved`` are over the last 256 examples, each before it was trained on.
+
+    loss: mean negative log-likelihood per solution token, nats.
+    solved: mean probability of sampling exactly the worked solution.
+    """
 
     steps: int
     loss: float
@@ -45,10 +46,10 @@ class WarmStartStats:
 
 
 def encode_pair(tokenizer: Any, prompt: str | Items[int], solution: str) -> Sequence:
-    """Prompt (text, or ids where a chat template made them) and solution as a sequence that ends with the end token.
+    """Encode a prompt (text, or token ids from a chat template) and its solution, with the end token.
 
-    Encoded apart, as they will be met: the generator appends to the prompt's tokens. Raises ``BadBatchError`` when
-    either has no tokens.
+    They are encoded separately, because the generator appends to the prompt's tokens. Raises ``BadBatchError`` if either
+    has no tokens.
     """
     ids = tokenizer.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else list(prompt)
     completion = tokenizer.encode(solution, add_special_tokens=False)
@@ -89,9 +90,9 @@ def warm_start(
     Each of ``steps`` updates takes ``batch_size`` pairs over all ranks, drawn without replacement until all were seen,
     in an order that ``seed`` fixes. The loss is the mean over the batch's solution tokens.
 
-    With ``stop_at`` it ends as soon as that share of the last examples would be solved by sampling. What small models
-    learn, they learn suddenly, at a step that differs between seeds: with a number of steps alone the base is either
-    hopeless or finished. As long as there are more pairs than steps take, this is measured on unseen examples.
+    ``stop_at``: ends early once the mean probability of solving the last examples reaches this. Small models learn
+    suddenly, at a step that differs between seeds: with a fixed number of steps the base never succeeds or always does.
+    While there are unused pairs, this is measured on unseen examples.
 
     Raises ``BadBatchError`` for empty pairs, ``DivergedError`` for a step that cannot be applied, and what
     ``Engine.step`` raises.

@@ -1,8 +1,8 @@
-"""Safetensors files, written as a stream: one tensor in memory at a time, whatever the file's size.
+"""Writes safetensors files as a stream, with one tensor in memory at a time.
 
-The library's own ``save_file`` needs all tensors of a file at once, and a copy of each that is on an accelerator.
-The format (https://github.com/huggingface/safetensors#format): eight bytes with the length of a JSON header, the
-header, then the tensors' bytes one after the other. Reading is the library's: it maps files and copies slices.
+The library's ``save_file`` needs all tensors of a file at once, and copies those on an accelerator. The format
+(https://github.com/huggingface/safetensors#format): eight bytes with the length of a JSON header, the header, then the
+tensors' bytes. The library reads them: it maps files and copies slices.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TensorInfo:
 def write_tensors(
     path: Path, infos: Sequence[TensorInfo], tensors: Iterable[torch.Tensor], metadata: dict[str, str]
 ) -> None:
-    """Write ``tensors``, which come in the order of ``infos``, on any device; cast to the dtype of their info.
+    """Write ``tensors``, in the order of ``infos`` and on any device, cast to the dtype of their info.
 
     Raises:
         OSError: disk full, …

@@ -1,20 +1,18 @@
-"""What one rank does when rank 0 gives an order, the same on all of them.
+"""Executes rank 0's commands (:mod:`.leader`) on every rank.
 
-=========== =====================================================================================
-order        what every rank does
-=========== =====================================================================================
-``Meet``     says whether it was told to stop and whether its share of a checkpoint is flushed
-``Train``    fetches its share of the step, updates
-``Gather``   takes part in gathering whole parameters (ZeRO-3; rank 0 publishes them)
-``Score``    takes part in scoring (rank 0 has the sequences)
-``Save``     writes its state aside, begins to flush it
-``Seal``     makes that checkpoint count
-``Leave``    returns
-``Refuse``   raises: the coordinator does not take this trainer
-``Broken``   raises: too many steps in a row were skipped
-=========== =====================================================================================
-
-Who gives them, and when, is :mod:`.leader`'s.
+===================== ===========================================================================
+command               what every rank does
+===================== ===========================================================================
+``SYNC``              gathers whether a rank is to stop and whether the checkpoint is flushed
+``TRAIN``             fetches its shard of the step, updates
+``GATHER``            gathers whole parameters (ZeRO-3; rank 0 publishes them)
+``SCORE``             takes part in scoring (rank 0 has the sequences)
+``SAVE``              writes its state to the staging folder, starts to flush it
+``COMMIT_CHECKPOINT`` commits that checkpoint
+``EXIT``              returns
+``REJECTED``          raises: the coordinator refuses this trainer
+``DIVERGED``          raises: too many consecutive steps were skipped
+===================== ===========================================================================
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ from scalerl_api.fields import quantity_bytes
 from scalerl_api.spec import RunSpec
 from scalerl_trainer.algo.losses import Loss
 from scalerl_trainer.batch import Staleness, probe_sequences, rank_batch
+from scalerl_trainer.checkpointer import Checkpointer
 from scalerl_trainer.coordinator_client import Coordinator, Unresumable
 from scalerl_trainer.engine import Engine, StepStats
 from scalerl_trainer.errors import DivergedError
@@ -36,112 +35,118 @@ from scalerl_trainer.metrics import Metrics
 from scalerl_trainer.publish.buckets import NamedTensors
 from scalerl_trainer.publish.probe import ProbeSequence
 from scalerl_trainer.ranks import Ranks
-from scalerl_trainer.saving import Saver
 
 
-class Order(Enum):
-    MEET = auto()
+class Command(Enum):
+    SYNC = auto()
     TRAIN = auto()
     GATHER = auto()
     SCORE = auto()
     SAVE = auto()
-    SEAL = auto()
-    LEAVE = auto()
-    REFUSE = auto()
-    BROKEN = auto()
+    COMMIT_CHECKPOINT = auto()
+    EXIT = auto()
+    REJECTED = auto()
+    DIVERGED = auto()
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A step that is over.
+    """A finished step, applied or skipped.
 
-    stats: of the whole step, as the coordinator sent it.
+    stats: of the whole step, from the coordinator's groups.
+    staleness: of all ranks' tokens.
+    step_stats: the engine's.
     seconds: by phase, means over ranks.
-    broken: of a skipped step, tokens beyond the ratio or not a number, by slot.
+    broken: of a skipped step, number of ratio outliers by slot.
     """
 
     stats: dict[str, float]
     staleness: Staleness
-    done: StepStats
+    step_stats: StepStats
     seconds: dict[str, float]
     broken: Counter[int]
 
 
 @dataclass
 class Worker:
-    """One rank: what each order means, the same on all of them."""
+    """One rank, leader or not."""
 
     spec: RunSpec
     ranks: Ranks
     engine: Engine
     loss: Loss
     coordinator: Coordinator
-    saver: Saver
+    checkpointer: Checkpointer
     metrics: Metrics
     stop: threading.Event
     version: int
     probes: list[ProbeSequence] = field(default_factory=list)
 
     def follow(self) -> None:
-        """Do as rank 0 says until it says leave.
+        """Execute rank 0's commands until ``EXIT``.
 
         Raises:
-            Unresumable: the coordinator has refused rank 0.
-            DivergedError: too many steps in a row were skipped.
+            Unresumable: the coordinator refuses this trainer.
+            DivergedError: too many consecutive steps were skipped.
         """
         while True:
-            order: Order = self.ranks.from_leader(None)
-            match order:
-                case Order.MEET:
-                    self.meet()
-                case Order.TRAIN:
+            command: Command = self.ranks.broadcast(None)
+            match command:
+                case Command.SYNC:
+                    self.sync()
+                case Command.TRAIN:
                     self.train()
-                case Order.GATHER:
+                case Command.GATHER:
                     for _ in self.gather():
                         pass
-                case Order.SCORE:
+                case Command.SCORE:
                     self.engine.logprobs([], temperature=1.0)
-                case Order.SAVE:
-                    self.saver.start(self.version, None)
-                case Order.SEAL:
-                    self.saver.finish()
-                case Order.LEAVE:
+                case Command.SAVE:
+                    self.checkpointer.start(self.version, None)
+                case Command.COMMIT_CHECKPOINT:
+                    self.checkpointer.finish()
+                case Command.EXIT:
                     return
-                case Order.REFUSE:
-                    raise Unresumable("the coordinator refuses to go on from here; rank 0's log says why")
-                case Order.BROKEN:
-                    raise DivergedError("too many steps in a row were skipped; rank 0's log says why")
+                case Command.REJECTED:
+                    raise Unresumable(
+                        "the coordinator refuses to resume from this checkpoint; see rank 0's log"
+                    )
+                case Command.DIVERGED:
+                    raise DivergedError("too many steps in a row were skipped; see rank 0's log")
 
-    def meet(self) -> tuple[bool, bool]:
-        """Whether any rank was told to stop, and whether a pending checkpoint is flushed on all."""
-        told = self.ranks.all((self.stop.is_set(), self.saver.sealed))
-        return any(stop for stop, _ in told), all(sealed for _, sealed in told)
+    def sync(self) -> tuple[bool, bool]:
+        """Whether any rank is to stop, and whether the pending checkpoint is flushed on all."""
+        states = self.ranks.all_gather((self.stop.is_set(), self.checkpointer.flushed))
+        return any(stop for stop, _ in states), all(flushed for _, flushed in states)
 
     def train(self) -> Trained:
-        """The step of the present version, which is over then, applied or skipped."""
+        """Train the next step."""
         begin = time.perf_counter()
         shard = self.coordinator.shard(self.version, self.ranks.rank, self.ranks.world)
-        share = rank_batch(shard, self.spec.recipe)
+        shard_batch = rank_batch(shard, self.spec.recipe)
         fetched = time.perf_counter()
-        done = self.engine.step(share.batch, self.loss)
+        step_stats = self.engine.step(shard_batch.batch, self.loss)
         self.probes = probe_sequences(shard, self.spec.weight_sync.probe_sequences)
         self.version += 1
         self.metrics.version.set(self.version)
-        own = {
+        own_seconds = {
             "shard_seconds": fetched - begin,
-            "forward_backward_seconds": done.seconds.get("pack", 0.0) + done.seconds.get("compute", 0.0),
-            "optimizer_seconds": done.seconds.get("update", 0.0),
+            "forward_backward_seconds": step_stats.seconds.get("pack", 0.0)
+            + step_stats.seconds.get("compute", 0.0),
+            "optimizer_seconds": step_stats.seconds.get("update", 0.0),
         }
         broken = Counter[int]()
-        for index, tokens in done.broken.items():
+        for index, tokens in step_stats.broken.items():
             broken[shard.groups[shard.sequences[index].group].slot] += tokens
-        everyone = self.ranks.all((own, share.staleness, broken))
-        seconds = {name: sum(s[name] for s, _, _ in everyone) / len(everyone) for name in own}
-        staleness = sum((s for _, s, _ in everyone), Staleness())
-        return Trained(share.stats, staleness, done, seconds, sum((b for _, _, b in everyone), Counter()))
+        gathered = self.ranks.all_gather((own_seconds, shard_batch.staleness, broken))
+        seconds = {name: sum(s[name] for s, _, _ in gathered) / len(gathered) for name in own_seconds}
+        staleness = sum((s for _, s, _ in gathered), Staleness())
+        return Trained(
+            shard_batch.stats, staleness, step_stats, seconds, sum((b for _, _, b in gathered), Counter())
+        )
 
     def gather(self) -> NamedTensors:
-        """Whole parameters, one by one, on rank 0; nothing on the others, in step with it."""
+        """Whole parameters, one by one, on rank 0; nothing on other ranks. A collective."""
         for bucket in self.engine.gather_parameters(self.bucket_bytes):
             yield from zip(bucket.names, bucket.tensors, strict=False)
 

@@ -1,7 +1,6 @@
-"""The mathematics of an update: tensors in, tensors out.
+"""Advantages, aggregation weights, losses and mismatch statistics: pure functions of tensors.
 
-What lives here: advantages, aggregation weights, losses, and the measures of mismatch between
-trainer and generator. What never lives here: I/O, ranks, models, tokenizers, DeepSpeed, clocks, randomness.
+No I/O, ranks, models, tokenizers, DeepSpeed, clocks or randomness.
 
 Shape suffixes, used in every module of this package:
 
@@ -11,6 +10,6 @@ Shape suffixes, used in every module of this package:
 ``_g`` one entry per group, that is, per prompt
 ===== ==========================================================================================
 
-Why flat: with a weight per token that already holds the whole batch's normalisation, any split of the tokens
-over micro-batches and ranks adds up to the same loss and the same gradient. See ``aggregation``.
+Why flat: each token's weight includes the normalisation of the whole batch, so any split of the tokens over
+micro-batches and ranks adds up to the same loss and the same gradient. See ``aggregation``.
 """

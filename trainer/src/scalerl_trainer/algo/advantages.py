@@ -1,4 +1,4 @@
-"""How much better a completion was than its group.
+"""Advantages: rewards relative to their group.
 
 ScaleRL (arXiv 2510.13786, Eq. in its recipe section [P])::
 
@@ -17,8 +17,8 @@ from scalerl_trainer.errors import BadBatchError
 
 Normalization = Literal["Batch", "Group", "None"]
 
-# Keeps a division by a vanishing standard deviation finite. A group or a batch without any spread has centred
-# rewards of zero, so its advantages are zero whatever this is. The papers' own constant is not known [?].
+# Avoids a division by zero. A group or a batch without spread has centred rewards of zero, so its advantages are zero
+# whatever this is. The papers' own constant is not known [?].
 EPSILON = 1e-6
 
 
@@ -35,7 +35,7 @@ def group_indices(group_s: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def centred(rewards_s: torch.Tensor, group_s: torch.Tensor) -> torch.Tensor:
-    """Rewards less the mean of their group, float64 ``[S]``. A group of one is centred to zero.
+    """Rewards minus the mean of their group, float64 ``[S]``. A group of one is centred to zero.
 
     >>> centred(torch.tensor([1., -1., 5.]), torch.tensor([0, 0, 1])).tolist()
     [1.0, -1.0, 0.0]
@@ -56,13 +56,13 @@ def advantages(
     ``Batch``
         divided by the standard deviation of all centred rewards given (ScaleRL [P]). The centred rewards have
         mean zero, so this is their root mean square; whether the paper divides by S or S - 1 is not known [?].
-        Give the effective batch: groups that the zero-variance filter drops belong to no standard deviation.
+        Pass the effective batch, without the groups that the zero-variance filter drops.
     ``Group``
         divided by the group's own standard deviation, over its G members (GRPO: (R - mean) / std [P]).
     ``None``
         centred only (Dr. GRPO [P]).
 
-    Sharding: the result depends on the whole batch, so compute it from all rewards, then take a rank's share.
+    The result depends on the whole batch: compute it from all rewards, then take a rank's shard.
 
     Raises ``BadBatchError`` when the shapes differ or a reward is not finite.
 

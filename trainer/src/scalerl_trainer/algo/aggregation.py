@@ -1,7 +1,7 @@
-"""How token terms become one number: a weight per token.
+"""Aggregation of token terms to one loss, as a weight per token.
 
-With w from here, the loss of any set of tokens is ``-(w_n * objective_n).sum()``, and the losses (and
-gradients) of disjoint sets add up to that of their union. So ranks and micro-batches need no further division.
+With these weights the loss of any set of tokens is ``-(w_n * objective_n).sum()``, and the losses (and gradients) of
+disjoint sets add up to that of their union. So ranks and micro-batches need no further division.
 
 Schemes (ScaleRL, arXiv 2510.13786 [P]), with G_p the completions of prompt p and P prompts:
 
@@ -11,8 +11,8 @@ Schemes (ScaleRL, arXiv 2510.13786 [P]), with G_p the completions of prompt p an
 ``TokenAverage``   (1/Σ|y_i|) Σ_i Σ_t over the whole batch
 ================== ================================================================= =====================
 
-|y| counts the trainable tokens: forced tokens are not the policy's. Whether the papers count forced tokens in
-the divisor is not known [?]; with all weights of a prompt summing to 1/P it cannot dilute the prompt.
+|y| counts the trainable tokens; forced tokens are not sampled from the policy. Whether the papers count forced tokens
+in the divisor is not known [?]; here the weights of a prompt sum to 1/P either way.
 
 Shapes: see the package's legend.
 """
@@ -32,12 +32,11 @@ Aggregation = Literal["PromptAverage", "SampleAverage", "TokenAverage"]
 def sequence_weights(
     lengths_s: torch.Tensor, group_s: torch.Tensor, aggregation: Aggregation = "PromptAverage"
 ) -> torch.Tensor:
-    """The weight that each trainable token of each sequence carries, float64 ``[S]``.
+    """The weight of each trainable token, by sequence, float64 ``[S]``.
 
-    ``lengths_s`` counts trainable tokens and ``group_s`` names the prompt, both for the whole batch over all
-    ranks. A sequence without trainable tokens gets weight 0 and is not counted as a sample; a prompt without
-    any is not counted as a prompt. The weights, each times its sequence's length, sum to 1 (to 0 when there is no
-    trainable token at all).
+    ``lengths_s`` counts trainable tokens and ``group_s`` identifies the prompt, both of the whole batch over all ranks.
+    A sequence without trainable tokens has weight 0 and does not count as a sample; a prompt without any does not count
+    as a prompt. The weights, each times its sequence's length, sum to 1 (to 0 if there is no trainable token).
 
     Raises ``BadBatchError`` when the shapes differ, a length is negative, or the scheme is unknown.
 

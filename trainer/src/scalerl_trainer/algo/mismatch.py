@@ -1,4 +1,4 @@
-"""How far apart trainer and generator are, token by token.
+"""Mismatch between the log-probabilities of trainer and generator.
 
 With d = log π_train(y) - log π_gen(y) at tokens that π_gen sampled, and ρ = exp(d):
 
@@ -6,8 +6,8 @@ With d = log π_train(y) - log π_gen(y) at tokens that π_gen sampled, and ρ =
   unbiased too, never negative and of lower variance (Schulman's estimators [S]).
 - Σρ / N is 1 in expectation when both are the same policy.
 
-At equal weights d measures the two numerical stacks alone; over a step's whole batch it also holds staleness.
-Keep the two apart by calling this on the two sets of tokens.
+At equal weights d measures numerical differences only; over a step's whole batch it includes staleness. Call this on
+the two sets of tokens to separate them.
 
 Statistics are sums, so that those of micro-batches and ranks add up exactly. Shapes: see the package's legend.
 """
@@ -23,12 +23,12 @@ import torch
 from scalerl_api.mismatch import ALL, POSITION_EDGES, POSITIONS, key
 from scalerl_trainer.errors import NonFiniteLogprobError
 
-# log ρ is cut here before exp, so that one broken token shows as a huge finite ratio, not as an infinite sum.
+# log ρ is clamped before exp, so that one broken token gives a large finite ratio, not an infinite sum.
 LOG_RATIO_LIMIT = 30.0
 
 BEYOND_RATIO = 10.0
-"""A token is beyond where ρ or 1/ρ is more. Two bfloat16 stacks agree within .1 on nearly every token, and a policy
-that moves within the losses' clips stays far inside."""
+"""A token is an outlier where ρ or 1/ρ exceeds this. Two bfloat16 stacks agree within .1 on nearly every token, and a
+policy that moves within the losses' clips stays far below."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class RatioStatistics:
 
     @property
     def beyond_fraction(self) -> float:
-        """Share of tokens with ρ or 1/ρ above :data:`BEYOND_RATIO`, or not a number: no single token can move it far."""
+        """Share of tokens with ρ or 1/ρ above :data:`BEYOND_RATIO`, or not a number; robust to single tokens."""
         return self.beyond / max(self.tokens, 1.0)
 
     @property
@@ -76,8 +76,8 @@ class RatioStatistics:
 
     @property
     def effective_sample_fraction(self) -> float:
-        """(Σρ)² / (N Σρ²), in [0, 1]: the share of tokens that importance weighting leaves effective; 0 where every ρ²
-        underflows."""
+        """(Σρ)² / (N Σρ²), in [0, 1]: effective sample size of the importance weights, as a share of the tokens; 0 where
+        every ρ² underflows."""
         if not self.tokens:
             return 1.0
         return self.ratio_sum**2 / (self.tokens * self.ratio_square_sum) if self.ratio_square_sum else 0.0
@@ -96,7 +96,7 @@ class RatioStatistics:
 
 
 FIELDS = 8
-"""Of :class:`RatioStatistics`; all are sums but the last, which is a maximum."""
+"""Number of fields of :class:`RatioStatistics`; all are sums but the last, which is a maximum."""
 
 
 def ratio_table(
@@ -132,7 +132,7 @@ def beyond_ratio(logprobs_n: torch.Tensor, generator_logprobs_n: torch.Tensor) -
 
 
 def add_tables(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Two tables ``[..., 8]`` of ``ratio_table`` as one."""
+    """The sum of two tables ``[..., 8]`` of ``ratio_table``."""
     total = left + right
     total[..., -1] = torch.maximum(left[..., -1], right[..., -1])
     return total
@@ -145,7 +145,7 @@ def ratio_statistics(logprobs_n: torch.Tensor, generator_logprobs_n: torch.Tenso
 
 
 def position_buckets(position_n: torch.Tensor) -> torch.Tensor:
-    """int64, the place in ``scalerl_api.mismatch.POSITIONS`` of tokens at these positions of their whole sequences.
+    """int64, the index in ``scalerl_api.mismatch.POSITIONS`` of tokens at these positions of their sequences.
 
     >>> position_buckets(torch.tensor([0, 255, 256, 16383, 16384])).tolist()
     [0, 0, 1, 3, 4]
@@ -184,17 +184,16 @@ def check_generator_logprobs(generator_logprobs_n: torch.Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RatioGuard:
-    """A limit beyond which an update must not be applied: the share of tokens beyond ``BEYOND_RATIO``.
+    """Skips an update if too large a share of its tokens are ratio outliers (``BEYOND_RATIO``).
 
-    A mean ratio or a KL is moved without bound by one broken token; a share is not. The default is ours and no paper's:
-    wide, meant to catch generators that hold other weights than they say, not to steer training. It is not calibrated
-    on long runs.
+    One broken token can change a mean ratio or a KL without limit, but not a share. The default is ours, from no paper,
+    and wide: it detects generators with wrong weights. It is not calibrated on long runs.
     """
 
     max_beyond_fraction: float = 0.1
 
     def problem(self, statistics: RatioStatistics) -> str | None:
-        """Why the update must not be applied; None where it may.
+        """Why the update must be skipped; None if it may be applied.
 
         >>> RatioGuard().problem(RatioStatistics(tokens=10.0, beyond=5.0))
         '50.0 % of tokens have a ratio beyond 10 between trainer and generator, 10 % are allowed'

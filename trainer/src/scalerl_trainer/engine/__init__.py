@@ -1,15 +1,14 @@
-"""The update: batches in, new weights out, on one rank or thousands.
+"""The training engine: updates the weights from batches, on any number of ranks.
 
-What lives here: the only imports of DeepSpeed in this project (``deepspeed_engine``), the process group
-(``distributed``), settings, what a step reports (``stats``), and ``Engine``, which ties packing, policy and loss
-together. What never lives here: the form of a loss, advantages (``algo``), HTTP, the coordinator, publishing.
+``Engine`` combines packing, policy and loss; ``deepspeed_engine`` has the only imports of DeepSpeed, ``distributed`` the
+process group, ``stats`` the report of a step. No losses or advantages (``algo``), HTTP, coordinator or publishing.
 
-Importing this package costs seconds (torch, DeepSpeed); processes that need no engine do not import it.
+Importing this package takes seconds (torch, DeepSpeed).
 """
 
 from __future__ import annotations
 
-from scalerl_trainer.engine.distributed import Rank, join, leave
+from scalerl_trainer.engine.distributed import Rank, destroy_process_group, init_process_group
 from scalerl_trainer.engine.engine import Engine
 from scalerl_trainer.engine.settings import EngineSettings
 from scalerl_trainer.engine.stats import FlatLogprobs, ParameterBucket, StepStats, TrainBatch
@@ -22,6 +21,6 @@ __all__ = [
     "Rank",
     "StepStats",
     "TrainBatch",
-    "join",
-    "leave",
+    "destroy_process_group",
+    "init_process_group",
 ]

@@ -1,14 +1,13 @@
-"""DeepSpeed, told what to do. Nothing else in the project imports it.
+"""DeepSpeed's engine and optimizer. No other module imports DeepSpeed.
 
-No compiler is needed. What DeepSpeed would build at its first start, and how each is left out:
+Needs no compiler. DeepSpeed would compile two things at its first start:
 
-- on CPUs a shared-memory helper for inference collectives: an accelerator object (DeepSpeed's own extension point,
-  ``set_accelerator``) that offers no compiled operation at all, which DeepSpeed takes as "not available";
-- fused Adam: we pass ``torch.optim.AdamW``, whose fused kernels are part of torch.
+- on CPUs a shared-memory helper for inference collectives: avoided by an accelerator object (DeepSpeed's extension
+  point, ``set_accelerator``) without compiled operations;
+- fused Adam: replaced by ``torch.optim.AdamW``, whose fused kernels are part of torch.
 
-Its gradient bookkeeping is set to the plainest mode: ``managed_gradient_accumulation`` off makes every ``step`` the
-end of an accumulation of however many micro-batches there were. It averages gradients over ranks, so the caller
-multiplies losses by the number of ranks.
+With ``managed_gradient_accumulation`` off, every ``step`` ends an accumulation of any number of micro-batches. DeepSpeed
+averages gradients over ranks, so the caller multiplies losses by the number of ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import torch
 from scalerl_trainer.engine.settings import EngineSettings
 from scalerl_trainer.saved_state import Piece
 
-# Without it, importing DeepSpeed on a machine without GPUs warns that it had to guess.
+# Otherwise DeepSpeed warns, on a machine without GPUs, that it guesses the accelerator.
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -40,23 +39,23 @@ _MAX_BUCKET_ELEMENTS = 50_000_000
 
 
 class CompilerFreeCpu(CPU_Accelerator):  # type: ignore[misc]
-    """DeepSpeed's CPU without operations that would have to be compiled; talks gloo."""
+    """DeepSpeed's CPU accelerator without compiled operations; communicates over gloo."""
 
     def __init__(self) -> None:
         super().__init__()
         self._communication_backend_name = "gloo"
 
     def create_op_builder(self, op_name: str) -> None:
-        """None: DeepSpeed then goes on without the operation."""
+        """None: DeepSpeed continues without the operation."""
         del op_name
 
     def device_count(self) -> int:
-        """One: a rank is a process, and threads are torch's business."""
+        """One: a rank is a process."""
         return 1
 
 
 class ClippingAdamW(torch.optim.AdamW):
-    """AdamW over whole, reduced gradients (ZeRO 0): measures their norm, refuses what is not finite, clips."""
+    """AdamW over whole, reduced gradients (ZeRO 0): computes their norm, skips non-finite ones, clips."""
 
     max_norm: float = 0.0
     gradient_norm: float = 0.0
@@ -64,7 +63,7 @@ class ClippingAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update, or none and ``refused``."""
+        """One update; none, with ``refused``, if the gradient norm is not finite."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
@@ -78,7 +77,7 @@ class ClippingAdamW(torch.optim.AdamW):
 
 
 class DeepSpeedEngine:
-    """The few verbs that ``Engine`` needs."""
+    """The operations that ``Engine`` needs."""
 
     def __init__(self, module: torch.nn.Module, settings: EngineSettings, device: torch.device) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -112,13 +111,13 @@ class DeepSpeedEngine:
         return self.engine(*arguments)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of ``loss``; they will be averaged over ranks."""
+        """Accumulate the gradients of ``loss``, averaged over ranks."""
         self.engine.backward(loss)
 
     def step(self, learning_rate: float) -> float:
-        """Apply the update, return the global gradient norm before clipping.
+        """Apply the update and return the global gradient norm before clipping.
 
-        A norm that is NaN or infinite is returned as it is, and no weight was changed.
+        If the norm is NaN or infinite no weight changes.
         """
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -130,7 +129,7 @@ class DeepSpeedEngine:
         return float(self.engine.get_global_grad_norm())
 
     def reset_optimizer(self) -> None:
-        """Forget the moments and their step count: as new."""
+        """Reset the moments and their step count to zero."""
         for state in self._base_optimizer.state.values():
             for value in state.values():
                 if isinstance(value, torch.Tensor):
@@ -138,12 +137,12 @@ class DeepSpeedEngine:
 
     @contextmanager
     def gathered(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-        """Whole parameters inside, on every rank; a collective under ZeRO-3, nothing otherwise."""
+        """Whole parameters in the context, on every rank; a collective under ZeRO-3, else a no-op."""
         with deepspeed.zero.GatheredParameters(list(parameters), enabled=self._stage == 3):
             yield
 
     def shape(self, parameter: torch.nn.Parameter) -> tuple[int, ...]:
-        """The whole parameter's shape, also while ZeRO-3 holds a part of it."""
+        """The whole parameter's shape, also while ZeRO-3 partitions it."""
         return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
     # --- state --------------------------------------------------------------------------------------------
@@ -151,7 +150,7 @@ class DeepSpeedEngine:
     def pieces(self, *, owned: bool) -> Iterator[Piece]:
         """The pieces of parameters whose float32 weights and moments this rank holds, as views.
 
-        ``owned``: without what other ranks hold too (ZeRO 0: every rank holds everything, each owns an equal share).
+        ``owned``: a partition over ranks (under ZeRO 0 every rank holds everything, and owns an equal part).
         """
         for name, parameter in self._module.named_parameters():
             if not parameter.requires_grad:
@@ -177,7 +176,7 @@ class DeepSpeedEngine:
 
     @contextmanager
     def restoring(self, optimizer_steps: float) -> Iterator[None]:
-        """Inside, the views of ``pieces`` are written; after, the weights that are computed with follow them."""
+        """In the context the caller writes the views of ``pieces``; on exit the model's weights are updated from them."""
         optimizer = self.engine.optimizer
         if self._stage == 3:
             optimizer.checkpoint_event_prologue()
@@ -194,21 +193,21 @@ class DeepSpeedEngine:
             optimizer.checkpoint_event_epilogue()
 
     def _held(self, parameter: torch.nn.Parameter) -> Iterator[tuple[torch.Tensor, int, int, int]]:
-        """``(tensor of the optimizer, offset in it, start in the flattened parameter, count)``, at most one."""
+        """``(optimizer tensor, offset in it, start in the flattened parameter, count)``; at most one."""
         optimizer: Any = self.engine.optimizer
         if self._stage == 0:
             yield parameter, 0, 0, parameter.numel()
         elif self._stage == 3:
             group, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
             start = self._rank * size
-            # The last ranks' parts are padded, or padding alone.
+            # The last ranks' parts are padded, or only padding.
             count = min(size, parameter.ds_numel - start)  # type: ignore[attr-defined]
             if count > 0:
                 yield optimizer.fp32_partitioned_groups_flat[group], offset, start, count
         else:
             mapping = parameter._hp_mapping  # type: ignore[attr-defined]
             if mapping is not None:
-                # BF16_Optimizer (stage 1 of a bfloat16 model) and the ZeRO optimizer name the same thing differently.
+                # BF16_Optimizer (stage 1 of a bfloat16 model) and the ZeRO optimizer have different attribute names.
                 flats = getattr(optimizer, "fp32_groups_flat_partition", None)
                 if flats is None:
                     flats = optimizer.single_partition_of_fp32_groups
@@ -216,7 +215,7 @@ class DeepSpeedEngine:
                 yield flats[mapping.param_group_index], part.start, whole.start, whole.numel
 
     def _moments(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """AdamW's state of one of its tensors; before its first step, the zeros that it would begin with."""
+        """AdamW's state of one of its tensors; zeros before the first step."""
         state: dict[str, torch.Tensor] = self._base_optimizer.state[flat]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
@@ -224,7 +223,7 @@ class DeepSpeedEngine:
         return state
 
     def load_native(self, directory: Path) -> dict[str, Any]:
-        """What earlier releases wrote, in DeepSpeed's own form: only at the same ranks and stage. All ranks call it.
+        """Load a checkpoint of an earlier release in DeepSpeed's format, at the same ranks and stage. A collective.
 
         Returns its ``client_state``.
         """
@@ -249,7 +248,7 @@ def _config(settings: EngineSettings, world: int, parameters: int) -> dict[str, 
         "gradient_clipping": settings.max_gradient_norm if settings.zero_stage else 0.0,
         "bf16": {"enabled": bfloat16, "check_grad_overflow": bfloat16},
         "data_types": {"grad_accum_dtype": "fp32"},
-        # DeepSpeed would take the model's: in bfloat16 what a rank adds to the sum of the others is rounded away.
+        # By default the model's: in bfloat16 a rank's addend would be rounded away.
         "communication_data_type": "fp32",
         "zero_optimization": {
             "stage": settings.zero_stage,

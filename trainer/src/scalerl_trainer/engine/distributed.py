@@ -1,4 +1,4 @@
-"""The ranks' common process group, and nothing that needs a compiler."""
+"""The ranks' default process group."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import torch.distributed as dist
 from scalerl_trainer.errors import EngineError, Stopped
 
 POLL_SECONDS = 0.05
-FAREWELL_SECONDS = 1.0
-"""Rank 0 keeps the store open for so long after a stop, for the others to read why."""
-_WORD, _GO, _STOPPED = "word", "go", "stopped"
+STORE_GRACE_SECONDS = 1.0
+"""Rank 0 keeps the store open this long after a stop, so that the others can read the decision."""
+_DECISION, _PROCEED, _STOPPED = "decision", "proceed", "stopped"
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Who this process is among the trainer's ranks, and where they meet."""
+    """This process's rank and the rendezvous address."""
 
     rank: int
     world: int
@@ -33,10 +33,7 @@ class Rank:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Rank:
-        """From the variables that torchrun, an Indexed Job's template and our local runtime all set.
-
-        Raises ``EngineError`` naming what is missing or no number.
-        """
+        """From torchrun's variables. Raises ``EngineError``, which names those that are missing or no number."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in names if not environment.get(name)]
         if missing:
@@ -52,24 +49,24 @@ class Rank:
         return cls(rank, world, local, environment["MASTER_ADDR"], port)
 
 
-def join(
+def init_process_group(
     rank: Rank,
     *,
     device: Literal["cpu", "cuda"],
     timeout_seconds: float = 600.0,
     stopped: Callable[[], bool] = lambda: False,
 ) -> torch.device:
-    """Open the default process group (gloo on CPUs, NCCL on GPUs) and return this rank's device.
+    """Initialise the default process group (gloo on CPUs, NCCL on GPUs) and return this rank's device.
 
-    We open it ourselves: DeepSpeed, given an open group, uses it. Blocks until all ranks came, at most
-    ``timeout_seconds``, which is also the limit of every later collective.
+    Blocks until all ranks have joined, at most ``timeout_seconds``, which is also the limit of every later collective.
+    DeepSpeed uses the group.
 
     Raises:
-        Stopped: ``stopped`` is true on this rank, or was on another that has come.
+        Stopped: ``stopped`` is true on this rank or on another that has joined.
         EngineError: this rank's device is missing.
-        OSError: not all ranks came in time.
+        OSError: not all ranks joined in time.
     """
-    # DeepSpeed insists on reading this one from the environment.
+    # DeepSpeed reads this one from the environment.
     os.environ["LOCAL_RANK"] = str(rank.local_rank)
     if device == "cuda":
         if rank.local_rank >= torch.cuda.device_count():
@@ -91,9 +88,9 @@ def join(
 
 
 def _rendezvous(rank: Rank, timeout_seconds: float, stopped: Callable[[], bool]) -> Any:
-    """A store that all ranks have come to.
+    """A store that all ranks have joined.
 
-    Torch's own wait for the others runs no signal handler, so what blocks is on a thread of its own.
+    Torch's wait for the others runs no signal handler, so the blocking call is on another thread.
     """
     stores: list[Any] = []
     failed: list[Exception] = []
@@ -126,16 +123,16 @@ def _rendezvous(rank: Rank, timeout_seconds: float, stopped: Callable[[], bool])
     store.set(f"here/{rank.rank}", "")
     everyone = [f"here/{other}" for other in range(rank.world)]
     while True:
-        # The first word holds for all: who goes on can count on the others, who leaves takes them with it.
+        # The first decision holds for all ranks: either all proceed or all stop.
         if stopped():
-            store.compare_set(_WORD, "", _STOPPED)
+            store.compare_set(_DECISION, "", _STOPPED)
         elif store.check(everyone):
-            store.compare_set(_WORD, "", _GO)
-        if store.check([_WORD]):
-            if store.get(_WORD).decode() == _GO:
+            store.compare_set(_DECISION, "", _PROCEED)
+        if store.check([_DECISION]):
+            if store.get(_DECISION).decode() == _PROCEED:
                 return store
             if rank.rank == 0:
-                time.sleep(FAREWELL_SECONDS)
+                time.sleep(STORE_GRACE_SECONDS)
             raise Stopped("this rank or another was stopped while the ranks were gathering")
         if time.monotonic() > deadline:
             missing = [other for other in range(rank.world) if not store.check([f"here/{other}"])]
@@ -143,8 +140,8 @@ def _rendezvous(rank: Rank, timeout_seconds: float, stopped: Callable[[], bool])
         time.sleep(POLL_SECONDS)
 
 
-def leave() -> None:
-    """Close the process group; harmless when there is none."""
+def destroy_process_group() -> None:
+    """Close the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,12 +1,11 @@
-"""One engine, every update: pack, forward, loss, backward, optimizer; and whole parameters for who asks.
+"""The engine: an update (pack, forward, loss, backward, optimizer), scoring, gathering of whole parameters, state.
 
-How the gradient stays exact. The weights of ``algo.aggregation`` already hold the normalisation of the whole batch, so
-the batch's loss is the plain sum of the losses of all micro-batches on all ranks. DeepSpeed averages gradients over
-ranks; multiplying each loss by the number of ranks makes that the sum. Ranks may have different numbers of
-micro-batches: those with fewer run empty ones of weight zero, because under ZeRO-2 and 3 every forward and backward is
-a collective.
+The gradient does not depend on the split over ranks and micro-batches. The weights of ``algo.aggregation`` include the
+normalisation of the whole batch, so the batch's loss is the sum of the losses of all micro-batches on all ranks.
+DeepSpeed averages gradients over ranks; multiplying each loss by the number of ranks makes that the sum. Ranks with fewer
+micro-batches run empty ones of weight zero, because under ZeRO-2 and 3 every forward and backward is a collective.
 
-What may go wrong is agreed on by all ranks before anything is applied, so that all raise the same error.
+All ranks agree on errors before anything is applied, and raise together.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from scalerl_trainer.algo.mismatch import (
 from scalerl_trainer.engine.deepspeed_engine import DeepSpeedEngine
 from scalerl_trainer.engine.distributed import gather_vectors
 from scalerl_trainer.engine.settings import EngineSettings
-from scalerl_trainer.engine.share import pack_share
+from scalerl_trainer.engine.shard import pack_shard
 from scalerl_trainer.engine.stats import FlatLogprobs, ParameterBucket, StepStats, TrainBatch
 from scalerl_trainer.errors import EngineError
 from scalerl_trainer.models.policy import PREFIX, Policy
@@ -45,19 +44,19 @@ from scalerl_trainer.packing import MicroBatch, PackedBatch, Sequence
 from scalerl_trainer.saved_state import HEADER, EngineHeader, Piece, SavedState, write_header, write_pieces
 
 _TABLES = 2 * len(POSITIONS) * FIELDS
-"""Of all tokens and of fresh ones, by position."""
+"""Elements of the tables of all tokens and of fresh ones, by position."""
 
 
 class Engine:
-    """Trains a transformers causal language model. Every method is a collective: all ranks call it, in step.
+    """Trains a transformers causal language model. Every method is a collective, except where noted.
 
-    ``join`` must have opened the process group. ``causal_lm`` is the same on all ranks (rank 0's is broadcast) and
-    belongs to the engine from now on.
+    Needs an initialised process group. ``causal_lm`` is the same on all ranks (rank 0's is broadcast), and the engine
+    takes it over.
     """
 
     def __init__(self, causal_lm: Any, settings: EngineSettings, device: torch.device) -> None:
         if not dist.is_initialized():
-            raise EngineError("no process group: call join first")
+            raise EngineError("no process group: call init_process_group first")
         self.settings = settings
         self.device = device
         self.steps_done = 0
@@ -84,9 +83,11 @@ class Engine:
     def logprobs(self, sequences: Items[Sequence], *, temperature: float | None = None) -> FlatLogprobs:
         """Log-probabilities of the trainable tokens of this rank's sequences under the present weights.
 
-        ``temperature`` None is the settings'. Each rank gives its own (or no) sequences. Raises ``SequenceTooLongError`` on every rank.
+        ``temperature``: None for that of the settings. Each rank passes its own sequences, or none.
+
+        Raises ``SequenceTooLongError`` on every rank.
         """
-        packed, counts = self._share(sequences, None)
+        packed, counts = self._pack(sequences, None)
         logprobs_n = torch.empty(packed.trainable)
         entropies_n = torch.empty(packed.trainable)
         self._policy.eval()
@@ -103,9 +104,8 @@ class Engine:
     ) -> Iterator[ParameterBucket]:
         """Whole parameters in buckets of about ``bucket_bytes`` (a larger parameter is a bucket of its own).
 
-        Names are those of the transformers model, tied parameters once. ``dtype`` None keeps the model's. Under
-        ZeRO-3 each gather is finished before its bucket is yielded, so the caller may take its time. All ranks
-        must exhaust the iterator together.
+        Names are those of the transformers model, tied parameters once. ``dtype`` None keeps the model's. All ranks must
+        exhaust the iterator together; no collective is open while a bucket is yielded.
         """
         dtype = dtype or getattr(torch, self.settings.dtype)
         for names, parameters in self._buckets(bucket_bytes, dtype):
@@ -113,7 +113,7 @@ class Engine:
             tensors: tuple[torch.Tensor, ...] = ()
             with self._deepspeed.gathered(parameters):
                 if self._rank == 0:
-                    # Under ZeRO-3 the gathered storage is gone after the block, so it is copied.
+                    # Under ZeRO-3 the gathered storage is freed after the block, so it is copied.
                     copy = self.settings.zero_stage == 3
                     tensors = tuple(p.detach().to(dtype, copy=copy) for p in parameters)
             yield ParameterBucket(names, shapes, dtype, tensors)
@@ -121,16 +121,16 @@ class Engine:
     # --- training -----------------------------------------------------------------------------------------
 
     def step(self, batch: TrainBatch, loss: Loss, *, learning_rate: float | None = None) -> StepStats:
-        """One update from this rank's share of a batch. ``learning_rate`` overrides the settings' schedule.
+        """One update from this rank's shard of a batch. ``learning_rate`` overrides the settings' schedule.
 
-        A batch without any trainable token on any rank changes nothing and says ``applied=False``. So does one whose
-        loss or gradient is not finite, or whose ratios pass the guard: all ranks skip it alike, and ``skipped`` says why.
+        A batch without trainable tokens on any rank changes nothing (``applied=False``). All ranks skip a step whose loss
+        or gradient is not finite or whose ratios exceed the guard, with the reason in ``skipped``.
 
         Raises, on all ranks and before anything is applied: ``BadBatchError`` (and ``NonFiniteLogprobError``,
         ``SequenceTooLongError``).
         """
         begin = time.perf_counter()
-        packed, counts = self._share(batch.sequences, batch)
+        packed, counts = self._pack(batch.sequences, batch)
         micro_batches, trainable, tokens, padding, sequences = (int(c) for c in counts.sum(0)[:5])
         rate = self.settings.learning_rate_at(self.steps_done) if learning_rate is None else learning_rate
         if trainable == 0:
@@ -148,7 +148,7 @@ class Engine:
         sampled = batch.generator_logprobs_n is not None
         known = bool(counts[:, 6].any())
         gradient_norm = math.nan
-        skipped = self._problem(float(total[0]), ratios)
+        skipped = self._skip_reason(float(total[0]), ratios)
         if skipped is None:
             gradient_norm = self._deepspeed.step(rate)
             if not math.isfinite(gradient_norm):
@@ -162,7 +162,7 @@ class Engine:
             step=step,
             applied=skipped is None,
             skipped=skipped or "",
-            broken=_broken(beyond) if skipped else {},
+            broken=_outlier_counts(beyond) if skipped else {},
             loss=float(total[0]),
             gradient_norm=gradient_norm,
             learning_rate=rate,
@@ -188,16 +188,16 @@ class Engine:
         )
 
     def reset_optimizer(self) -> None:
-        """Fresh moments and a step count of 0 with the present weights: what follows a warm start."""
+        """Reset moments and step count, keep the weights; after a warm start."""
         self._deepspeed.reset_optimizer()
         self.steps_done = 0
 
     # --- state --------------------------------------------------------------------------------------------
 
     def save(self, directory: Path) -> None:
-        """Everything that a later ``load`` needs, into an existing, empty ``directory``; not atomic by itself.
+        """Write the state for ``load`` into an existing, empty ``directory``; not atomic.
 
-        Each rank writes what it owns, without waiting for the others. Raises ``OSError``.
+        Each rank writes its own part; not a collective. Raises ``OSError``.
         """
         write_pieces(directory, self._rank, list(self._pieces(owned=True)))
         if self._rank == 0:
@@ -205,9 +205,9 @@ class Engine:
             write_header(directory, EngineHeader(self.steps_done, steps, self._trained_shapes()))
 
     def load(self, directory: Path) -> None:
-        """Continue from what ``save`` wrote, on any number of ranks, at any ZeRO stage, in any dtype.
+        """Load the state of ``save``, on any number of ranks, at any ZeRO stage, in any dtype.
 
-        Raises ``EngineError``: it is missing, of another model, or of an earlier release and another shape.
+        Raises ``EngineError``: it is missing, of another model, or of an earlier release with other ranks, stage or dtype.
         """
         if not directory.is_dir():
             raise EngineError(f"{directory} is not a folder: there is no engine state to load")
@@ -221,7 +221,7 @@ class Engine:
         self.steps_done = saved.header.steps_done
 
     def close(self) -> None:
-        """Let go of DeepSpeed's hooks; the process group stays (see ``leave``)."""
+        """Release DeepSpeed's hooks; the process group stays open."""
         self._deepspeed.close()
 
     # --- inside -------------------------------------------------------------------------------------------
@@ -248,10 +248,8 @@ class Engine:
             )
         self.steps_done = int(state["steps_done"])
 
-    def _share(
-        self, sequences: Items[Sequence], batch: TrainBatch | None
-    ) -> tuple[PackedBatch, torch.Tensor]:
-        return pack_share(
+    def _pack(self, sequences: Items[Sequence], batch: TrainBatch | None) -> tuple[PackedBatch, torch.Tensor]:
+        return pack_shard(
             sequences,
             batch,
             micro_batch_tokens=self.settings.micro_batch_tokens,
@@ -261,7 +259,7 @@ class Engine:
         )
 
     def _micro_batches(self, packed: PackedBatch, count: int) -> Iterator[tuple[MicroBatch, bool]]:
-        """``count`` micro-batches: the real ones, then empty ones that keep the ranks' collectives in step."""
+        """``count`` micro-batches: the real ones, then empty ones, so that all ranks run the same collectives."""
         for micro in packed.micro_batches:
             yield micro, True
         for _ in range(count - len(packed.micro_batches)):
@@ -283,9 +281,9 @@ class Engine:
     ) -> tuple[torch.Tensor, list[str], list[tuple[torch.Tensor, torch.Tensor]]]:
         """Forward and backward of every micro-batch.
 
-        Returns sums ``[2 + 2 * 5 * 8 + L]`` float64 on the device: loss, entropy, ratios and fresh ratios by position,
-        the loss's own; the names of the latter; and of each micro-batch which tokens are beyond the ratio, with their
-        sequences.
+        Returns: sums ``[2 + 2 * 5 * 8 + L]`` float64 on the device (loss, entropy, ratios and fresh ratios by position,
+        the loss's own sums); the names of the latter; for each micro-batch, which tokens are ratio outliers, and the
+        sequence of each token.
         """
         self._policy.train()
         sums: torch.Tensor | None = None
@@ -341,7 +339,7 @@ class Engine:
         logprobs_m: torch.Tensor,
         generator_m: torch.Tensor,
     ) -> torch.Tensor:
-        """``[2, positions, 8]``: ratios of all tokens, and of the fresh ones."""
+        """Ratio tables ``[2, positions, 8]`` of all tokens and of the fresh ones."""
         position_m = micro.position_ids_bt.flatten()[micro.predict_at_m] + 1
         bucket_m = position_buckets(position_m).to(self.device)
         every = ratio_table(logprobs_m, generator_m, bucket_m, len(POSITIONS))
@@ -351,8 +349,8 @@ class Engine:
         fresh = ratio_table(logprobs_m[fresh_m], generator_m[fresh_m], bucket_m[fresh_m], len(POSITIONS))
         return torch.stack([every, fresh])
 
-    def _problem(self, loss: float, ratios: RatioStatistics) -> str | None:
-        """Why a step of this ``loss`` and these ``ratios``, which all ranks know alike, is skipped."""
+    def _skip_reason(self, loss: float, ratios: RatioStatistics) -> str | None:
+        """Why a step with these values, equal on all ranks, is skipped; None if it is not."""
         if not math.isfinite(loss):
             return f"the loss is {loss}"
         return None if self.settings.ratio_guard is None else self.settings.ratio_guard.problem(ratios)
@@ -396,7 +394,7 @@ def _add_sums(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _ratios(rows: torch.Tensor) -> tuple[tuple[RatioStatistics, ...], tuple[RatioStatistics, ...]]:
-    """By position, over all ranks' ``rows`` of ``_accumulate``: all tokens, fresh ones."""
+    """Statistics by position from all ranks' ``rows`` of ``_accumulate``: of all tokens, and of the fresh ones."""
     total = rows[0]
     for row in rows[1:]:
         total = _add_sums(total, row)
@@ -405,8 +403,8 @@ def _ratios(rows: torch.Tensor) -> tuple[tuple[RatioStatistics, ...], tuple[Rati
     return every, fresh
 
 
-def _broken(beyond: Items[tuple[torch.Tensor, torch.Tensor]]) -> dict[int, int]:
-    """Tokens beyond the ratio by sequence, from those of each micro-batch."""
+def _outlier_counts(beyond: Items[tuple[torch.Tensor, torch.Tensor]]) -> dict[int, int]:
+    """Number of ratio outliers by sequence."""
     found = Counter[int]()
     for beyond_m, sequence_m in beyond:
         found.update(sequence_m[beyond_m.cpu()].tolist())

@@ -1,4 +1,4 @@
-"""What an engine is told once, at its start."""
+"""Settings of an engine."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class EngineSettings:
     """Defaults of the optimizer are ScaleRL's (arXiv 2510.13786 [P]): AdamW, constant 5e-7 after a linear warm-up
     of 100 steps, ε 1e-15, weight decay 0.01. Betas are AdamW's own; the paper's are not known [?].
 
-    ``micro_batch_tokens``    most tokens of one forward pass, so also of the longest prompt plus completion
+    ``micro_batch_tokens``    limit of one forward pass, and so of the longest prompt plus completion
     ``temperature``           the generator's: log-probabilities are of logits / temperature
-    ``max_gradient_norm``     of the global gradient; 0 does not clip
-    ``ratio_guard``           None never skips a step for its ratios
+    ``max_gradient_norm``     of the global gradient; 0: no clipping
+    ``ratio_guard``           None: no step is skipped for its ratios
     """
 
     zero_stage: int = 1

@@ -1,4 +1,4 @@
-"""What goes into a step and what comes out of it."""
+"""Inputs and results of the engine."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from scalerl_trainer.packing import Sequence
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """One rank's share of a batch. ``n`` runs over its trainable tokens in flat order, ``s`` over its sequences.
+    """One rank's shard of a batch. ``n`` runs over its trainable tokens in flat order, ``s`` over its sequences.
 
-    ``weights_s``             from ``algo.aggregation.sequence_weights`` over the whole batch, then this share
-    ``advantages_s``          from ``algo.advantages.advantages`` over the whole batch, then this share
-    ``generator_logprobs_n``  None takes the batch as sampled from the present weights: ratio 1
-    ``fresh_n``               bool, True where the present weights sampled the token and all before it in its
+    ``weights_s``             of ``algo.aggregation.sequence_weights`` over the whole batch
+    ``advantages_s``          of ``algo.advantages.advantages`` over the whole batch
+    ``generator_logprobs_n``  None: sampled from the present weights, ratio 1
+    ``fresh_n``               bool, True where the present weights sampled the token and all earlier ones of its
                               completion; None: unknown
     """
 
@@ -44,10 +44,10 @@ class FlatLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class ParameterBucket:
-    """Whole parameters under their names in the transformers model, in lockstep on all ranks.
+    """Whole parameters with their names in the transformers model.
 
-    ``tensors`` is filled on rank 0 and empty elsewhere; ``shapes`` and ``names`` are known everywhere. A tensor may be
-    the live parameter: use it before the next step, and do not write to it.
+    ``tensors`` is empty on ranks other than 0. A tensor may be the live parameter: read it before the next step, and do
+    not write to it.
     """
 
     names: tuple[str, ...]
@@ -58,22 +58,22 @@ class ParameterBucket:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """A finished step. Everything but ``seconds`` is over the whole batch and equal on all ranks.
+    """Result of a step. All but ``seconds`` and ``broken`` are over the whole batch and equal on all ranks.
 
-    ``step``           how many updates the weights had seen before it
-    ``applied``        False when the weights were not changed: the whole batch held no trainable token (loss 0), or
-                       the step was skipped
-    ``skipped``        why the step was skipped; empty where it was not. Weights, optimizer and ``step`` stay as they are
-    ``broken``         of a skipped step, by index into this rank's sequences: how many of its tokens are beyond the
-                       ratio, or not a number
-    ``gradient_norm``  of the global gradient, before clipping; NaN where it was not come to
+    ``step``           number of updates before it
+    ``applied``        False if the weights did not change: no trainable token in the whole batch (loss 0), or skipped
+    ``skipped``        reason why the step was skipped, else empty; weights, optimizer and ``step`` are unchanged
+    ``broken``         of a skipped step: number of tokens that are ratio outliers or not a number, by index into this
+                       rank's sequences
+    ``gradient_norm``  of the global gradient, before clipping; NaN if not computed
     ``entropy``        mean over trainable tokens, nats
     ``ratios``         trainer against generator over all trainable tokens; None without generator log-probabilities
     ``ratios_by_position``        the same by ``scalerl_api.mismatch.POSITIONS``; empty without
     ``fresh_ratios_by_position``  over tokens of ``TrainBatch.fresh_n``; empty when that is unknown
     ``loss_means``     the loss's own sums, per trainable token
-    ``tokens``         of prompts and completions that were computed; ``padding``: places computed for nothing
-    ``seconds``        of this rank: ``pack``, ``compute`` (forward and backward), ``update`` (reduction left over,
+    ``tokens``         computed tokens of prompts and completions
+    ``padding``        computed positions without a token
+    ``seconds``        of this rank: ``pack``, ``compute`` (forward and backward), ``update`` (rest of the reduction,
                        optimizer), ``total``
     """
 

@@ -1,12 +1,8 @@
-"""The policy: where it comes from, what runs on top of its hidden states, which ones cannot be trained.
+"""The policy: loading (``load``), small models from scratch (``scratch``), log-probabilities from hidden states (``head``),
+the module that the engine trains (``policy``), unsupported logits (``logits``), dtypes (``precision``), prompt lengths in
+tokens (``tokens``). No ranks, optimizers, DeepSpeed, rewards or losses.
 
-What lives here: loading (``load``), making a small model from scratch (``scratch``), the head that turns hidden
-states into log-probabilities (``head``), the module that the engine trains (``policy``), what its logits must not
-be (``logits``), which of its tensors change their dtype (``precision``), prompts counted in tokens (``tokens``).
-What never lives here: ranks, optimizers, DeepSpeed; rewards or losses.
-
-torch and transformers are imported where they are needed, not here: they take seconds, and what prepares a
-run has no use for them.
+torch and transformers take seconds to import; ``prepare`` does not need them, so modules are imported on first use.
 """
 
 from __future__ import annotations
@@ -40,7 +36,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The module of ``name`` is imported when it is first asked for."""
+    """Import the module of ``name`` on first use."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,15 +1,14 @@
-"""From hidden states to log-probabilities of given tokens, without ever holding all logits.
+"""Log-probabilities of given tokens from hidden states, without all logits in memory.
 
-With a vocabulary of V and M trainable tokens, the logits and what softmax keeps for its gradient would be several
-tensors of M × V floats: 10 GB for 16,384 tokens and 150,000 words. Here positions are processed in chunks, the
-forward keeps the log-normaliser of each token only, and the backward computes a chunk's logits again: one product
-more, memory bounded by ``chunk_bytes``.
+With a vocabulary of V and M trainable tokens, logits and softmax would be several tensors of M × V floats: 10 GB for
+16,384 tokens and a vocabulary of 150,000. Here positions are processed in chunks, the forward keeps the log-normaliser of
+each token only, and the backward recomputes a chunk's logits: one more product, memory bounded by ``chunk_bytes``.
 
-``fp32``: hidden states and weight are cast to float32 before the product. ScaleRL (arXiv 2510.13786) finds its
-asymptote at .61 with float32 logits on both sides and at .52 without [P]. Off: the product runs in the model's
+``fp32``: hidden states and weight are cast to float32 before the product. ScaleRL (arXiv 2510.13786) reports an
+asymptote of .61 with float32 logits on both sides and of .52 without [P]. Off: the product runs in the model's
 dtype and its result is cast, as inference servers do.
 
-Log-probabilities are of ``logits / temperature``: those of the distribution that the generator sampled from.
+Log-probabilities are of ``logits / temperature``, the distribution that the generator sampled from.
 
 Shapes: ``m`` trainable tokens, ``d`` hidden size, ``v`` vocabulary, ``c`` a chunk of positions.
 """
@@ -25,10 +24,7 @@ DEFAULT_CHUNK_BYTES = 64 * 2**20
 
 
 class LogprobHead(nn.Module):
-    """Shares the output embedding's parameter; it owns none of its own.
-
-    It is a module, called as one, so that ZeRO-3 gathers the weight around it, forward and backward.
-    """
+    """Uses the output embedding's parameter. A module, so that ZeRO-3 gathers the weight in its forward and backward."""
 
     weight: nn.Parameter
     fp32: bool
@@ -45,7 +41,7 @@ class LogprobHead(nn.Module):
     def forward(
         self, hidden_md: torch.Tensor, target_m: torch.Tensor, temperature: float, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies (nats, without gradient; empty unless asked for), float32 ``[M]``."""
+        """Log-probabilities and entropies (nats, without gradient; empty without ``entropy``), float32 ``[M]``."""
         vocabulary = self.weight.shape[0]
         chunk = max(1, self.chunk_bytes // (4 * vocabulary))
         result: tuple[torch.Tensor, torch.Tensor] = _ChunkedLogprob.apply(  # type: ignore[no-untyped-call]
@@ -83,7 +79,7 @@ class _ChunkedLogprob(torch.autograd.Function):
                 # H = log Z - Σ p·logit, in place: the chunk is not needed again.
                 probability_cv = torch.exp(logits_cv - normalizer_c[:, None])
                 entropy_m[part] = normalizer_c - (probability_cv.mul_(logits_cv)).sum(-1)
-        # The parameter itself is saved, not its float32 copy: under ZeRO-3 its storage comes and goes.
+        # The parameter is saved, not its float32 copy: under ZeRO-3 its storage is gathered and freed.
         ctx.save_for_backward(hidden_md, weight_vd, target_m, normalizer_m)
         ctx.temperature, ctx.fp32, ctx.chunk = temperature, fp32, chunk
         ctx.mark_non_differentiable(entropy_m)

@@ -1,7 +1,6 @@
-"""A model and its tokenizer from a folder or from the hub.
+"""Loads a model and its tokenizer from a folder or from the hub.
 
-``HF_HUB_OFFLINE=1`` is honoured by the hub client itself: then only its cache is read, and what is not there is a
-``ModelNotFoundError`` that says so.
+With ``HF_HUB_OFFLINE=1`` the hub client reads its cache only, and ``ModelNotFoundError`` says so.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ def load_model(
     ``name_or_path`` is a folder when one of that name exists, else a hub name.
 
     Raises:
-        ModelNotFoundError: it is not there, or its files are not a model.
-        ModelError: a package that it needs is missing, or it has weights that no optimizer step changes and nobody is
-            given; which ones.
+        ModelNotFoundError: it does not exist, or its files are not a model.
+        ModelError: a package that it needs is missing, or it has weights that are neither trained nor published.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -51,7 +49,7 @@ def load_model(
 
 def check_weights_are_parameters(model: Any, name: str) -> None:
     """Raise ``ModelError`` for floating buffers that belong to the weights (DeepSeek-V3's ``e_score_correction_bias``):
-    publishes and exports are of parameters, so generators and whoever loads the model would lack them."""
+    publishes and exports contain parameters only."""
     saved = model.state_dict().keys()
     lost = [n for n, buffer in model.named_buffers() if n in saved and buffer.is_floating_point()]
     if lost:
@@ -75,8 +73,8 @@ def load_tokenizer(name_or_path: str, *, revision: str | None = None, chat: bool
 
 
 def check_tokenizer(tokenizer: Any, name: str, *, chat: bool = False) -> None:
-    """Raise ``TokenizerError`` unless there is an end token (completions must be able to end) and, for ``chat``,
-    a chat template. A padding token is not needed: packing pads with what nobody reads."""
+    """Raise ``TokenizerError`` without an end token (completions could not end) or, with ``chat``, a chat template. A
+    padding token is not needed: padded positions are masked."""
     if tokenizer.eos_token_id is None:
         raise TokenizerError(
             f"the tokenizer of {name} has no end-of-sequence token, so no completion could end: set eos_token in "

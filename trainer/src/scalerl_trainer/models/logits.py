@@ -1,7 +1,6 @@
-"""Models whose logits are more than hidden states times the output embedding: they cannot be trained here.
+"""Detects models whose logits are not hidden states times the output embedding, from config and weights, without torch.
 
-Their log-probabilities would silently differ from the generator's. What a configuration or a list of weights
-says of it is known before anything is loaded, and without torch.
+They are not supported: their log-probabilities would silently differ from the generator's.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _BIASES = ("lm_head.bias", "embed_out.bias", "output.bias")
 
 
 def transformed_logits(setting: Callable[[str], Any]) -> str | None:
-    """What a configuration does to its logits, in words; None when nothing. ``setting`` is its getter."""
+    """A message if the config transforms its logits, else None. ``setting``: its getter."""
     for name, neutral in _TRANSFORMS.items():
         value = setting(name)
         if value not in (None, neutral):
@@ -28,7 +27,7 @@ def transformed_logits(setting: Callable[[str], Any]) -> str | None:
 
 
 def biased_logits(weights: Iterable[str]) -> str | None:
-    """Whether one of the weights' names is a bias of the output embedding, in words."""
+    """A message if one of the weights is a bias of the output embedding, else None."""
     for name in weights:
         if name in _BIASES:
             return f"an output embedding with a bias ({name}) is not supported"

@@ -1,4 +1,4 @@
-"""The module that the engine trains: a causal language model that answers with log-probabilities."""
+"""The module that the engine trains: a causal language model that returns log-probabilities."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Policy(nn.Module):
         self.head = LogprobHead(output, fp32=fp32_head, chunk_bytes=chunk_bytes)
 
     def train(self, mode: bool = True) -> Policy:
-        """Without dropout, jitter or skipped layers in either mode: the generator samples without them, and noise on
-        one side alone would look like a policy that has moved.
+        """Evaluation mode in either case, without dropout, jitter or skipped layers: the generator samples without them,
+        and noise on one side would look like a change of the policy.
 
-        Layers that recompute their activations are in training mode all the same: transformers asks them for it.
+        Layers with activation checkpointing are in training mode, which transformers requires.
         """
         super().train(False)
         for module in self.causal_lm.modules():
@@ -53,7 +53,7 @@ class Policy(nn.Module):
 
     @property
     def variable_length(self) -> bool:
-        """Whether the attention kernel computes nothing between the sequences of a shared row."""
+        """Whether the attention kernel skips pairs of tokens of different sequences in a row."""
         return bool(self.causal_lm.config._attn_implementation == "flash_attention_2")
 
     def forward(
@@ -67,7 +67,7 @@ class Policy(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities of ``target_m`` (with gradient) and entropies, float32 ``[M]``.
 
-        Arguments as in ``packing.MicroBatch``. No attention mask: packing speaks through the positions.
+        Arguments as in ``packing.MicroBatch``. No attention mask: sequences are separated by their positions.
         """
         hidden_btd = self.causal_lm.base_model(
             input_ids=input_ids_bt, position_ids=position_ids_bt, use_cache=False
@@ -78,7 +78,7 @@ class Policy(nn.Module):
 
 
 def _zero_dropout(model: nn.Module) -> None:
-    """Every probability of dropout that a module of ``model`` holds; its configuration stays."""
+    """Set every dropout probability in the modules of ``model`` to 0; its config is unchanged."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0

@@ -1,9 +1,8 @@
-"""Which tensors of a model change their dtype for training, and which must not.
+"""Casts a model's parameters for training, and checks that its buffers keep their dtype.
 
-Parameters are cast. Buffers are not: rotary frequencies and embedding scales lose what they are for in bfloat16 (at
-position 4,096 a rotary angle is off by up to 8 radians), and transformers, DeepSpeed and vLLM keep them as they were
-made. All of them are made from the config: a model with buffers that belong to its weights, such as routing biases, is
-refused when it is loaded (:func:`.load.check_weights_are_parameters`).
+Buffers such as rotary frequencies and embedding scales are useless in bfloat16 (at position 4,096 a rotary angle is off by
+up to 8 radians), and transformers, DeepSpeed and vLLM keep their dtype. They are computed from the config; a model with
+buffers that belong to its weights, such as routing biases, is refused (:func:`.load.check_weights_are_parameters`).
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from scalerl_trainer.errors import EngineError, ModelError
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Every floating parameter to ``dtype``, in place; buffers stay.
+    """Cast every floating parameter to ``dtype``, in place; buffers are unchanged.
 
-    Raises ``ModelError`` when the model keeps a parameter in float32 beside bfloat16 (transformers'
-    ``_keep_in_fp32_modules_strict``): DeepSpeed casts all parameters alike.
+    Raises ``ModelError`` if the model needs a parameter in float32 beside bfloat16 (transformers'
+    ``_keep_in_fp32_modules_strict``): DeepSpeed has one dtype for all parameters.
     """
     if dtype == torch.bfloat16:
         kept = float32_parameters(model)
@@ -36,7 +35,7 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def float32_parameters(model: nn.Module) -> list[str]:
-    """Names of the parameters that transformers loads in float32 when asked for bfloat16."""
+    """Names of the parameters that transformers loads in float32 even with dtype bfloat16."""
     patterns = {
         pattern.replace("*", ".*")
         for module in model.modules()
@@ -49,12 +48,12 @@ def float32_parameters(model: nn.Module) -> list[str]:
 
 
 def buffer_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """The floating buffers of ``model`` by name."""
+    """The dtypes of the floating buffers of ``model``."""
     return {name: buffer.dtype for name, buffer in model.named_buffers() if buffer.is_floating_point()}
 
 
 def check_buffer_dtypes(model: nn.Module, before: Mapping[str, torch.dtype]) -> None:
-    """Raise ``EngineError`` when a floating buffer is not of the dtype that ``buffer_dtypes`` found before."""
+    """Raise ``EngineError`` if a floating buffer's dtype differs from ``before``, of ``buffer_dtypes``."""
     for name, dtype in buffer_dtypes(model).items():
         if dtype != before.get(name, dtype):
             raise EngineError(

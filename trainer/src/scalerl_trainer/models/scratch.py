@@ -1,8 +1,7 @@
-"""A randomly initialised Llama as files, without importing torch or transformers.
+"""Writes a randomly initialised Llama, without torch and transformers, which take ten seconds to import.
 
-They take ten seconds to import, the files of a tiny model a tenth of one to write. What is written is what
-``LlamaForCausalLM`` would have saved: normal weights, norms of one, and a byte-level BPE tokenizer whose digits
-stand alone (arithmetic over merged digits is needlessly hard).
+The files are those of ``LlamaForCausalLM.save_pretrained``: normal weights, norms of one, and a byte-level BPE tokenizer
+with single digits (arithmetic over merged digits is needlessly hard).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def write_scratch(
     dtype: Dtype,
     context_tokens: int,
 ) -> None:
-    """Config, tokenizer and weights into an existing ``directory``; the same arguments, the same bytes.
+    """Write config, tokenizer and weights into an existing ``directory``. Deterministic.
 
     Raises:
         TokenizerError: the vocabulary is smaller than the alphabet of ``texts``.
@@ -63,11 +62,11 @@ def write_scratch(
 def train_tokenizer(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
     """Byte-level BPE of at most ``vocabulary_size`` tokens. Deterministic.
 
-    With room for all 256 bytes every text can be spelled; in a smaller vocabulary only the ten digits and what
-    occurs in ``texts`` can, and anything else becomes the unknown token.
+    A vocabulary of at least 256 bytes encodes every text; a smaller one only the ten digits and the bytes of ``texts``,
+    and anything else as the unknown token.
 
     Raises:
-        TokenizerError: there is no room for the alphabet.
+        TokenizerError: the alphabet does not fit.
     """
     texts = list(texts)
     split = pre_tokenizers.Sequence(
@@ -125,7 +124,7 @@ def llama_config(
 
 
 def initial_weights(model: ScratchModel, vocabulary: int, seed: int) -> Iterator[tuple[str, Array]]:
-    """Names and float32 arrays; each tensor depends on ``seed`` and its own name alone."""
+    """Names and float32 arrays; each tensor depends on ``seed`` and its name only."""
     deviation = np.float32(model.initializer_range)
     for name, shape in parameter_shapes(model, vocabulary):
         if name.endswith("norm.weight"):
@@ -153,7 +152,7 @@ def parameter_shapes(model: ScratchModel, vocabulary: int) -> Iterator[tuple[str
 
 
 def write_safetensors(path: Path, model: ScratchModel, vocabulary: int, seed: int, dtype: Dtype) -> None:
-    """The weights, one after the other, so that no more than one tensor is in memory.
+    """Write the weights with one tensor in memory at a time.
 
     The format: eight bytes with the length of a JSON header, the header, the tensors' bytes.
     """
@@ -172,7 +171,7 @@ def write_safetensors(path: Path, model: ScratchModel, vocabulary: int, seed: in
 
 
 def _bfloat16(array: Array) -> Array:
-    """The upper halves, rounded to nearest even as torch does; none of these weights is NaN or huge."""
+    """The upper halves, rounded to nearest even as torch does; these weights are finite and small."""
     bits = np.ascontiguousarray(array, "<f4").view("<u4")
     return np.asarray((bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16, "<u2")
 

@@ -1,8 +1,8 @@
-"""How many tokens a run's prompts have, without importing torch.
+"""Counts the tokens of prompts without importing torch.
 
-The ``tokenizers`` library reads ``tokenizer.json`` in milliseconds, and transformers renders a chat template
-without its tokenizers (and torch, five seconds). Only a folder without a ``tokenizer.json``, or whose
-configuration names no end token, is opened by ``AutoTokenizer``, which may know better.
+The ``tokenizers`` library reads ``tokenizer.json`` in milliseconds, and transformers renders a chat template without its
+tokenizers (which import torch, five seconds). ``AutoTokenizer`` opens only a folder without ``tokenizer.json`` or whose
+config has no end token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 
 
 class TokenCounter:
-    """The tokenizer of a model folder, as far as lengths go; they are those that the generator will see.
+    """Counts tokens with the tokenizer of a model folder, as the generator does.
 
     Raises:
         TokenizerError: there is no tokenizer, no end token, or, with ``chat``, no chat template.
@@ -40,13 +40,13 @@ class TokenCounter:
         self._render = _chat_template(directory, config) if chat else None
 
     def prompts(self, prompts: Sequence[RenderedPrompt]) -> list[int]:
-        """Tokens of each: with the tokenizer's own special tokens, or those of the chat template alone."""
+        """Tokens of each prompt: with the tokenizer's special tokens, or only those of the chat template."""
         if self._render is None:
             return self._count([prompt.user for prompt in prompts], special=True)
         return self._count([self._render(prompt.messages) for prompt in prompts], special=False)
 
     def completions(self, texts: Sequence[str]) -> list[int]:
-        """Tokens of each, the end token not counted."""
+        """Tokens of each text, without the end token."""
         return self._count(list(texts), special=False)
 
     def _count(self, texts: list[str], special: bool) -> list[int]:
@@ -99,7 +99,7 @@ def _chat_template(directory: Path, config: dict[str, Any]) -> Callable[[list[di
 
 
 def _text(token: object) -> str | None:
-    """A special token as ``tokenizer_config.json`` writes it: a string, or an object with ``content``."""
+    """A special token of ``tokenizer_config.json``: a string, or an object with ``content``."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 

@@ -1,4 +1,4 @@
-"""Tensors into the flat buffers that :mod:`scalerl_api.weights` lays out."""
+"""Fills the flat buffers that :mod:`scalerl_api.weights` lays out."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 
 def tensor_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """What the manifest says of a tensor (its shape must be the full one)."""
+    """The manifest entry of a whole tensor."""
     return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
 
 
 def checksum_u8(payload_u8: torch.Tensor) -> int:
     """:func:`scalerl_api.weights.checksum` of a flat uint8 tensor, on its own device.
 
-    ``Σ (2i + 1) x_i mod 2^64``: int64 arithmetic of torch wraps. With the words as rows of C,
-    i = rC + c, so that is ``Σ_c (2c + 1) Σ_r x_rc + Σ_r 2rC Σ_c x_rc`` and what is left of the last row: sums,
-    which read the buffer twice and write next to nothing, and products of short vectors. No dot product: torch
-    has none for integers on CUDA.
+    ``Σ (2i + 1) x_i mod 2^64`` (torch's int64 arithmetic wraps). With the words as rows of C, i = rC + c, that is
+    ``Σ_c (2c + 1) Σ_r x_rc + Σ_r 2rC Σ_c x_rc`` plus the rest of the last row: sums, which read the buffer twice and write
+    almost nothing, and products of short vectors. No dot product: torch has none for integers on CUDA.
     """
     words = payload_u8.view(torch.int64)
     whole = words.numel() // _COLUMNS * _COLUMNS
@@ -49,10 +48,10 @@ def _weighted(values: torch.Tensor, first: int, step: int) -> torch.Tensor:
 def fill(bucket: Bucket, version: int, tensors: NamedTensors, buffer_u8: torch.Tensor) -> torch.Tensor:
     """Write the next tensors of the stream into ``buffer_u8`` as ``bucket``; returns the bytes to broadcast.
 
-    ``tensors`` comes in the manifest's order; exactly the bucket's are taken from it. Padding is zero.
+    ``tensors`` is in the manifest's order; exactly the bucket's tensors are consumed. Padding is zero.
 
     Raises:
-        SourceError: the stream ends early, or its next tensor is not the one of the manifest.
+        SourceError: the stream ends early, or its next tensor differs from the manifest.
     """
     filled = buffer_u8[: bucket.total_bytes]
     end = 0

@@ -1,4 +1,4 @@
-"""What a publish raises."""
+"""Errors of a publish."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from scalerl_trainer.errors import TrainerError
 
 
 class PublishError(TrainerError):
-    """A publish, or one attempt at it, did not work."""
+    """A publish, or one attempt at it, failed."""
 
 
 class SourceError(PublishError):
-    """The stream of weights is not what its manifest says; no attempt can mend that."""
+    """The stream of weights differs from its manifest; retrying does not help."""
 
 
 class GroupError(PublishError):
-    """A process group could not be opened or an operation on it failed; its members may still be well."""
+    """A process group could not be opened or an operation on it failed; its members may be healthy."""

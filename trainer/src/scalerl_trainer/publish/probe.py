@@ -1,7 +1,6 @@
-"""How far trainer and generator are apart at one and the same version, on sequences of the last batch.
+"""Measures the mismatch between trainer and generator at one version, on sequences of the last batch.
 
-The generator scores at temperature 1, so the trainer does too. Estimators are those of
-:mod:`scalerl_trainer.algo.mismatch`.
+Both score at temperature 1. Estimators: :mod:`scalerl_trainer.algo.mismatch`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from scalerl_api import endpoints, wire
 from scalerl_api.mismatch import POSITIONS, PROBE
 from scalerl_trainer.algo.mismatch import RatioStatistics, by_position, position_buckets, ratio_table
-from scalerl_trainer.publish.control import ActorControl
+from scalerl_trainer.publish.actor_control import ActorControl
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +40,8 @@ def probe(
 ) -> dict[str, float]:
     """``probe_kl`` (k3, mean over tokens) and ``probe_tokens``, also by position, and ``probe_max_difference``.
 
-    A member that cannot answer gives ``probe_failed`` instead: measuring must not stop the training.
-    The trainer scores while the member does.
+    ``probe_failed`` instead if the member cannot answer: a failed measurement must not stop the training. Trainer and
+    member score concurrently.
     """
     message = wire.Probe(
         version=version,
@@ -58,7 +57,7 @@ def probe(
     probed = msgspec.msgpack.decode(answer.body, type=wire.Probed)
     theirs = [torch.from_numpy(np.frombuffer(b, dtype="<f4").astype(np.float32)) for b in probed.logprobs]
     if probed.version != version or [t.numel() for t in theirs] != [o.numel() for o in own]:
-        log.warning("probe of version %d: the answer does not fit the question", version)
+        log.warning("probe of version %d: the answer is of another version or of other sequences", version)
         return {"probe_failed": 1.0}
     ours_n, theirs_n = torch.cat(own), torch.cat(theirs)
     position_n = torch.cat([torch.arange(s.prompt_tokens, len(s.token_ids)) for s in sequences])

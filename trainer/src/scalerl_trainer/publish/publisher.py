@@ -1,13 +1,12 @@
-"""One version of the weights to a set of members: who has it at the end, and where the time went.
+"""Publishes one version of the weights to a set of members.
 
-A round: a group over the members (kept from the publish before when the set is the same), then a
-``receive`` request to each while the buckets are broadcast; bucket n+1 is gathered, packed and summed
-while bucket n is on its way.
+A round: open a group over the members (or keep that of the last publish if the set is the same), then send each a
+``receive`` request and broadcast the buckets; bucket n+1 is gathered, packed and summed while bucket n is sent.
 
-A member is the cause of a failed round when it does not answer, says that its server is gone, or is the first to refuse to
-join. What each answer decides is in :mod:`.rounds`.
+A member is the cause of a failed round if it does not answer, reports that its server is gone, or is the first to refuse
+to join. :mod:`.rounds` decides by the answers.
 
-A publish is over after :attr:`Publisher.longest_seconds`, whatever its members do.
+A publish takes at most :attr:`Publisher.max_seconds`.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ import torch
 
 from scalerl_api import endpoints, wire
 from scalerl_api.weights import Bucket, lay_out
+from scalerl_trainer.publish.actor_control import ActorControl, Answer, Calls
 from scalerl_trainer.publish.buckets import NamedTensors, fill
-from scalerl_trainer.publish.control import ActorControl, Answer, Calls
 from scalerl_trainer.publish.errors import GroupError
-from scalerl_trainer.publish.group import Backend, SenderGroup, Store, open_group
 from scalerl_trainer.publish.rounds import Rounds
+from scalerl_trainer.publish.sender_group import Backend, SenderGroup, Store, open_group
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 3.0
-"""A publish with all its attempts takes at most this many time-outs."""
+MAX_TIMEOUTS = 3.0
+"""Limit of a publish with all its attempts, in time-outs."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +47,10 @@ class PublishSettings:
 
 @dataclass(frozen=True)
 class Weights:
-    """What is published: the manifest, and how to get the tensors, once an attempt.
+    """The weights to publish: the manifest, and the stream of tensors for each attempt.
 
-    ``stream`` is called once the group of an attempt is open and is always read to its end, because under ZeRO-3
-    other ranks take part in it step by step, each waiting in a collective of the trainer's own process group.
+    ``stream`` is called once the group of an attempt is open and always exhausted, because under ZeRO-3 it is a collective
+    of the trainer's ranks.
     """
 
     manifest: list[wire.TensorSpec]
@@ -60,7 +59,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``updated`` and ``failed`` are member ids; ``stats`` go to the coordinator and metrics.jsonl."""
+    """Result of a publish. ``updated``, ``failed``: member ids. ``stats``: for the coordinator and metrics.jsonl."""
 
     version: int
     updated: list[str]
@@ -69,8 +68,8 @@ class Outcome:
 
 
 @dataclass
-class _Clock:
-    """Seconds of one attempt at the sender, by what they were spent on."""
+class _PhaseSeconds:
+    """Seconds of one attempt at the sender, by phase."""
 
     open: float = 0.0
     gather: float = 0.0
@@ -78,7 +77,7 @@ class _Clock:
 
 
 class Publisher:
-    """Rank 0's side of all publishes of a run; owns the group that lasts from one to the next."""
+    """Rank 0's side of all publishes of a run; keeps the group from one publish to the next."""
 
     def __init__(self, settings: PublishSettings, control: ActorControl) -> None:
         self._settings = settings
@@ -89,30 +88,30 @@ class Publisher:
         self._buffers: list[torch.Tensor] = []
 
     @property
-    def longest_seconds(self) -> float:
-        """A publish is over after this, whatever its members do."""
-        return PATIENCE * self._settings.timeout_seconds
+    def max_seconds(self) -> float:
+        """Limit of a publish."""
+        return MAX_TIMEOUTS * self._settings.timeout_seconds
 
     def close(self) -> None:
-        self._leave()
+        self._close_group()
         self._control.close()
 
     def publish(self, version: int, weights: Weights, members: list[wire.Member]) -> Outcome:
-        """Give ``version`` to ``members``; those who do not take it are in ``failed``.
+        """Publish ``version`` to ``members``.
 
         Raises:
-            SourceError: the stream of weights is not what its manifest says.
+            SourceError: the stream of weights differs from its manifest.
         """
         started = time.perf_counter()
-        deadline = time.monotonic() + self.longest_seconds
+        deadline = time.monotonic() + self.max_seconds
         buckets = lay_out(weights.manifest, self._settings.bucket_bytes)
         updated: dict[str, wire.WeightReceived] = {}
         by_id = {member.member_id: member for member in members}
-        rounds, clock = Rounds(tuple(by_id)), _Clock()
+        rounds, clock = Rounds(tuple(by_id)), _PhaseSeconds()
         while groups := rounds.groups():
             answers: dict[str, Answer] = {}
             for group in groups:
-                clock = _Clock()
+                clock = _PhaseSeconds()
                 if time.monotonic() < deadline:
                     of = [by_id[member] for member in group]
                     answers |= self._attempt(version, weights, buckets, of, deadline, clock)
@@ -143,9 +142,9 @@ class Publisher:
         buckets: tuple[Bucket, ...],
         members: list[wire.Member],
         deadline: float,
-        clock: _Clock,
+        clock: _PhaseSeconds,
     ) -> dict[str, Answer]:
-        """Everyone's answer to one attempt. No exception but :class:`SourceError` gets out."""
+        """The members' answers to one attempt. Raises only :class:`SourceError`."""
         joined = self._join(members, deadline, clock)
         if joined is not None:
             return joined
@@ -153,15 +152,17 @@ class Publisher:
         try:
             return self._send(version, weights, buckets, stream, members, deadline, clock)
         finally:
-            for _ in stream:  # the other ranks are in it until its end
+            for _ in stream:  # a collective: the other ranks iterate to its end
                 pass
 
-    def _join(self, members: list[wire.Member], deadline: float, clock: _Clock) -> dict[str, Answer] | None:
-        """Make the group of ``members`` the current one; None when it is, else why not, by member."""
+    def _join(
+        self, members: list[wire.Member], deadline: float, clock: _PhaseSeconds
+    ) -> dict[str, Answer] | None:
+        """Open the group of ``members``, unless it is open; returns None, or the answers if it failed."""
         member_ids = [m.member_id for m in members]
         if self._group is not None and member_ids == self._member_ids:
             return None
-        self._leave()
+        self._close_group()
         started = time.perf_counter()
         s = self._settings
         timeout_seconds = max(0.1, min(s.timeout_seconds, deadline - time.monotonic()))
@@ -189,24 +190,24 @@ class Publisher:
                 store,
                 s.device,
                 timeout_seconds,
-                lambda: _raise_failure(calls),
+                lambda: _raise_first_failure(calls),
             )
         except GroupError as error:
             log.warning("%s", error)
-            # A member that refused before the store was closed is a cause. Closing it ends the
-            # wait of those who have come to it; those on their way get the time to come first.
+            # A member that refused before the store was closed is a cause. Closing the store ends the wait of members
+            # that have connected; the grace time lets the others connect first.
             causes = {m for m, answer in calls.answers.items() if not answer.ok}
-            time.sleep(GRACE_SECONDS)
+            time.sleep(JOIN_GRACE_SECONDS)
             store.close()
             answers = _after_failure(calls)
-            # Where somebody is gone, the others have lost their connection to it.
+            # If a member is gone, the others' errors are lost connections to it.
             causes = {m for m, a in answers.items() if not (a.ok or a.cleared)} or causes
-            return {m: _without(a, str(error), m in causes) for m, a in answers.items()}
+            return {m: _failed_join(a, str(error), m in causes) for m, a in answers.items()}
         answers = calls.wait()
         clock.open += time.perf_counter() - started
         if not all(answer.ok for answer in answers.values()):
             group.close()
-            return {m: _without(a, "the group is not whole", not a.ok) for m, a in answers.items()}
+            return {m: _failed_join(a, "the group is not whole", not a.ok) for m, a in answers.items()}
         self._group, self._member_ids = group, member_ids
         return None
 
@@ -218,7 +219,7 @@ class Publisher:
         stream: NamedTensors,
         members: list[wire.Member],
         deadline: float,
-        clock: _Clock,
+        clock: _PhaseSeconds,
     ) -> dict[str, Answer]:
         group = self._group
         assert group is not None
@@ -232,7 +233,7 @@ class Publisher:
             timeout_seconds=timeout_seconds,
         )
         self._reserve(buckets)
-        # The first bucket is ready before generation is paused.
+        # Fill the first bucket before generation is paused.
         ready = self._fill(buckets[0], version, stream, clock)
         calls = self._control.start(
             members, endpoints.WEIGHTS_RECEIVE, {m.member_id: message for m in members}, timeout_seconds
@@ -240,14 +241,14 @@ class Publisher:
         problem = self._broadcast_all(version, buckets, ready, stream, group, calls, clock)
         if problem is not None:
             log.warning("%s", problem)
-            # Leaving frees the peers from the broadcast, over gloo when its time is over; a buffer that is still
-            # being sent stays its own.
-            self._leave()
+            # Closing the group ends the broadcast for the peers, over gloo at its time-out; a buffer that is still being
+            # sent is not reused.
+            self._close_group()
             self._buffers = []
             return _after_failure(calls, group.busy_until)
         answers = calls.wait()
         if not all(answer.ok for answer in answers.values()):
-            self._leave()
+            self._close_group()
         return answers
 
     def _broadcast_all(
@@ -258,29 +259,29 @@ class Publisher:
         stream: NamedTensors,
         group: SenderGroup,
         calls: Calls,
-        clock: _Clock,
+        clock: _PhaseSeconds,
     ) -> str | None:
-        """None, or what went wrong in words: an exception would hold the group's connections open."""
+        """None or an error message: an exception's traceback would keep the group's connections open."""
         try:
             for bucket in buckets:
                 work = group.start_broadcast(ready, self._settings.timeout_seconds)
                 if bucket.index + 1 < len(buckets):
                     ready = self._fill(buckets[bucket.index + 1], version, stream, clock)
                 started = time.perf_counter()
-                group.wait(work, calls.deadline, lambda: _raise_failure(calls))
+                group.wait(work, calls.deadline, lambda: _raise_first_failure(calls))
                 clock.send += time.perf_counter() - started
         except GroupError as error:
             return str(error)
         return None
 
-    def _fill(self, bucket: Bucket, version: int, stream: NamedTensors, clock: _Clock) -> torch.Tensor:
+    def _fill(self, bucket: Bucket, version: int, stream: NamedTensors, clock: _PhaseSeconds) -> torch.Tensor:
         started = time.perf_counter()
         filled = fill(bucket, version, stream, self._buffers[bucket.index % 2])
         clock.gather += time.perf_counter() - started
         return filled
 
     def _reserve(self, buckets: tuple[Bucket, ...]) -> None:
-        """Two buffers: one is filled while the other is on its way."""
+        """Two buffers: one is filled while the other is sent."""
         largest = max(bucket.total_bytes for bucket in buckets)
         count = min(2, len(buckets))
         if len(self._buffers) != count or self._buffers[0].numel() != largest:
@@ -288,30 +289,30 @@ class Publisher:
                 torch.empty(largest, dtype=torch.uint8, device=self._settings.device) for _ in range(count)
             ]
 
-    def _leave(self) -> None:
+    def _close_group(self) -> None:
         if self._group is not None:
             self._group.close()
         self._group, self._member_ids = None, []
 
 
-def _raise_failure(calls: Calls) -> None:
+def _raise_first_failure(calls: Calls) -> None:
     failure = calls.first_failure()
     if failure is not None:
         raise GroupError(failure)
 
 
-GRACE_SECONDS = 0.5
-LAST_WORDS_SECONDS = 5.0
-"""Those who are well answer at the latest when their own wait is over, and this much later."""
+JOIN_GRACE_SECONDS = 0.5
+ANSWER_GRACE_SECONDS = 5.0
+"""Healthy members answer at the latest this long after their own time-out."""
 
 
 def _after_failure(calls: Calls, busy_until: float = 0.0) -> dict[str, Answer]:
-    """Everyone's answer once the group has failed; its operation ends at ``busy_until`` (monotonic) at the latest."""
-    calls.deadline = max(calls.deadline, max(time.monotonic(), busy_until) + LAST_WORDS_SECONDS)
+    """The members' answers once the group has failed; its operation ends by ``busy_until`` (monotonic)."""
+    calls.deadline = max(calls.deadline, max(time.monotonic(), busy_until) + ANSWER_GRACE_SECONDS)
     return calls.wait()
 
 
-def _without(answer: Answer, reason: str, is_cause: bool) -> Answer:
+def _failed_join(answer: Answer, reason: str, is_cause: bool) -> Answer:
     """A member's answer to a join that failed."""
     if is_cause:
         return Answer(error=answer.error or reason)
@@ -322,8 +323,10 @@ def _received(body: bytes) -> wire.WeightReceived:
     return msgspec.msgpack.decode(body, type=wire.WeightReceived)
 
 
-def _stats(received: list[wire.WeightReceived], clock: _Clock, total_seconds: float) -> dict[str, float]:
-    """Phases of the last attempt: the slowest member's, as measured there; gather and send are ours.
+def _stats(
+    received: list[wire.WeightReceived], clock: _PhaseSeconds, total_seconds: float
+) -> dict[str, float]:
+    """Phases of the last attempt: those of the slowest member as it measured them; gather and send are the sender's.
 
     ``gather`` overlaps with ``transfer`` except for the first bucket.
     """

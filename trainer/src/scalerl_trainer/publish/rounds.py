@@ -9,9 +9,9 @@ an error, it is cleared   0 or 1                     tries again, with the other
 an error, it is cleared   2 or more                  failed: it was in a group of its own
 ========================  =========================  ========================================================
 
-When a peer dies in a broadcast, all members lose it, and none of them need be the cause. So a round without a cause is
-repeated once; after a second one each member gets a group of its own, so that one that breaks every group it is in fails
-nobody but itself.
+When a peer dies in a broadcast, all members get an error, and possibly none of them is the cause. So a round without a
+cause is repeated once; after a second one each member gets a group of its own, so that a member that breaks every group
+fails alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from scalerl_trainer.publish.control import Answer
+from scalerl_trainer.publish.actor_control import Answer
 
 TOGETHER = 2
 """Rounds without a cause before each member is tried in a group of its own."""
@@ -27,8 +27,12 @@ TOGETHER = 2
 
 @dataclass(frozen=True)
 class Rounds:
-    """waiting, updated, failed: member ids, each member in one of them. count: rounds so far. without_cause: rounds in a row
-    that failed without a member that was the cause."""
+    """State of a publish.
+
+    waiting, updated, failed: member ids; each member is in one of them.
+    count: rounds so far.
+    without_cause: consecutive failed rounds without a member that was the cause.
+    """
 
     waiting: tuple[str, ...]
     updated: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What a loss is given and what it returns."""
+"""The interface of a loss."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class TokenBatch:
     ``logprobs_n``            log π_train of each token, with gradient
     ``generator_logprobs_n``  log π_gen of each token as it was sampled; finite (checked by the engine)
     ``advantages_n``          Â of the token's sequence
-    ``weights_n``             from ``aggregation``: they hold the normalisation of the whole batch
-    ``sequence_n``            int64, which sequence a token belongs to: 0, 1, … within these tokens
+    ``weights_n``             from ``aggregation``, with the normalisation of the whole batch
+    ``sequence_n``            int64, sequence of the token: 0, 1, … within these tokens
     """
 
     logprobs_n: torch.Tensor
@@ -41,5 +41,5 @@ class Loss(Protocol):
 
 
 def weighted(objective_n: torch.Tensor, tokens: TokenBatch) -> torch.Tensor:
-    """-(w · objective), summed: what every loss ends with."""
+    """Σ −(w · objective), the last step of every loss."""
     return -(tokens.weights_n * objective_n).sum()

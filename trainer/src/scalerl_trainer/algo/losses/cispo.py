@@ -8,7 +8,7 @@ ScaleRL (arXiv 2510.13786 [P])::
 CISPO itself is from MiniMax-M1 (arXiv 2506.13585 [P]), there with clip(r, ·, 1 + ε_h). No lower clip.
 ε ∈ {4, 5, 8} made no difference in ScaleRL [P].
 
-Unlike a clipped surrogate, a token beyond the truncation still gets a gradient, of bounded weight.
+Unlike in a clipped surrogate, a token beyond the truncation has a gradient, of bounded weight.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from scalerl_trainer.algo.losses.base import LossOutput, TokenBatch, weighted
 
 @dataclass(frozen=True, slots=True)
 class Cispo:
-    """``epsilon``: the largest importance ratio that a token may carry."""
+    """``epsilon``: the largest importance ratio of a token."""
 
     epsilon: float = 5.0
 

@@ -1,4 +1,4 @@
-"""Negative log-likelihood, for the warm start. Advantages and generator log-probabilities are not looked at."""
+"""Negative log-likelihood, for the warm start; ignores advantages and generator log-probabilities."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Supervised:
     """-(w · log π_train), summed."""
 
     def __call__(self, tokens: TokenBatch) -> LossOutput:
-        """Loss, and ``solved``: Σ over sequences of the probability that sampling gives exactly that completion.
+        """Loss, and ``solved``: Σ over sequences of the probability of sampling exactly that completion.
 
-        On examples not trained on before, ``solved`` per sequence is the sampling accuracy, without any sampling.
+        On unseen examples ``solved`` per sequence is the expected sampling accuracy, without sampling.
 
         >>> import torch
         >>> half, zeros = torch.full((3,), 0.5).log(), torch.zeros(3)

@@ -1,7 +1,7 @@
-"""The sender's end of a process group that stands alone: a store, a group, no default group.
+"""The sender's side of a weight group: a process group with a store of its own, besides the default group.
 
-Membership changes by opening a new one. The store's server is an object of its own beside the store's
-client that the group uses, so that closing it ends the wait of everyone who is still joining, at once.
+A change of membership opens a new group. The store's server is separate from the group's store client, so that closing it
+ends the wait of all members that are joining at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from scalerl_trainer.publish.errors import GroupError
 
 log = logging.getLogger(__name__)
 
-c10d: Any = torch.distributed  # untyped: what stands alone is not among torch's typed exports
+c10d: Any = torch.distributed  # untyped: torch's typed exports lack these classes
 
 POLL_SECONDS = 0.001
 Backend = Literal["gloo", "nccl"]
@@ -37,7 +37,7 @@ class Address:
 
 
 class Store:
-    """The server of a group's rendezvous, bound to the one address it is reached at."""
+    """The server of a group's rendezvous, bound to one address."""
 
     def __init__(self, host: str, timeout_seconds: float) -> None:
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
@@ -53,29 +53,29 @@ class Store:
         )
 
     def close(self) -> None:
-        """End the server; whoever waits at it gets an error now instead of at its time-out."""
+        """End the server; members that wait for it get an error now instead of at the time-out."""
         self._server = None
 
 
 class SenderGroup:
     """Rank 0 of a group; ``world_size - 1`` receivers. Made by :func:`open_group`.
 
-    ``opened`` has the process group, and the only reference to it: see :func:`_release`.
+    ``opened`` has the process group, and the only reference to it: see :func:`_release_in_thread`.
     """
 
     def __init__(
-        self, epoch: int, backend: Backend, world_size: int, store: Store, opened: list[Any]
+        self, epoch: int, backend: Backend, world_size: int, store: Store, process_groups: list[Any]
     ) -> None:
         self.epoch = epoch
         self.world_size = world_size
         self._on_gpu = backend == "nccl"
         self._store = store
-        self._opened = opened
+        self._opened = process_groups
         self.busy_until = 0.0
-        """When the last operation is over at the latest (monotonic), also for peers that wait in it."""
+        """Latest end of the last operation (monotonic), also for peers in it."""
 
     def start_broadcast(self, buffer_u8: torch.Tensor, timeout_seconds: float) -> Any:
-        """Begin to send; give the result to :meth:`wait` before the buffer is written again."""
+        """Start a broadcast; pass the result to :meth:`wait` before writing to the buffer again."""
         options = c10d.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
@@ -87,10 +87,10 @@ class SenderGroup:
             raise GroupError(f"group epoch {self.epoch}: {_first_line(error)}") from error
 
     def wait(self, work: Any, deadline: float, check: Check) -> None:
-        """Until ``work`` is done.
+        """Wait until ``work`` is done.
 
         Raises:
-            GroupError: a peer is lost, or ``deadline`` (monotonic) is over.
+            GroupError: a peer is lost, or ``deadline`` (monotonic) has passed.
         """
         try:
             while not work.is_completed():  # `wait` of NCCL only orders streams, it has no time-out
@@ -103,10 +103,10 @@ class SenderGroup:
             raise GroupError(f"group epoch {self.epoch}: {_first_line(error)}") from error
 
     def close(self) -> None:
-        """Leave; never hangs. Peers in an operation get an error: over NCCL at once, over gloo at its time-out."""
-        opened, self._opened = self._opened, []
+        """Close without blocking. Peers in an operation get an error: over NCCL at once, over gloo at its time-out."""
+        process_groups, self._opened = self._opened, []
         self._store.close()
-        _release(opened, self._on_gpu)
+        _release_in_thread(process_groups, self._on_gpu)
 
 
 def open_group(
@@ -118,28 +118,29 @@ def open_group(
     timeout_seconds: float,
     check: Check,
 ) -> SenderGroup:
-    """Join as rank 0; returns when all ``world_size`` ranks have taken part in the first operation.
+    """Join as rank 0; returns when all ``world_size`` ranks have completed the first operation.
 
-    Connections are opened here and not inside the first broadcast, while generation is paused: NCCL makes its
-    communicator in the first operation, and that has no time-out of its own.
+    The first operation opens the connections, before generation is paused: NCCL creates its communicator in it, without a
+    time-out of its own.
 
-    ``check`` is called while waiting: whatever it raises ends the wait. Closing the store ends that of
-    the peers, which is left to the caller.
+    ``check`` is called while waiting; its exception ends the wait. The caller closes the store, which ends the peers' wait.
 
     Raises:
-        GroupError: not everyone came within ``timeout_seconds``.
+        GroupError: not all ranks joined within ``timeout_seconds``.
     """
-    opened: list[Any] = []
+    process_groups: list[Any] = []
     failed: list[Exception] = []
 
     def construct() -> None:
         try:
-            opened.append(_construct(epoch, backend, world_size, store.address, timeout_seconds))
-            _meet(opened[0], world_size, device, timeout_seconds)
+            process_groups.append(
+                _new_process_group(epoch, backend, world_size, store.address, timeout_seconds)
+            )
+            _first_allreduce(process_groups[0], world_size, device, timeout_seconds)
         except Exception as error:
             failed.append(error)
 
-    # Constructing blocks without a way to interrupt it, except by closing the store.
+    # The constructor blocks; only closing the store interrupts it.
     thread = threading.Thread(target=construct, name=f"open-group-{epoch}", daemon=True)
     thread.start()
     deadline = time.monotonic() + timeout_seconds
@@ -152,12 +153,12 @@ def open_group(
         if failed:
             raise GroupError(f"group epoch {epoch}: {_first_line(failed[0])}")
     except BaseException:
-        _release(opened, backend == "nccl")
+        _release_in_thread(process_groups, backend == "nccl")
         raise
-    return SenderGroup(epoch, backend, world_size, store, opened)
+    return SenderGroup(epoch, backend, world_size, store, process_groups)
 
 
-def _meet(pg: Any, world_size: int, device: torch.device, timeout_seconds: float) -> None:
+def _first_allreduce(pg: Any, world_size: int, device: torch.device, timeout_seconds: float) -> None:
     """The group's first operation: an all-reduce of ones (:class:`scalerl_api.wire.GroupJoin`)."""
     ones = torch.ones(1, device=device)
     options = c10d.AllreduceOptions()
@@ -173,23 +174,23 @@ def _meet(pg: Any, world_size: int, device: torch.device, timeout_seconds: float
         raise RuntimeError(f"{int(ones)} ranks took part in the first operation, not {world_size}")
 
 
-def _release(opened: list[Any], on_gpu: bool) -> None:
-    """Let go of the group in ``opened``, if there is one, on a thread of its own.
+def _release_in_thread(process_groups: list[Any], on_gpu: bool) -> None:
+    """Release the process group, if there is one, on a thread of its own.
 
-    Gloo's destructor waits for the operation under way, which ends at its time-out. Whoever drops the last reference
-    waits with it, so the thread takes it out of the list.
+    Gloo's destructor waits for the operation in progress until its time-out. It runs where the last reference is dropped,
+    so the thread takes the group out of the list.
     """
 
     def release() -> None:
-        pg = opened.pop()
+        pg = process_groups.pop()
         if on_gpu:
             pg.abort()
 
-    if opened:
+    if process_groups:
         threading.Thread(target=release, name="close-group", daemon=True).start()
 
 
-def _construct(
+def _new_process_group(
     epoch: int, backend: Backend, world_size: int, address: Address, timeout_seconds: float
 ) -> Any:
     timeout = timedelta(seconds=timeout_seconds)

@@ -1,4 +1,4 @@
-"""Before the first version exists: the supervised warm start on the task's own solutions."""
+"""Runs the warm start (:mod:`.sft`) on the task's solutions, before the first step."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ log = logging.getLogger(__name__)
 _LOG_EVERY_STEPS = 50
 
 
-def warm_up(engine: Engine, spec: RunSpec, model: Path, ranks: Ranks, stop: threading.Event) -> None:
-    """``spec.warmStart`` on training prompts, which all ranks choose alike. A collective.
+def run_warm_start(engine: Engine, spec: RunSpec, model: Path, ranks: Ranks, stop: threading.Event) -> None:
+    """Run ``spec.warmStart`` on training prompts. A collective.
 
     Raises:
         Stopped: on all ranks, once ``stop`` is set on one.
-        WarmStartError: an example cannot be trained on: empty, or longer than a micro-batch.
+        WarmStartError: an example is empty, or longer than a micro-batch.
     """
     wanted = spec.warm_start
     assert wanted is not None
     tokenizer = load_tokenizer(str(model), chat=spec.task.prompt.format == "Chat")
 
     def show(step: int, stats: StepStats) -> None:
-        if ranks.leads and (step + 1) % _LOG_EVERY_STEPS == 0:
+        if ranks.is_leader and (step + 1) % _LOG_EVERY_STEPS == 0:
             log.info("warm start %d/%d: loss %.4f", step + 1, wanted.steps, stats.loss)
-        if any(ranks.all(stop.is_set())):
-            raise Stopped(f"stopped after step {step + 1} of the warm start; the next start begins it again")
+        if any(ranks.all_gather(stop.is_set())):
+            raise Stopped(f"stopped after step {step + 1} of the warm start; the next start repeats it")
 
     try:
         done = warm_start(
@@ -55,7 +55,7 @@ def warm_up(engine: Engine, spec: RunSpec, model: Path, ranks: Ranks, stop: thre
         )
     except BadBatchError as error:
         raise WarmStartError(f"warmStart: {error}") from error
-    if ranks.leads:
+    if ranks.is_leader:
         log.info(
             "warm start: %d steps, loss %.4f, pass rate %.3f, %.1f s",
             *(done.steps, done.loss, done.solved, done.seconds),
@@ -63,10 +63,10 @@ def warm_up(engine: Engine, spec: RunSpec, model: Path, ranks: Ranks, stop: thre
 
 
 def solved_pairs(task: Task, spec: RunSpec, tokenizer: Any, most: int) -> list[tuple[list[int], str]]:
-    """Up to ``most`` training prompts, as tokens, with their worked solutions.
+    """Up to ``most`` training prompts, as token ids, with their worked solutions; the same on all ranks.
 
-    The tokens are those that the actor sends to the server: with the tokenizer's own special tokens for
-    ``Raw``, in the chat template for ``Chat``.
+    The token ids are those that the actor sends to the server: with the tokenizer's special tokens for ``Raw``, in the
+    chat template for ``Chat``.
 
     Raises:
         BadBatchError: a prompt has neither solution nor answer.

@@ -13,20 +13,25 @@ import torch
 
 from scalerl_api.paths import RunPaths
 from scalerl_trainer.checkpoint import FIXED_SHAPE, MANIFEST, CheckpointStore, Disk, Manifest
+from scalerl_trainer.checkpointer import (
+    Checkpointer,
+    NoUsableCheckpoint,
+    _load_random_state,
+    _save_random_state,
+)
 from scalerl_trainer.engine import EngineSettings
-from scalerl_trainer.saving import Saver, Unusable, _load_random_state, _save_random_state
 
 
 class OnlyRank:
-    rank, world, leads = 0, 1, True
+    rank, world, is_leader = 0, 1, True
 
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
 
-    def from_leader(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         return value
 
-    def all(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         return [value]
 
 
@@ -49,14 +54,14 @@ class SlowDisk(Disk):
         return super().sha256(path)
 
 
-def saver(root: Path, timeout_seconds: float = 60.0, disk: Disk | None = None) -> Saver:
+def checkpointer(root: Path, timeout_seconds: float = 60.0, disk: Disk | None = None) -> Checkpointer:
     ranks: Any = OnlyRank(timeout_seconds)
     engine: Any = Weights()
-    return Saver(CheckpointStore(RunPaths(root), 2, disk), ranks, engine)
+    return Checkpointer(CheckpointStore(RunPaths(root), 2, disk), ranks, engine)
 
 
 def save(root: Path, step: int) -> None:
-    one = saver(root)
+    one = checkpointer(root)
     assert one.start(step, b"snapshot") is None
     assert one.finish().error is None
 
@@ -66,9 +71,9 @@ def damage(root: Path, step: int) -> None:
 
 
 def test_what_is_saved_is_found_again(tmp_path: Path) -> None:
-    assert saver(tmp_path).load() is None, "no checkpoint at all is a new run"
+    assert checkpointer(tmp_path).load() is None, "no checkpoint at all is a new run"
     save(tmp_path, 3)
-    again = saver(tmp_path)
+    again = checkpointer(tmp_path)
     assert again.load() == 3
     assert again.snapshot(3) == b"snapshot"
 
@@ -78,17 +83,19 @@ def test_damaged_checkpoints_never_let_a_run_begin_anew(tmp_path: Path) -> None:
         save(tmp_path, step)
         damage(tmp_path, step)
     for _ in range(3):
-        with pytest.raises(Unusable, match=r"damaged-step-00000002-.*damaged-step-00000004-.*good copy"):
-            saver(tmp_path).load()
+        with pytest.raises(
+            NoUsableCheckpoint, match=r"damaged-step-00000002-.*damaged-step-00000004-.*good copy"
+        ):
+            checkpointer(tmp_path).load()
     save(tmp_path, 6)  # a good copy was put in place
-    assert saver(tmp_path).load() == 6
+    assert checkpointer(tmp_path).load() == 6
 
 
 def test_a_disk_that_is_too_slow_fails_the_checkpoint_before_others_think_the_rank_lost(
     tmp_path: Path,
 ) -> None:
     timeout_seconds = 0.4
-    one = saver(tmp_path, timeout_seconds, SlowDisk())
+    one = checkpointer(tmp_path, timeout_seconds, SlowDisk())
     assert one.start(1, b"") is None
     begun = time.perf_counter()
     saved = one.finish()
@@ -99,11 +106,11 @@ def test_a_disk_that_is_too_slow_fails_the_checkpoint_before_others_think_the_ra
 
 
 def test_a_checkpoint_of_another_shape_is_loaded(tmp_path: Path) -> None:
-    one = saver(tmp_path)
+    one = checkpointer(tmp_path)
     one._shape = {"ranks": "8", "zeroStage": "3", "dtype": "bfloat16"}
     assert one.start(3, b"") is None
     assert one.finish().error is None
-    assert saver(tmp_path).load() == 3
+    assert checkpointer(tmp_path).load() == 3
 
 
 def test_a_checkpoint_of_an_earlier_release_loads_only_at_its_own_shape(tmp_path: Path) -> None:
@@ -114,12 +121,12 @@ def test_a_checkpoint_of_an_earlier_release_loads_only_at_its_own_shape(tmp_path
         earlier = Manifest(FIXED_SHAPE, 3, manifest.shape | {"ranks": ranks}, manifest.files)
         (RunPaths(root).checkpoint(3) / MANIFEST).write_bytes(earlier.encode())
         if found is not None:
-            assert saver(root).load() == found
+            assert checkpointer(root).load() == found
         else:
             with pytest.raises(
-                Unusable, match=r"checkpoint 3 was written by an earlier release with .*'8'.*next"
+                NoUsableCheckpoint, match=r"checkpoint 3 was written by an earlier release with .*'8'.*next"
             ):
-                saver(root).load()
+                checkpointer(root).load()
 
 
 def test_a_rank_that_is_new_has_random_numbers_of_its_own(tmp_path: Path) -> None:

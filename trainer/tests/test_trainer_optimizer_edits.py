@@ -14,7 +14,7 @@ from spec_reads import reads
 import scalerl_trainer
 from scalerl_api.edits import Effect, edit_of
 from scalerl_trainer.models import write_scratch
-from scalerl_trainer.recipe import engine_settings
+from scalerl_trainer.spec_settings import engine_settings
 
 pytestmark = pytest.mark.slow
 
@@ -81,7 +81,7 @@ SOURCES = sorted(
 )
 ANNOTATED = {
     *(
-        "warm_up",
+        "run_warm_start",
         "solved_pairs",
         "rank_batch",
         "make_loss",
@@ -92,7 +92,7 @@ ANNOTATED = {
     ),
     *(
         "engine_settings",
-        "collective_seconds",
+        "collective_timeout_seconds",
         "publish_settings",
         "exported_config",
         "write_model",
@@ -101,7 +101,7 @@ ANNOTATED = {
 }
 """Functions that say by their annotations what of the spec they take; of ``open_task`` the trainer uses the prompts, which
 cannot change."""
-READ_ANEW = {"autoscaling.mode"}
+READ_AGAIN = {"autoscaling.mode"}
 """By the leader, before each checkpoint."""
 
 
@@ -117,6 +117,6 @@ def test_what_the_trainer_reads_is_found() -> None:
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
 def test_what_the_trainer_does_not_restart_for_it_does_not_read(source: Path) -> None:
     """Or it reads it anew, and acts on what it says then."""
-    for path in reads(source, ANNOTATED) - READ_ANEW:
+    for path in reads(source, ANNOTATED) - READ_AGAIN:
         effect = edit_of(path).effect
         assert effect is Effect.REFUSED or "trainer" in effect.roles, f"{source.name} reads spec.{path}"

@@ -1,9 +1,8 @@
-"""Checkpoints as all ranks make them together; :mod:`.checkpoint` has the files.
+"""Checkpoints of all ranks; :mod:`.checkpoint` has the files.
 
-A checkpoint has two halves. ``start`` writes the state as it is now, which holds up training. ``finish``
-makes it count, once every rank has flushed and hashed its share of the files, which a thread does while
-training goes on. Whatever fails on any rank fails the checkpoint as a whole, on all ranks, and training
-goes on with the one before.
+``start`` writes the present state to the staging folder, while training waits. A thread flushes and hashes each rank's
+shard of the files while training continues; ``finish`` then commits. A failure on any rank fails the checkpoint on all
+ranks, and training continues with the earlier one.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ import torch
 
 from scalerl_trainer.checkpoint import (
     FIXED_SHAPE,
-    Aside,
     CheckpointError,
     CheckpointStore,
     FileRecord,
+    StagedCheckpoint,
     files_in,
 )
 from scalerl_trainer.engine import Engine
@@ -34,18 +33,18 @@ from scalerl_trainer.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
-SEAL_SHARE = 0.5
-"""Flushing and hashing take no longer than this share of what ranks wait for each other, or the checkpoint has
-failed: the others wait meanwhile, and one slow disk must not look like a lost rank."""
+FLUSH_TIMEOUT_SHARE = 0.5
+"""Time-out of flushing and hashing as a share of that of the ranks' collectives: the other ranks wait meanwhile, and a slow
+disk must not look like a lost rank."""
 
 
-class Unusable(TrainerError):
-    """There are checkpoints, but none that this run can go on from; starting again would not help."""
+class NoUsableCheckpoint(TrainerError):
+    """No checkpoint can be loaded, although there were some; a restart does not help."""
 
 
 @dataclass
 class _Pending:
-    aside: Aside
+    staged: StagedCheckpoint
     snapshot: bytes
     best: int
     records: list[FileRecord] = field(default_factory=list)
@@ -54,16 +53,16 @@ class _Pending:
 
 
 @dataclass(frozen=True)
-class Saved:
-    """``kept_steps`` of a checkpoint that counts now, or why there is none."""
+class SaveResult:
+    """A committed checkpoint and the steps kept, or the error."""
 
     step: int
     kept_steps: list[int]
     error: str | None = None
 
 
-class Saver:
-    """Every method is a collective unless it says otherwise."""
+class Checkpointer:
+    """Every method is a collective, except where noted."""
 
     def __init__(self, store: CheckpointStore, ranks: Ranks, engine: Engine) -> None:
         self._store, self._ranks, self._engine = store, ranks, engine
@@ -73,20 +72,20 @@ class Saver:
             "zeroStage": str(settings.zero_stage),
             "dtype": settings.dtype,
         }
-        self._seal_seconds = SEAL_SHARE * ranks.timeout_seconds
+        self._flush_seconds = FLUSH_TIMEOUT_SHARE * ranks.timeout_seconds
         self._pending: _Pending | None = None
         self.last_step: int | None = None
-        """The newest step that is on disk or on its way there."""
+        """The newest step that is committed or pending."""
         self.stall_seconds = 0.0
-        """How long the last ``start`` held up training."""
+        """Seconds that training waited in the last ``start``."""
 
     @property
     def pending(self) -> bool:
         return self._pending is not None
 
     @property
-    def sealed(self) -> bool:
-        """Not a collective: whether this rank's share of the pending checkpoint is flushed and hashed."""
+    def flushed(self) -> bool:
+        """Not a collective: whether this rank's files of the pending checkpoint are flushed and hashed."""
         return self._pending is not None and not (
             self._pending.thread is not None and self._pending.thread.is_alive()
         )
@@ -94,100 +93,102 @@ class Saver:
     # --- writing ------------------------------------------------------------------------------------------
 
     def start(self, step: int, snapshot: bytes | None, best: int = -1) -> str | None:
-        """Write the state of ``step`` aside; None, or why it could not be. ``snapshot`` and ``best`` (see
-        :meth:`CheckpointStore.commit`) are rank 0's."""
+        """Write the state of ``step`` to the staging folder; returns None or the error. ``snapshot`` and ``best`` (see
+        :meth:`CheckpointStore.commit`) are used on rank 0."""
         begun = time.perf_counter()
-        aside, error = self._ranks.from_leader(self._begin(step) if self._ranks.leads else None)
-        if aside is None:
+        staged, error = self._ranks.broadcast(self._begin(step) if self._ranks.is_leader else None)
+        if staged is None:
             return error
         failure: str | None = None
         try:
-            self._engine.save(aside.directory)
-            _save_random_state(aside.directory, self._ranks.rank)
+            self._engine.save(staged.directory)
+            _save_random_state(staged.directory, self._ranks.rank)
         except (OSError, RuntimeError, TrainerError) as problem:
             failure = f"rank {self._ranks.rank}: {type(problem).__name__}: {problem}"
-        failures = [f for f in self._ranks.all(failure) if f is not None]
+        failures = [f for f in self._ranks.all_gather(failure) if f is not None]
         if failures:
-            if self._ranks.leads:
-                self._store.abandon(aside)
+            if self._ranks.is_leader:
+                self._store.discard(staged)
             return failures[0]
-        pending = _Pending(aside, snapshot or b"", best)
-        files = list(files_in(aside.directory))[self._ranks.rank :: self._ranks.world]
-        pending.thread = threading.Thread(target=self._seal, args=(pending, files), name="seal", daemon=True)
+        pending = _Pending(staged, snapshot or b"", best)
+        files = list(files_in(staged.directory))[self._ranks.rank :: self._ranks.world]
+        pending.thread = threading.Thread(
+            target=self._flush, args=(pending, files), name="flush", daemon=True
+        )
         pending.thread.start()
         self._pending = pending
         self.last_step = step
         self.stall_seconds = time.perf_counter() - begun
         return None
 
-    def finish(self) -> Saved:
-        """Make the pending checkpoint count, waiting for it if need be."""
+    def finish(self) -> SaveResult:
+        """Wait for the pending checkpoint to be flushed, and commit it."""
         pending, self._pending = self._pending, None
         assert pending is not None
         assert pending.thread is not None
-        pending.thread.join(timeout=self._seal_seconds)
+        pending.thread.join(timeout=self._flush_seconds)
         if pending.thread.is_alive():
-            pending.error = f"not flushed within {self._seal_seconds:g} s"
-        results = self._ranks.all((pending.records, pending.error))
-        saved = self._ranks.from_leader(self._commit(pending, results) if self._ranks.leads else None)
+            pending.error = f"not flushed within {self._flush_seconds:g} s"
+        results = self._ranks.all_gather((pending.records, pending.error))
+        saved = self._ranks.broadcast(self._commit(pending, results) if self._ranks.is_leader else None)
         if saved.error is not None:
             self.last_step = None
         return saved
 
-    def _begin(self, step: int) -> tuple[Aside | None, str | None]:
+    def _begin(self, step: int) -> tuple[StagedCheckpoint | None, str | None]:
         try:
-            return self._store.begin(step), None
+            return self._store.stage(step), None
         except OSError as error:
             return None, str(error)
 
-    def _seal(self, pending: _Pending, files: list[Path]) -> None:
+    def _flush(self, pending: _Pending, files: list[Path]) -> None:
         try:
-            pending.records = self._store.record(pending.aside, files)
-        except Exception as error:  # whatever it was, this rank's share is not known to be on disk
+            pending.records = self._store.flush_and_hash(pending.staged, files)
+        except Exception as error:  # after any failure the files may not be on disk
             pending.error = f"rank {self._ranks.rank}: {error}"
 
-    def _commit(self, pending: _Pending, results: list[tuple[list[FileRecord], str | None]]) -> Saved:
-        step = pending.aside.step
+    def _commit(self, pending: _Pending, results: list[tuple[list[FileRecord], str | None]]) -> SaveResult:
+        step = pending.staged.step
         error = next((e for _, e in results if e is not None), None)
         if error is None:
             try:
                 records = [record for records, _ in results for record in records]
                 kept = self._store.commit(
-                    pending.aside, pending.snapshot, records, self._shape, best=pending.best
+                    pending.staged, pending.snapshot, records, self._shape, best=pending.best
                 )
-                return Saved(step, kept)
+                return SaveResult(step, kept)
             except (OSError, CheckpointError) as problem:
                 error = f"{type(problem).__name__}: {problem}"
-        self._store.abandon(pending.aside)
-        return Saved(step, [], error)
+        self._store.discard(pending.staged)
+        return SaveResult(step, [], error)
 
     # --- reading ------------------------------------------------------------------------------------------
 
     def load(self) -> int | None:
-        """Load the newest checkpoint that is whole; its step, or None when there is none at all.
+        """Load the newest valid checkpoint; returns its step, or None if there was never one.
 
         Raises:
-            Unusable: there are some, and none is whole (those that an earlier start set aside count too: a
-                run that had checkpoints never begins anew unasked), or the newest whole one does not fit.
+            NoUsableCheckpoint: all are damaged, those that an earlier start quarantined included (a run that had
+                checkpoints never restarts from step 0 by itself), or the newest valid one does not fit.
         """
-        if self._ranks.leads:
-            self._store.clean()
-        steps = self._ranks.from_leader(self._store.steps() if self._ranks.leads else None)
+        if self._ranks.is_leader:
+            self._store.remove_staged()
+        steps = self._ranks.broadcast(self._store.steps() if self._ranks.is_leader else None)
         for step in steps:
-            errors = [e for e in self._ranks.all(self._verify(step)) if e is not None]
+            errors = [e for e in self._ranks.all_gather(self._verify(step)) if e is not None]
             if not errors:
                 directory = self._store.directory(step)
                 self._engine.load(directory)
                 _load_random_state(directory, self._ranks.rank)
                 self.last_step = step
                 return step
-            if self._ranks.leads:
-                self._store.set_aside(step, errors[0])
-        damaged = self._ranks.from_leader(self._store.damaged() if self._ranks.leads else None)
-        if steps or damaged:
-            raise Unusable(
-                f"no checkpoint is whole, and there were some: {', '.join(damaged) or sorted(steps)} (the log of the "
-                "start that set them aside says why): put a good copy in place as step-*, or begin a new run"
+            if self._ranks.is_leader:
+                self._store.quarantine(step, errors[0])
+        quarantined = self._ranks.broadcast(self._store.quarantined() if self._ranks.is_leader else None)
+        if steps or quarantined:
+            raise NoUsableCheckpoint(
+                f"all checkpoints are damaged: {', '.join(quarantined) or sorted(steps)} (for the reasons see the log of "
+                "the start that renamed them): put a good copy in place as step-*, or start a new run"
             )
         return None
 
@@ -202,7 +203,7 @@ class Saver:
         except CheckpointError as error:
             return str(error)
         if manifest.format == FIXED_SHAPE and manifest.shape != self._shape:
-            raise Unusable(
+            raise NoUsableCheckpoint(
                 f"checkpoint {step} was written by an earlier release with {manifest.shape}, this run has "
                 f"{self._shape}: resume with the same trainer.replicas, trainer.devices, trainer.zeroStage and model.dtype, and change "
                 "them after the next checkpoint"
@@ -225,7 +226,7 @@ def _save_random_state(directory: Path, rank: int) -> None:
 
 
 def _load_random_state(directory: Path, rank: int) -> None:
-    """A rank that was not there when the checkpoint was written continues rank 0's state with a seed of its own."""
+    """A rank that did not exist when the checkpoint was written gets a new seed, from rank 0's state."""
     file, new = _random_file(directory, rank), False
     if not file.is_file():
         file, new = _random_file(directory, 0), True

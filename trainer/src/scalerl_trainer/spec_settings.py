@@ -1,4 +1,4 @@
-"""From the run's spec to what the parts of the trainer are told."""
+"""Settings of the trainer's parts, from the run's spec."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scalerl_trainer.algo.losses import Cispo, Grpo, Loss
 from scalerl_trainer.engine import EngineSettings
 from scalerl_trainer.publish.publisher import PublishSettings
 
-COLLECTIVE_SECONDS = 600.0
+MIN_COLLECTIVE_SECONDS = 600.0
 
 
 def engine_settings(spec: RunSpec) -> EngineSettings:
@@ -32,13 +32,13 @@ def engine_settings(spec: RunSpec) -> EngineSettings:
     )
 
 
-def collective_seconds(spec: RunSpec) -> float:
-    """The limit of the ranks' process group on every collective; beyond it NCCL's watchdog ends the process.
+def collective_timeout_seconds(spec: RunSpec) -> float:
+    """Time-out of every collective of the default process group; beyond it NCCL's watchdog ends the process.
 
-    Under ZeRO-3 the ranks wait in the gather of the next bucket while rank 0 broadcasts the present one, for as long
-    as ``weightSync.timeoutSeconds`` and the answers after it.
+    Under ZeRO-3 the ranks wait in the gather of the next bucket while rank 0 broadcasts the present one, for up to
+    ``weightSync.timeoutSeconds`` and the answers after it.
     """
-    return max(COLLECTIVE_SECONDS, spec.weight_sync.timeout_seconds + 60.0)
+    return max(MIN_COLLECTIVE_SECONDS, spec.weight_sync.timeout_seconds + 60.0)
 
 
 def make_loss(spec: LossSpec) -> Loss:
@@ -50,7 +50,7 @@ def make_loss(spec: LossSpec) -> Loss:
 
 
 def publish_settings(spec: RunSpec, host: str, device: torch.device) -> PublishSettings:
-    """``host``: where actors reach this process."""
+    """``host``: address of this process for the actors."""
     backend = spec.weight_backend
     return PublishSettings(
         host=host,

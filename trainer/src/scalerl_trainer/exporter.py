@@ -1,8 +1,8 @@
-"""Models of evaluations, exported while the run trains: the best one's and the last one's are kept.
+"""Exports the models of evaluations while the run trains, and keeps the best and the last.
 
-Rank 0's. The weights of a version exist only until the next update, so they are written at once, while training
-waits; flushing, renaming and removing what is no longer wanted is a thread's, copying elsewhere another's. Nothing that
-fails here ends the run: it is counted, said in ``exports.json``, and tried again.
+On rank 0. The weights of a version exist only until the next update, so they are written while training waits. One
+thread flushes, renames and removes; another copies to ``trainer.export.to``. A failure does not end the run: it is
+counted, reported in ``exports.json``, and retried.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import EvaluationPoint
 from scalerl_trainer.export import STAGED, commit_model, stage_model
+from scalerl_trainer.export_targets import Target, TargetError, open_target
 from scalerl_trainer.metrics import Metrics
-from scalerl_trainer.targets import Target, TargetError, open_target
 from scalerl_trainer.tensor_files import TensorInfo
 
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"^step-(\d{8,})$")
 WRITE_PAUSES = (1.0, 4.0)
-"""Seconds before a write that failed is tried again; training waits for them."""
+"""Seconds before each retry of a write; training waits."""
 COPY_PAUSES = (5.0, 20.0, 60.0, 180.0)
-"""The same of a copy; nobody waits for them. After the last it is tried again with the next evaluation."""
+"""Seconds before each retry of a copy; after the last the next evaluation retries it."""
 CLOSE_SECONDS = 600.0
-"""How long the end of the run waits for a copy under way."""
+"""Time-out of a copy in progress at the end of the run."""
 STOPPED_SECONDS = 30.0
-"""The same of a trainer that was told to stop."""
+"""The same once the trainer is to stop."""
 
 Weights = Callable[[], Iterator[torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """The points whose models are kept."""
+class SelectedPoints:
+    """The evaluation points whose models are kept."""
 
     best: EvaluationPoint
     last: EvaluationPoint
 
     @classmethod
-    def of(cls, points: Sequence[EvaluationPoint]) -> Wanted | None:
-        """Rewards compare within the newest held-out set, and where one version was measured alone; if none was, the
-        mixed ones have to do."""
+    def of(cls, points: Sequence[EvaluationPoint]) -> SelectedPoints | None:
+        """Select by reward within the newest held-out set, among points of a single version; if there are none, among
+        points of mixed versions."""
         finite = [p for p in points if math.isfinite(p.reward)]
         if not finite:
             return None
@@ -68,10 +68,7 @@ class Wanted:
 
 
 class Exporter:
-    """Keeps ``checkpoints/hf`` and its copy as ``spec.trainer.export`` says.
-
-    ``pauses``: before attempts at writing and at copying.
-    """
+    """Maintains ``checkpoints/hf`` and its copy by ``spec.trainer.export``."""
 
     def __init__(
         self,
@@ -89,40 +86,39 @@ class Exporter:
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="export-copy")
         self._tasks: set[Future[None]] = set()
         self._lock = threading.Lock()
-        """Of what both threads share: what was said, what went wrong, what is being copied."""
+        """Guards the state shared by both threads: status, problems, versions being copied."""
         self._points: Sequence[EvaluationPoint] = []
-        self._weighed: set[int] = set()
-        """Versions that the last choice was between. Only these are ever removed: a version whose evaluation has come
-        since that choice may be the new best or last."""
-        self._said = read_exports(paths.exports) or Exports()
+        self._selectable: set[int] = set()
+        """Versions of the last selection. Only these are removed: a version evaluated since may be the new best or last."""
+        self._status = read_exports(paths.exports) or Exports()
         self._failures, self._problems = 0, {"write": "", "copy": ""}
         self._copying: frozenset[int] = frozenset()
         self._copy_queued = False
         self._target: Target | None = None
         self._remove_staged()
-        self._tried = -1
+        self._attempted = -1
         self._unmeasured = set(self._versions())
 
     @property
     def waiting(self) -> bool:
-        """Whether there is an export whose evaluation is not known."""
+        """Whether an exported version has no evaluation yet."""
         return self._spec.trainer.export.enabled and bool(self._unmeasured)
 
     def wants(self, version: int) -> bool:
-        """Whether a version that is measured is still to be exported."""
+        """Whether this evaluated version is to be exported."""
         return (
             self._spec.trainer.export.enabled
-            and version != self._tried
+            and version != self._attempted
             and not self._folder(version).is_dir()
         )
 
     def write(self, version: int, infos: Sequence[TensorInfo], weights: Weights) -> float:
-        """Export the present weights as ``version``; returns how long training was held up, in seconds.
+        """Export the present weights as ``version``; returns the seconds that training waited.
 
-        ``weights`` gives them anew at each call, and is always exhausted: it is a collective.
+        ``weights`` is called for each attempt, and its iterator is always exhausted: it is a collective.
         """
         begun = time.perf_counter()
-        self._tried = version
+        self._attempted = version
         for pause in (*self._write_pauses, None):
             tensors = weights()
             try:
@@ -130,29 +126,29 @@ class Exporter:
                     self._folder(version), self._paths.base_model, infos, tensors, self._spec
                 )
                 self._unmeasured.add(version)
-                self._do(self._disk, "write", partial(self._commit, staged, version))
+                self._submit(self._disk, "write", partial(self._commit, staged, version))
                 break
             except (OSError, ValueError) as error:
-                self._failed("write", f"version {version}: {error}")
+                self._count_failure("write", f"version {version}: {error}")
             finally:
                 for _ in tensors:
                     pass
             if pause is None or self._closing.wait(pause):
-                self._do(self._disk, "write", self._settle)
+                self._submit(self._disk, "write", self._select_and_remove)
                 break
         return time.perf_counter() - begun
 
     def evaluated(self, points: Sequence[EvaluationPoint]) -> None:
-        """Keep what ``points`` call best and last, copy it, remove the rest."""
+        """Select the best and the last model by ``points``, copy them, remove the others."""
         if not self._spec.trainer.export.enabled:
             return
         self._unmeasured -= {p.version for p in points}
         if points and points != self._points:
             self._points = points
-            self._do(self._disk, "write", self._settle)
+            self._submit(self._disk, "write", self._select_and_remove)
 
     def close(self, stopped: Callable[[], bool] = lambda: False, seconds: float = CLOSE_SECONDS) -> None:
-        """Wait for what is under way, not for long once ``stopped``; copies that fail now are not tried again."""
+        """Wait for tasks in progress, :data:`STOPPED_SECONDS` at most once ``stopped``; failed copies are not retried."""
         deadline = time.monotonic() + seconds
         self._closing.set()
         while under_way := [task for task in tuple(self._tasks) if not task.done()]:
@@ -160,20 +156,20 @@ class Exporter:
             if stopped():
                 deadline = min(deadline, now + STOPPED_SECONDS)
             if now >= deadline:
-                log.error("an export or a copy of one is not done, and given up")
+                log.error("an export or its copy did not finish in time and is abandoned")
                 break
             wait(under_way, timeout=min(0.5, deadline - now))
         for thread in (self._disk, self._copier):
             thread.shutdown(wait=False, cancel_futures=True)
 
-    # --- the threads' -------------------------------------------------------------------------------------
+    # --- on the threads -----------------------------------------------------------------------------------
 
-    def _do(self, thread: ThreadPoolExecutor, operation: str, task: Callable[[], None]) -> None:
+    def _submit(self, thread: ThreadPoolExecutor, operation: str, task: Callable[[], None]) -> None:
         def guarded() -> None:
             try:
                 task()
-            except Exception as error:  # whatever it was, the run goes on
-                self._failed(operation, f"{type(error).__name__}: {error}")
+            except Exception as error:  # the run continues after any failure
+                self._count_failure(operation, f"{type(error).__name__}: {error}")
 
         done = thread.submit(guarded)
         self._tasks.add(done)
@@ -184,35 +180,37 @@ class Exporter:
         self._metrics.exports.labels("write", "ok").inc()
         self._metrics.export_version.set(version)
         self._problems["write"] = ""
-        self._settle()
+        self._select_and_remove()
 
-    def _settle(self) -> None:
-        """Says what is there, removes what is neither best nor last nor still to be measured, copies the rest."""
+    def _select_and_remove(self) -> None:
+        """Write the status, remove models that are neither best, last nor unmeasured, and queue the copy."""
         with self._lock:
-            self._choose()
+            self._select()
         try:
-            self._say()
-        finally:  # on a full disk nothing can be said until something is removed
+            self._write_status()
+        finally:  # on a full disk the status can be written only after a removal
             self._remove()
         if self._spec.trainer.export.to is not None and not self._copy_queued:
             self._copy_queued = True
-            self._do(self._copier, "copy", self._copy)
+            self._submit(self._copier, "copy", self._copy)
 
     def _remove(self) -> None:
         with self._lock:
-            kept = {m.version for m in (self._said.best, self._said.last) if m is not None} | self._copying
-            removed = self._weighed - kept
+            kept = {
+                m.version for m in (self._status.best, self._status.last) if m is not None
+            } | self._copying
+            removed = self._selectable - kept
         for version in removed:
             shutil.rmtree(self._folder(version), ignore_errors=True)
 
     def _copy(self) -> None:
-        """Copies what is newest at each attempt. What it reads stays until it is done, so that a copy that takes
-        longer than the time between two evaluations ends too."""
+        """Copy the models selected at the time of each attempt. Their folders stay until it ends, so that a copy may take
+        longer than the time between two evaluations."""
         self._copy_queued = False
         for pause in (*self._copy_pauses, None):
             with self._lock:
                 models = {
-                    role: m for role in ("best", "last") if (m := getattr(self._said, role)) is not None
+                    role: m for role in ("best", "last") if (m := getattr(self._status, role)) is not None
                 }
                 if all(model.uri for model in models.values()):
                     return
@@ -226,25 +224,25 @@ class Exporter:
                 self._metrics.exports.labels("copy", "ok").inc()
             except TargetError as error:
                 problem = str(error)
-            except Exception as error:  # a client library's own bug: the copy is tried again like any other
+            except Exception as error:  # a bug of a client library: retried like any other failure
                 problem = f"{type(error).__name__}: {error}"
                 log.exception("a copy of an export failed unexpectedly")
             if problem:
-                self._failed("copy", problem)
+                self._count_failure("copy", problem)
             with self._lock:
                 self._problems["copy"] = problem[:1000]
-                self._choose(uris)
+                self._select(uris)
                 self._copying = frozenset()
             try:
-                self._say()
+                self._write_status()
             finally:
-                self._do(self._disk, "write", self._remove)
+                self._submit(self._disk, "write", self._remove)
             if problem and (pause is None or self._closing.wait(pause)):
                 return
 
-    def _choose(self, uris: dict[int, str] | None = None) -> None:
-        """Best and last are of the models that are there: one that could not be written replaces none."""
-        known = {m.version: m for m in (self._said.best, self._said.last) if m is not None}
+    def _select(self, uris: dict[int, str] | None = None) -> None:
+        """Select the best and the last of the models on disk: one that could not be written replaces none."""
+        known = {m.version: m for m in (self._status.best, self._status.last) if m is not None}
         present = set(self._versions())
 
         def model(point: EvaluationPoint) -> ExportedModel:
@@ -260,30 +258,30 @@ class Exporter:
                 time=written,
             )
 
-        weighed = [p for p in self._points if p.version in present]
-        self._weighed = {p.version for p in weighed}
-        wanted = Wanted.of(weighed)
-        self._said = Exports(
-            best=self._said.best if wanted is None else model(wanted.best),
-            last=self._said.last if wanted is None else model(wanted.last),
+        selectable = [p for p in self._points if p.version in present]
+        self._selectable = {p.version for p in selectable}
+        selected = SelectedPoints.of(selectable)
+        self._status = Exports(
+            best=self._status.best if selected is None else model(selected.best),
+            last=self._status.last if selected is None else model(selected.last),
             failures=self._failures,
             problem="; ".join(filter(None, self._problems.values())),
         )
 
-    def _say(self) -> None:
+    def _write_status(self) -> None:
         file = self._paths.exports / EXPORTS_FILE
-        aside = file.with_name(f"{STAGED}{file.name}")
+        staged = file.with_name(f"{STAGED}{file.name}")
         with self._lock:
             file.parent.mkdir(parents=True, exist_ok=True)
-            aside.write_bytes(msgspec.json.format(msgspec.json.encode(self._said), indent=1))
-            aside.replace(file)
+            staged.write_bytes(msgspec.json.format(msgspec.json.encode(self._status), indent=1))
+            staged.replace(file)
 
-    def _failed(self, what: str, reason: str) -> None:
+    def _count_failure(self, what: str, reason: str) -> None:
         with self._lock:
             self._failures += 1
             self._problems[what] = reason[:1000]
         self._metrics.exports.labels(what, "failed").inc()
-        log.error("an export failed and will be tried again: %s", reason)
+        log.error("an export failed and will be retried: %s", reason)
 
     def _folder(self, version: int) -> Path:
         return self._paths.exports / f"step-{version:08d}"

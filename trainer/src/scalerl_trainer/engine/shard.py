@@ -1,7 +1,7 @@
-"""A rank's share of a batch: packed, checked, and agreed on by all ranks before anything is computed.
+"""Packs and checks a rank's shard of a batch, with agreement of all ranks before anything is computed.
 
-A share that is bad on one rank alone would leave the others in their collectives until the time-out; so each
-says what it has and whether it can be trained on, and all raise together.
+A shard that is bad on one rank only would leave the others in their collectives until the time-out, so the ranks
+exchange sizes and errors first and raise together.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scalerl_trainer.errors import BadBatchError
 from scalerl_trainer.packing import PackedBatch, Sequence, pack
 
 
-def pack_share(
+def pack_shard(
     sequences: Items[Sequence],
     batch: TrainBatch | None,
     *,
@@ -26,11 +26,12 @@ def pack_share(
     vocabulary: int,
     device: torch.device,
 ) -> tuple[PackedBatch, torch.Tensor]:
-    """Pack this rank's share; agree with all ranks on its size and on whether anyone's is bad. A collective.
+    """Pack this rank's shard, and gather the sizes and errors of all ranks. A collective.
 
     ``batch`` None: the sequences are only scored.
 
-    Returns per rank ``[world, 7]``: micro-batches, trainable tokens, tokens, padding, sequences, bad, fresh known.
+    Returns the packed shard, and per rank ``[world, 7]``: micro-batches, trainable tokens, tokens, padding, sequences,
+    bad, fresh known.
 
     Raises, on every rank: ``BadBatchError`` (and ``NonFiniteLogprobError``, ``SequenceTooLongError``).
     """
@@ -62,12 +63,12 @@ def pack_share(
         raise error
     if bool(counts[:, 5].any()):
         ranks = counts[:, 5].nonzero().flatten().tolist()
-        raise BadBatchError(f"the share of rank {ranks[0]} cannot be trained on; see its log")
+        raise BadBatchError(f"the shard of rank {ranks[0]} cannot be trained on; see its log")
     return packed, counts
 
 
 def _check_tokens(packed: PackedBatch, vocabulary: int) -> None:
-    """An unknown token would fail on one rank alone, in the middle of the others' collectives."""
+    """An unknown token would fail on one rank only, while the others are in a collective."""
     for micro in packed.micro_batches:
         for ids in (micro.input_ids_bt, micro.target_m):
             low, high = int(ids.min()), int(ids.max())

@@ -1,4 +1,4 @@
-"""Requests to actors: to all at once, each answer or its absence known by the deadline."""
+"""Concurrent requests to actors' weight control, with a deadline."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from scalerl_api import wire
 from scalerl_trainer.coordinator_client import decode_problem, wire_headers
 
 CONNECT_SECONDS = 5.0
-LATE_SECONDS = 30.0
-"""A request is kept open this much past its deadline: its answer may still be waited for."""
+LATE_ANSWER_SECONDS = 30.0
+"""A request stays open this long past its deadline, because the deadline may be extended."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back from one member: the body of a yes, or what went wrong.
+    """One member's answer.
 
-    ``cleared``: it answered with an error that another member may have caused.
+    body: of a 2xx answer.
+    error: else a message.
+    cleared: the member answered with an error that another member may have caused.
     """
 
     body: bytes | None = None
@@ -37,7 +39,7 @@ class Answer:
 
 @dataclass
 class Calls:
-    """Answers to one message sent to several members, as they come in."""
+    """The answers of several members to one message."""
 
     asked: frozenset[str]
     deadline: float
@@ -45,18 +47,18 @@ class Calls:
     _arriving: queue.SimpleQueue[tuple[str, Answer]] = field(default_factory=queue.SimpleQueue)
 
     def collect(self) -> None:
-        """Take in what has arrived, without waiting."""
+        """Collect the answers received so far, without waiting."""
         while not self._arriving.empty():
             member_id, answer = self._arriving.get()
             self.answers.setdefault(member_id, answer)
 
     def first_failure(self) -> str | None:
-        """In words, the first member that has answered anything but yes; None so far."""
+        """The first error received so far, as a message; None without one."""
         self.collect()
         return next((f"{m}: {a.error}" for m, a in self.answers.items() if not a.ok), None)
 
     def wait(self) -> dict[str, Answer]:
-        """Everyone's answer; who has not answered by the deadline is counted as gone."""
+        """All answers; a member without one by the deadline gets an error."""
         self.collect()
         while len(self.answers) < len(self.asked):
             try:
@@ -70,19 +72,19 @@ class Calls:
 
 
 class ActorControl:
-    """Speaks to actors' weight control with the run's token.
+    """Client of actors' weight control, with the run's token.
 
-    A request runs on a daemon thread that nobody waits for past the deadline: a peer that accepts a
-    connection and then hangs holds up nothing but its thread.
+    Each request runs on a daemon thread, which is abandoned at the deadline: a peer that accepts a connection and then
+    hangs blocks only its thread.
     """
 
     def __init__(self, token: str) -> None:
-        # No connection is kept: one that the actor's side has closed meanwhile would look like a dead actor.
+        # No keep-alive: a connection that the actor has closed meanwhile would look like a dead actor.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._http = httpx.Client(headers=wire_headers(token), trust_env=False, limits=limits)
 
     def close(self) -> None:
-        """End the connections, also those that requests are stuck in."""
+        """Close all connections, also those of stuck requests."""
         self._http.close()
 
     def start(
@@ -110,7 +112,7 @@ class ActorControl:
         url = member.control_url.rstrip("/") + path
         try:
             timeout = httpx.Timeout(
-                timeout_seconds + LATE_SECONDS, connect=min(CONNECT_SECONDS, timeout_seconds)
+                timeout_seconds + LATE_ANSWER_SECONDS, connect=min(CONNECT_SECONDS, timeout_seconds)
             )
             response = self._http.post(url, content=body, timeout=timeout)
         except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:  # RuntimeError: closed under us
@@ -122,6 +124,6 @@ class ActorControl:
                 problem = decode_problem(response)
                 answer = Answer(
                     error=f"POST {url}: {response.status_code} {problem.error}: {problem.message}",
-                    cleared=problem.error != "not-ready",  # that is its own server, gone
+                    cleared=problem.error != "not-ready",  # its own server is gone
                 )
         calls._arriving.put((member.member_id, answer))

@@ -22,11 +22,11 @@ from scalerl_api.load import load_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec, ScratchModel
 from scalerl_api.wire import EvaluationPoint
-from scalerl_trainer import exporting
-from scalerl_trainer.exporting import Exporter, Wanted
+from scalerl_trainer import exporter
+from scalerl_trainer.export_targets import Folder, Models, TargetError, open_target
+from scalerl_trainer.exporter import Exporter, SelectedPoints
 from scalerl_trainer.metrics import Metrics
 from scalerl_trainer.models import load_model, write_scratch
-from scalerl_trainer.targets import Folder, Models, TargetError, open_target
 from scalerl_trainer.tensor_files import TensorInfo
 
 EXAMPLE = Path(__file__).parents[2] / "examples/tiny/run.yaml"
@@ -165,13 +165,13 @@ def test_an_evaluation_that_comes_while_it_is_chosen_loses_no_model(
     run.write(0)
     run.exporter.evaluated([point(0, 0.5)])
     until(lambda: run.said().last is not None)
-    say = run.exporter._say
+    write_status = run.exporter._write_status
 
-    def said_late() -> None:
-        say()
+    def write_status_late() -> None:
+        write_status()
         run.exporter.evaluated([point(0, 0.5), point(6, 0.4)])
 
-    monkeypatch.setattr(run.exporter, "_say", said_late)
+    monkeypatch.setattr(run.exporter, "_write_status", write_status_late)
     run.write(6)
     run.exporter.close()
     assert run.folders == [name(0), name(6)]
@@ -182,15 +182,15 @@ def test_an_evaluation_that_comes_while_it_is_chosen_loses_no_model(
 
 def test_best_is_chosen_among_points_that_compare() -> None:
     of_before = [point(10, 0.9, "a"), point(20, 0.3, "b")]
-    wanted = Wanted.of([*of_before, point(30, 0.2, "b"), point(40, 0.8, "b", mixed_versions=True)])
+    wanted = SelectedPoints.of([*of_before, point(30, 0.2, "b"), point(40, 0.8, "b", mixed_versions=True)])
     assert wanted is not None
     assert (wanted.best.version, wanted.last.version) == (20, 40)
     nothing = point(50, float("nan"), "b")
-    assert Wanted.of([nothing]) is None
-    wanted = Wanted.of([*of_before, nothing])
+    assert SelectedPoints.of([nothing]) is None
+    wanted = SelectedPoints.of([*of_before, nothing])
     assert wanted is not None
     assert (wanted.best.version, wanted.last.version) == (20, 20)
-    wanted = Wanted.of([point(10, 0.9, mixed_versions=True), point(20, 0.3, mixed_versions=True)])
+    wanted = SelectedPoints.of([point(10, 0.9, mixed_versions=True), point(20, 0.3, mixed_versions=True)])
     assert wanted is not None
     assert (wanted.best.version, wanted.last.version) == (10, 20), "better than none"
 
@@ -375,21 +375,20 @@ def test_a_bucket_that_dies_in_the_middle_of_a_copy_is_tried_again(
 def test_who_is_told_to_stop_does_not_wait_for_a_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mount that hangs: the index of the folder is a pipe that nobody writes to."""
-    monkeypatch.setattr(exporting, "STOPPED_SECONDS", 0.2)
+    """A mount on which every copy of a file hangs."""
+    monkeypatch.setattr(exporter, "STOPPED_SECONDS", 0.2)
     run = Run(tmp_path / "run", to=str(tmp_path / "out"))
     run.write(10)
     until(lambda: run.folders == [name(10)])
-    pipe = run.paths.exports / name(10) / "hangs"
-    os.mkfifo(pipe)
-    monkeypatch.setattr(shutil, "copyfile", lambda *_: open(pipe).close())
+    ended = threading.Event()
+    monkeypatch.setattr(shutil, "copyfile", lambda *_: ended.wait(120))
     run.exporter.evaluated([point(10, 0.1)])
     told = threading.Event()
     threading.Timer(1.0, told.set).start()
     begun = time.monotonic()
     run.exporter.close(told.is_set)
     assert 1.0 <= time.monotonic() - begun < 10.0
-    os.close(os.open(pipe, os.O_WRONLY))
+    ended.set()  # the interpreter waits for the thread at its exit
 
 
 def test_a_restart_knows_what_lies_where(tmp_path: Path) -> None:

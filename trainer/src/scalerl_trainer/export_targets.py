@@ -1,13 +1,13 @@
-"""Where exported models are copied to: a mounted path, a hub's repository, a bucket.
+"""Targets for copies of exported models: a mounted path, a hub repository, an S3 bucket.
 
 ========================== =================================================================================
-``/path``                  ``<path>/step-<version>/``, whole or not there
+``/path``                  ``<path>/step-<version>/``, atomically
 ``hf://owner/name``        the best model in revision ``main``, the last in ``last``: one commit each
-``s3://bucket/prefix``     ``<prefix>/step-<version>/``; ``<prefix>/exports.json``, written last, names what is whole
+``s3://bucket/prefix``     ``<prefix>/step-<version>/``; ``<prefix>/exports.json``, written last, names the complete ones
 ========================== =================================================================================
 
-A path and a bucket hold what the run holds: versions that are neither best nor last any more are removed. Credentials
-are the libraries' own: ``HF_TOKEN`` (and ``HF_ENDPOINT``); ``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``,
+On a path and in a bucket, versions that are neither best nor last any more are removed. Credentials are those of the
+libraries: ``HF_TOKEN`` (and ``HF_ENDPOINT``); ``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``,
 ``AWS_REGION``, ``AWS_ENDPOINT_URL`` (with ``AWS_ALLOW_HTTP=true`` for one without TLS), or a web identity.
 """
 
@@ -26,33 +26,33 @@ from scalerl_trainer.errors import TrainerError
 from scalerl_trainer.export import STAGED, commit_model
 
 Models = Mapping[str, tuple[ExportedModel, Path]]
-"""``best`` and ``last``: what each is, and its folder."""
+"""``best`` and ``last``: each model and its folder."""
 
 _NAME = re.compile(r"^step-\d{8,}$")
 _RETRIES: dict[str, Any] = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}
-"""Of one request to a bucket. The library's own ten take minutes in which nothing is said; the copy is tried again."""
+"""Retries of one request to a bucket: the library's default of ten takes minutes without a log; the copy is retried."""
 
 
 class TargetError(TrainerError):
-    """A target cannot be reached, or does not take a copy."""
+    """A target is unreachable or refuses a copy."""
 
 
 class Target(Protocol):
-    """Somewhere that copies go."""
+    """A destination of copies."""
 
     def put(self, models: Models) -> dict[int, str]:
-        """Make the target hold these; returns where each version lies.
+        """Copy the models, remove others; returns the URI of each version.
 
         Raises:
-            TargetError: what was there before is as it was, or beside what is new.
+            TargetError: earlier copies are still there.
         """
 
 
 def open_target(to: str) -> Target:
-    """The target that ``trainer.export.to`` names.
+    """The target of ``trainer.export.to``.
 
     Raises:
-        TargetError: a library for it is missing; which one.
+        TargetError: names a missing library.
     """
     if to.startswith("hf://"):
         return Hub(to)
@@ -105,7 +105,7 @@ class Hub:
         uris = {}
         try:
             self._api.create_repo(self._name, exist_ok=True, private=True)
-            # The last first: where both are the same model, the plain name is what is said.
+            # The last first: if both are the same model, its URI is that of revision main.
             for role, revision in (("last", "last"), ("best", "main")):
                 if role not in models:
                     continue
@@ -126,7 +126,7 @@ class Hub:
 
 
 class Bucket:
-    """A prefix of an S3 bucket; files are sent in parts, so none is in memory as a whole."""
+    """A prefix of an S3 bucket, by multipart upload: no file is in memory as a whole."""
 
     def __init__(self, to: str) -> None:
         try:
@@ -154,14 +154,14 @@ class Bucket:
                 if not model.uri:
                     for file in sorted(folder.iterdir()):
                         self._obstore.put(self._store, f"{folder.name}/{file.name}", file)
-            said = {
+            status = {
                 role: {"version": m.version, "reward": m.reward, "uri": uris[m.version]}
                 for role, (m, _) in models.items()
             }
-            self._obstore.put(self._store, EXPORTS_FILE, json.dumps(said, indent=1).encode())
+            self._obstore.put(self._store, EXPORTS_FILE, json.dumps(status, indent=1).encode())
             wanted = {folder.name for _, folder in models.values()}
             for page in self._obstore.list(self._store):
-                others = [o["path"] for o in page if _is_other(o["path"], wanted)]
+                others = [o["path"] for o in page if _is_unwanted(o["path"], wanted)]
                 if others:
                     self._obstore.delete(self._store, others)
         except self._errors as error:
@@ -170,11 +170,11 @@ class Bucket:
 
 
 def _distinct(models: Models) -> Iterable[tuple[ExportedModel, Path]]:
-    """Each model once: the last is often the best too."""
+    """The distinct models: the last is often the best too."""
     return {model.version: (model, folder) for model, folder in models.values()}.values()
 
 
-def _is_other(path: str, wanted: set[str]) -> bool:
+def _is_unwanted(path: str, wanted: set[str]) -> bool:
     folder = path.split("/")[0]
     return _NAME.match(folder) is not None and folder not in wanted
 

@@ -19,7 +19,7 @@ import pytest
 from s3_server import BUCKET, S3Server
 
 from scalerl_api.exports import ExportedModel
-from scalerl_trainer.targets import TargetError, open_target
+from scalerl_trainer.export_targets import TargetError, open_target
 
 pytestmark = pytest.mark.slow
 
@@ -136,7 +136,7 @@ PUT = """
     import sys
     from pathlib import Path
     from scalerl_api.exports import ExportedModel
-    from scalerl_trainer.targets import TargetError, open_target
+    from scalerl_trainer.export_targets import TargetError, open_target
 
     def model(text):
         version, _, uri = text.partition("=")
@@ -162,7 +162,7 @@ def put(directory: Path, to: str, best: str, last: str, **environ: str) -> str:
     """In a process of its own: the client reads its endpoint when it is imported."""
     for version in (best, last):
         folder_of(directory, int(version.split("=")[0]))
-    clean = {
+    environment = {
         n: v
         for n, v in os.environ.items()
         if not n.startswith(("HF_", "AWS_")) and not n.lower().endswith("_proxy")
@@ -170,7 +170,7 @@ def put(directory: Path, to: str, best: str, last: str, **environ: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(PUT), to, best, last],
         cwd=directory,
-        env=clean | {"HF_HOME": str(directory / "home"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"} | environ,
+        env=environment | {"HF_HOME": str(directory / "home"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"} | environ,
         capture_output=True,
         text=True,
         timeout=100,
