@@ -128,7 +128,7 @@ def test_hindcasts_ignore_later_points() -> None:
     one, two = cf.hindcasts(curve)[-1], cf.hindcasts(changed)[-1]
     assert (one.made_at, one.until, one.median) == (two.made_at, two.until, two.median)
     assert two.below < 0.01 < one.below
-    assert one.low <= one.seen <= one.high
+    assert one.low <= one.observed <= one.high
 
 
 def test_hindcast_equals_forecast_of_head() -> None:

@@ -1,4 +1,4 @@
-"""An actor with a server's memory but no server: takes weights through a real process group.
+"""A fake actor without a server: receives weights through a real process group.
 
 Run as a process of its own (it is killed and frozen on purpose), with ``ACTOR`` set to a dict:
 ``directory`` where it says its port (``port``) and leaves each version it took (``v<version>.pt``),

@@ -1,4 +1,4 @@
-"""Processes of tests: forked from one server that has the slow imports behind it, never left over."""
+"""Test processes, forked from one server that has done the slow imports; all are ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of the engine's tests: runs every scenario, writes what it saw to ``<out>/rank-<r>.pt``.
+"""One rank of the engine's tests: runs every scenario, writes its results to ``<out>/rank-<r>.pt``.
 
 All scenarios share one process per rank because importing torch, transformers and DeepSpeed takes longer than they do.
 """
@@ -189,7 +189,7 @@ class Scenarios:
         return sorted({round(m / 0.1, 6) for m in moments.double().tolist() if m}), norm
 
     def skip(self, stage: int, dtype: Dtype) -> dict[str, Any]:
-        """What must be skipped on all ranks, in turn on one engine: weights and optimizer stay as they were."""
+        """Steps that all ranks must skip, in turn on one engine: weights and optimizer are unchanged."""
         good, after = self.share(0), self.share(1)
         # One token of one rank's that no mean survives, and a batch of other weights.
         one = good.generator_logprobs_n.clone()
@@ -227,7 +227,7 @@ class Scenarios:
         return found
 
     def refuse(self, stage: int) -> dict[str, Any]:
-        """What must raise on all ranks, and leave the weights as they were."""
+        """Errors that all ranks must raise, without a change of the weights."""
         engine = self.engine(stage)
         before = parameters(engine)
         good = self.share(0)
@@ -254,7 +254,7 @@ class Scenarios:
         return found
 
     def warm(self, stage: int) -> dict[str, Any]:
-        """A warm start lowers the loss and leaves an optimizer as new."""
+        """A warm start lowers the loss and resets the optimizer."""
         engine = self.engine(stage, learning_rate=1e-3, max_gradient_norm=1.0, temperature=1.0)
         tokenizer = load_tokenizer(self.model)
         pairs = [(f"{i} + {i} =", f" {2 * i}") for i in range(8)]

@@ -1,4 +1,4 @@
-"""A generator without a model: takes weights like an actor, and answers leases with seeded random tokens.
+"""A fake generator without a model: receives weights like an actor, and answers leases with seeded random tokens.
 
 ``GENERATOR``: ``{"actor": {...} as ACTOR in actor_process.py, "name", "coordinator", "run_file",
 "vocabulary", "seconds_per_group", "logprob", "bad_slots"}``: slots whose log-probabilities are of no policy.

@@ -79,7 +79,7 @@ NOISY = {
 
 
 def reference(folder: Path, ids: list[int]) -> torch.Tensor:
-    """The library's own bfloat16 model, loaded as anyone would."""
+    """The bfloat16 model as transformers loads it."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0, :-1].float()
@@ -95,7 +95,7 @@ def engine_logprobs(folder: Path, ids: list[int], stage: int, device: torch.devi
 
 
 class Recording:
-    """A loss that keeps the log-probabilities it was given."""
+    """A loss that records its log-probabilities."""
 
     def __init__(self) -> None:
         self.seen: list[torch.Tensor] = []

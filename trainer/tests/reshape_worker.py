@@ -1,4 +1,4 @@
-"""One rank of the tests of saved engines: does the jobs it is given, writes what it saw to ``<out>/<name>-<r>.pt``.
+"""One rank of the tests of saved engines: runs its jobs, writes the results to ``<out>/<name>-<r>.pt``.
 
 ``save``  3 steps, save, 3 more: what an uninterrupted run of this shape comes to
 ``load``  load what another shape saved, save it again, 3 more steps

@@ -1,4 +1,4 @@
-"""A server that speaks S3, on loopback, in a process of its own: moto's, which holds all in memory."""
+"""moto's S3 server, on loopback, in a process of its own, in memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BUCKET = "models"
 
 
 class S3Server:
-    """Its port stays the same when it is started again; what it held does not."""
+    """A restart keeps the port, not the contents."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -67,15 +67,15 @@ class S3Server:
         self._http.close()
 
     def refuse(self, after: float = 0) -> None:
-        """Whose credentials it does not know, which is everybody, so many requests from now; ``inf``: never."""
+        """Refuse all credentials after this number of requests; ``inf``: never."""
         self._http.post("/moto-api/reset-auth", content=str(after)).raise_for_status()
 
     def uploading(self) -> bool:
-        """Whether a file is being sent in parts."""
+        """Whether a multipart upload is in progress."""
         return "<UploadId>" in self._http.get(f"/{BUCKET}?uploads").text
 
     def sent(self, path: str) -> int:
-        """How often a file was put there as a whole."""
+        """Number of completed uploads of a file."""
         return self._log.read_text().count(f"PUT /{BUCKET}/{path} HTTP")
 
     def objects(self) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""The mathematics against hand-computed values and against a slow reference in plain Python floats."""
+"""``algo`` against hand-computed values and a slow reference in plain Python floats."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def token_batch(
 
 
 class TestAdvantages:
-    def test_batch_divides_by_the_std_of_all_centred_rewards(self) -> None:
+    def test_advantages_batch_normalization(self) -> None:
         # Centred: 1, -1, .5, -.5; their root mean square is sqrt(2.5 / 4).
         std = math.sqrt(0.625)
         expected = [1 / std, -1 / std, 0.5 / std, -0.5 / std]
@@ -58,11 +58,11 @@ class TestAdvantages:
             expected, rel=1e-5
         )
 
-    def test_group_divides_by_its_own_std(self) -> None:
+    def test_advantages_group_normalization(self) -> None:
         got = advantages(torch.tensor(REWARDS), torch.tensor(GROUPS), "Group")
         assert got.tolist() == pytest.approx([1, -1, 1, -1], rel=1e-5)
 
-    def test_none_centres_only(self) -> None:
+    def test_advantages_without_normalization(self) -> None:
         assert advantages(torch.tensor(REWARDS), torch.tensor(GROUPS), "None").tolist() == [
             1.0,
             -1.0,
@@ -71,21 +71,19 @@ class TestAdvantages:
         ]
 
     @pytest.mark.parametrize("normalization", ["Batch", "Group", "None"])
-    def test_a_group_of_one_and_a_batch_without_spread_have_no_advantage(
-        self, normalization: Normalization
-    ) -> None:
+    def test_advantages_are_zero_without_spread(self, normalization: Normalization) -> None:
         got = advantages(torch.tensor([1.0, 1.0, 1.0]), torch.tensor([0, 0, 1]), normalization)
         assert got.tolist() == [0.0, 0.0, 0.0]
 
     @pytest.mark.parametrize("normalization", ["Batch", "Group", "None"])
-    def test_an_empty_batch_is_empty(self, normalization: Normalization) -> None:
+    def test_advantages_of_empty_batch(self, normalization: Normalization) -> None:
         assert advantages(torch.zeros(0), torch.zeros(0, dtype=torch.long), normalization).shape == (0,)
 
-    def test_a_reward_that_is_no_number_is_named(self) -> None:
+    def test_advantages_non_finite_reward_raises(self) -> None:
         with pytest.raises(BadBatchError, match="reward of sequence 1 is nan"):
             advantages(torch.tensor([0.0, math.nan]), torch.tensor([0, 0]))
 
-    def test_an_unknown_normalisation_is_refused(self) -> None:
+    def test_advantages_unknown_normalization_raises(self) -> None:
         with pytest.raises(BadBatchError, match="choose Batch, Group or None"):
             advantages(torch.tensor([0.0, 1.0]), torch.tensor([0, 0]), "batch")  # type: ignore[arg-type]
 
@@ -104,7 +102,7 @@ class TestAggregation:
         assert got.tolist() == pytest.approx(expected, rel=1e-12)
 
     @pytest.mark.parametrize("aggregation", ["PromptAverage", "SampleAverage", "TokenAverage"])
-    def test_what_has_no_trainable_token_counts_for_nothing(self, aggregation: Aggregation) -> None:
+    def test_weights_ignore_sequences_without_trainable_tokens(self, aggregation: Aggregation) -> None:
         lengths_s, group_s = torch.tensor([3, 0, 0, 2]), torch.tensor([0, 0, 1, 2])
         got = sequence_weights(lengths_s, group_s, aggregation)
         kept = torch.tensor([True, False, False, True])
@@ -113,7 +111,7 @@ class TestAggregation:
         assert float((got * lengths_s).sum()) == pytest.approx(1.0)
 
     @pytest.mark.parametrize("aggregation", ["PromptAverage", "SampleAverage", "TokenAverage"])
-    def test_nothing_at_all_is_zero_not_a_division(self, aggregation: Aggregation) -> None:
+    def test_weights_of_empty_batch_are_zero(self, aggregation: Aggregation) -> None:
         assert sequence_weights(torch.tensor([0, 0]), torch.tensor([0, 1]), aggregation).tolist() == [
             0.0,
             0.0,
@@ -123,7 +121,7 @@ class TestAggregation:
 def reference(
     loss: str, normalization: Normalization, aggregation: Aggregation
 ) -> tuple[float, list[list[float]]]:
-    """Loss and d loss / d log π_train, from the papers' sums with Python floats and loops alone."""
+    """Loss and d loss / d log π_train, from the papers' sums with Python floats and loops."""
     prompts = sorted(set(GROUPS))
     members = {p: [i for i, g in enumerate(GROUPS) if g == p] for p in prompts}
     centred = [
@@ -155,7 +153,7 @@ def reference(
 
 
 class TestLosses:
-    def test_cispo_by_hand(self) -> None:
+    def test_cispo_values(self) -> None:
         tokens = token_batch("None", "PromptAverage")
         output = Cispo(5.0)(tokens)
         # Ratios: e^.2, 1 | e^2 = 7.39, cut to 5 | e^.2 | 1, e^.2, e^-2.
@@ -165,7 +163,7 @@ class TestLosses:
         assert output.loss.item() == pytest.approx(-(first + second) / 2, rel=1e-6)
         assert output.sums["truncated"].item() == 1
 
-    def test_grpo_by_hand(self) -> None:
+    def test_grpo_values(self) -> None:
         tokens = token_batch("None", "SampleAverage")
         output = Grpo()(tokens)
         # A > 0: e^.2 = 1.22 is cut to 1.2, e^-2 is not cut at all. A < 0: 7.39 and e^.2 stay, e^-2 is cut to .8.
@@ -178,7 +176,7 @@ class TestLosses:
     @pytest.mark.parametrize("loss", ["CISPO", "GRPO"])
     @pytest.mark.parametrize("normalization", ["Batch", "Group", "None"])
     @pytest.mark.parametrize("aggregation", ["PromptAverage", "SampleAverage", "TokenAverage"])
-    def test_value_and_gradient_against_the_slow_reference(
+    def test_loss_and_gradient_match_reference(
         self, loss: str, normalization: Normalization, aggregation: Aggregation
     ) -> None:
         value, gradient = reference(loss, normalization, aggregation)
@@ -189,7 +187,7 @@ class TestLosses:
         assert tokens.logprobs_n.grad is not None
         torch.testing.assert_close(tokens.logprobs_n.grad, flat(gradient), rtol=2e-5, atol=1e-7)
 
-    def test_golden_values_of_a_fixed_seed(self) -> None:
+    def test_loss_golden_values(self) -> None:
         generator = torch.Generator().manual_seed(20)
         lengths_s, group_s = torch.tensor([4, 7, 1, 5]), torch.tensor([0, 0, 1, 1])
         count = int(lengths_s.sum())
@@ -209,7 +207,7 @@ class TestLosses:
         assert got == pytest.approx(golden, rel=1e-5)
 
     @pytest.mark.parametrize("loss", [Cispo(), Grpo(), Supervised()])
-    def test_no_tokens_give_zero_with_a_zero_gradient(self, loss: Loss) -> None:
+    def test_loss_of_no_tokens_is_zero_with_zero_gradient(self, loss: Loss) -> None:
         parameter = torch.ones(3, requires_grad=True)
         empty = torch.zeros(0)
         tokens = TokenBatch(parameter[:0] * 2, empty, empty, empty, torch.zeros(0, dtype=torch.long))
@@ -229,7 +227,7 @@ class TestLosses:
         assert logprobs_n.grad.item() == pytest.approx(-math.exp(-7.0), rel=1e-5)
 
     @pytest.mark.parametrize("make", [lambda: Cispo(0.0), lambda: Grpo(1.1, 0.2), lambda: Grpo(0.2, -0.1)])
-    def test_settings_without_meaning_are_refused(self, make: type[Cispo]) -> None:
+    def test_loss_invalid_settings_raise(self, make: type[Cispo]) -> None:
         with pytest.raises(ValueError, match="must"):
             make()
 
@@ -241,7 +239,7 @@ GOLDEN_SUPERVISED = 1.496902
 
 
 class TestMismatch:
-    def test_estimators_by_hand(self) -> None:
+    def test_ratio_statistics_values(self) -> None:
         # d = .5, -.5
         got = ratio_statistics(torch.tensor([-0.5, -1.5]), torch.tensor([-1.0, -1.0]))
         up, down = math.exp(0.5), math.exp(-0.5)
@@ -252,7 +250,7 @@ class TestMismatch:
         assert got.absolute_difference == pytest.approx(0.5)
         assert got.effective_sample_fraction == pytest.approx((up + down) ** 2 / (2 * (up**2 + down**2)))
 
-    def test_both_estimators_find_the_true_divergence(self) -> None:
+    def test_kl_estimators_converge_to_divergence(self) -> None:
         generator = torch.Generator().manual_seed(0)
         sampler = torch.tensor([0.5, 0.3, 0.2])
         trainer = torch.tensor([0.4, 0.35, 0.25])
@@ -262,7 +260,7 @@ class TestMismatch:
         assert got.kl_k1 == pytest.approx(true, abs=1e-3)
         assert got.kl_k3 == pytest.approx(true, abs=2e-4)
 
-    def test_a_table_is_the_statistics_of_each_bucket(self) -> None:
+    def test_ratio_table_matches_statistics_by_bucket(self) -> None:
         generator = torch.Generator().manual_seed(5)
         a, b = -torch.rand(60, generator=generator), -5 * torch.rand(60, generator=generator)
         position_n = torch.tensor([3, 300, 2000, 5000, 20_000, 255] * 10)
@@ -277,22 +275,22 @@ class TestMismatch:
         assert found["sampled_kl_16k_up"] == ratio_statistics(a[4::6], b[4::6]).kl_k3
         assert set(by_position("probe", [RatioStatistics()] * 5)) == set()
 
-    def test_no_tokens_mean_no_mismatch(self) -> None:
+    def test_ratio_statistics_of_no_tokens(self) -> None:
         got = ratio_statistics(torch.zeros(0), torch.zeros(0))
         assert (got.kl_k3, got.ratio_mean, got.effective_sample_fraction) == (0.0, 1.0, 1.0)
 
-    def test_ratios_that_all_underflow_are_a_problem_of_the_step_and_no_error(self) -> None:
+    def test_ratio_guard_skips_underflowing_ratios(self) -> None:
         got = ratio_statistics(torch.full((3,), -9999.0), torch.full((3,), -1.0))
         assert (got.effective_sample_fraction, got.beyond_fraction) == (0.0, 1.0)
         assert RatioGuard().problem(got) is not None
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-    def test_a_broken_generator_logprob_is_named(self, bad: float) -> None:
+    def test_check_generator_logprobs_raises(self, bad: float) -> None:
         with pytest.raises(NonFiniteLogprobError, match=r"1 of 3 .*first at flat token 2") as caught:
             check_generator_logprobs(torch.tensor([-1.0, -2.0, bad]))
         assert (caught.value.count, caught.value.first) == (1, 2)
 
-    def test_the_guard_reads_the_share_of_tokens_that_one_token_cannot_move(self) -> None:
+    def test_ratio_guard_is_robust_to_single_tokens(self) -> None:
         theirs = torch.full((1000,), -1.0)
         ours = theirs.clone()
         ours[:2] = torch.tensor([-9999.0, 500.0])
@@ -307,15 +305,15 @@ class TestMismatch:
             "10.1 % of tokens have a ratio beyond 10 between trainer and generator, 10 % are allowed"
         )
 
-    def test_what_is_not_a_number_is_beyond(self) -> None:
+    def test_ratio_statistics_nan_is_outlier(self) -> None:
         assert ratio_statistics(torch.tensor([math.nan, -1.0]), torch.tensor([-1.0, -1.0])).beyond == 1
 
-    def test_an_absurd_difference_stays_finite(self) -> None:
+    def test_ratio_statistics_large_difference_is_finite(self) -> None:
         got = ratio_statistics(torch.tensor([0.0]), torch.tensor([-500.0]))
         assert math.isfinite(got.ratio_mean)
         assert got.ratio_mean > 1e12
 
-    def test_sums_of_parts_are_the_whole(self) -> None:
+    def test_ratio_statistics_are_additive(self) -> None:
         generator = torch.Generator().manual_seed(random.Random(1).randrange(100))
         a, b = -torch.rand(50, generator=generator), -torch.rand(50, generator=generator)
         whole = ratio_statistics(a, b)

@@ -1,4 +1,4 @@
-"""What must hold for every batch: order, sharding and scale do not matter, forced tokens do not count."""
+"""Invariants of every batch: order, sharding and scale do not matter, forced tokens do not count."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def run(
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 @given(batch=batches(), data=st.data(), aggregation=st.sampled_from(AGGREGATIONS))
 @settings(max_examples=25, deadline=None)
-def test_the_order_of_sequences_does_not_matter(
+def test_loss_is_invariant_to_sequence_order(
     loss: Loss,
     normalization: Normalization,
     batch: dict[str, torch.Tensor],
@@ -99,7 +99,7 @@ def test_the_order_of_sequences_does_not_matter(
     normalization=st.sampled_from(NORMALIZATIONS),
 )
 @settings(max_examples=60, deadline=None)
-def test_any_split_over_ranks_and_micro_batches_is_exact(
+def test_loss_is_invariant_to_split(
     loss: Loss,
     batch: dict[str, torch.Tensor],
     data: st.DataObject,
@@ -118,7 +118,7 @@ def test_any_split_over_ranks_and_micro_batches_is_exact(
 
 @given(batch=batches(), scale=st.floats(0.1, 100.0), shift=st.floats(-5.0, 5.0), loss=st.sampled_from(LOSSES))
 @settings(max_examples=40, deadline=None)
-def test_scaled_and_shifted_rewards_teach_the_same_when_normalised(
+def test_advantages_are_invariant_to_affine_rewards(
     batch: dict[str, torch.Tensor], scale: float, shift: float, loss: Loss
 ) -> None:
     changed = {**batch, "rewards": batch["rewards"] * scale + shift}
@@ -131,7 +131,7 @@ def test_scaled_and_shifted_rewards_teach_the_same_when_normalised(
 
 @given(batch=batches(), aggregation=st.sampled_from(AGGREGATIONS))
 @settings(max_examples=60, deadline=None)
-def test_weights_add_up_to_one(batch: dict[str, torch.Tensor], aggregation: Aggregation) -> None:
+def test_weights_sum_to_one(batch: dict[str, torch.Tensor], aggregation: Aggregation) -> None:
     weights_s = sequence_weights(batch["lengths"], batch["groups"], aggregation)
     expected = 1.0 if int(batch["lengths"].sum()) else 0.0
     assert float((weights_s * batch["lengths"]).sum()) == pytest.approx(expected)
@@ -140,7 +140,7 @@ def test_weights_add_up_to_one(batch: dict[str, torch.Tensor], aggregation: Aggr
 
 @given(batch=batches(), normalization=st.sampled_from(NORMALIZATIONS))
 @settings(max_examples=60, deadline=None)
-def test_advantages_of_a_group_cancel_and_vanish_without_spread(
+def test_advantages_of_group_sum_to_zero(
     batch: dict[str, torch.Tensor], normalization: Normalization
 ) -> None:
     advantages_s = advantages(batch["rewards"], batch["groups"], normalization)

@@ -1,4 +1,4 @@
-"""From wire bytes to tensors: every rank agrees on the whole, and takes its own part of it."""
+"""From wire bytes to tensors: ranks agree on the whole step, and each takes its shard."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def sequence(random: Any, group: int, sample: int, tokens: int) -> wire.Sequence
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 999), groups=st.integers(1, 6), samples=st.integers(2, 5), world=st.integers(1, 4))
-def test_ranks_together_are_the_whole(seed: int, groups: int, samples: int, world: int) -> None:
+def test_rank_batches_sum_to_whole_step(seed: int, groups: int, samples: int, world: int) -> None:
     metas, sequences = make_step(seed, groups, samples)
     recipe = RecipeSpec()
     whole = rank_batch(wire.Shard(step=STEP, groups=metas, sequences=sequences), recipe)
@@ -68,7 +68,7 @@ def test_ranks_together_are_the_whole(seed: int, groups: int, samples: int, worl
         assert float(whole.batch.advantages_s.square().mean()) == pytest.approx(1.0, rel=1e-4)
 
 
-def test_tokens_logprobs_and_freshness_line_up() -> None:
+def test_rank_batch_aligns_tokens_logprobs_and_freshness() -> None:
     metas, sequences = make_step(3, 4, 3)
     batch = rank_batch(wire.Shard(step=STEP, groups=metas, sequences=sequences), RecipeSpec()).batch
     assert [list(s.completion) for s in batch.sequences] == [
@@ -80,13 +80,13 @@ def test_tokens_logprobs_and_freshness_line_up() -> None:
     flat = np.concatenate([np.frombuffer(s.logprobs, "<f4") for s in sequences])
     assert batch.generator_logprobs_n is not None
     assert batch.generator_logprobs_n.tolist() == flat.tolist()
-    # What older weights began is not the present weights' alone: its key-value cache has their states.
+    # The KV cache of a completion that older weights began contains their states.
     fresh = [s.versions[1].start == 0 for s in sequences for _ in range(len(s.token_ids) // 4)]
     assert batch.fresh_n is not None
     assert batch.fresh_n.tolist() == fresh
 
 
-def test_a_token_is_fresh_until_other_weights_take_over() -> None:
+def test_rank_batch_freshness_ends_at_first_older_version() -> None:
     metas = [wire.GroupMeta(slot=0, scores=[0.0, 1.0], completion_tokens=[4, 4], filtered=False)]
     spans = [[wire.VersionSpan(STEP, 0), wire.VersionSpan(STEP + 1, 3)], [wire.VersionSpan(STEP - 1, 0)]]
     sequences = [
@@ -102,7 +102,7 @@ def test_a_token_is_fresh_until_other_weights_take_over() -> None:
     assert not lost.any()
 
 
-def test_golden_advantages_and_weights() -> None:
+def test_rank_batch_golden_advantages_and_weights() -> None:
     metas = [
         wire.GroupMeta(slot=0, scores=[1.0, 0.0], completion_tokens=[3, 1], filtered=False),
         wire.GroupMeta(slot=1, scores=[1.0, 1.0], completion_tokens=[2, 2], filtered=True),
@@ -120,7 +120,7 @@ def test_golden_advantages_and_weights() -> None:
     assert done.stats["filtered_fraction"] == pytest.approx(1 / 3)
 
 
-def test_staleness_is_counted_by_token() -> None:
+def test_rank_batch_staleness_by_token() -> None:
     metas = [wire.GroupMeta(slot=0, scores=[1.0, 0.0], completion_tokens=[5, 1], filtered=False)]
     spans = [wire.VersionSpan(4, 0), wire.VersionSpan(6, 2), wire.VersionSpan(7, 4)]
     one = wire.Sequence(
@@ -135,7 +135,7 @@ def test_staleness_is_counted_by_token() -> None:
     assert done.staleness == Staleness(tokens=5, total=3 + 3 + 1 + 1 + 0, largest=3)
 
 
-def test_a_completion_without_a_verdict_is_in_no_mean_and_no_weight() -> None:
+def test_rank_batch_ignores_ungraded_completions() -> None:
     metas = [
         wire.GroupMeta(
             slot=0, scores=[1.0, 0.0, 0.0], completion_tokens=[3, 1, 9], filtered=False, ungraded=[2]
@@ -156,7 +156,7 @@ def test_a_completion_without_a_verdict_is_in_no_mean_and_no_weight() -> None:
         rank_batch(wire.Shard(step=STEP, groups=metas, sequences=bad), RecipeSpec())
 
 
-def test_masked_tokens_have_no_gradient_no_age_and_no_weight() -> None:
+def test_rank_batch_ignores_masked_tokens() -> None:
     metas = [
         wire.GroupMeta(
             slot=0, scores=[1.0, 0.0], completion_tokens=[5, 2], filtered=False, masked_tokens=[2, 0]
@@ -187,14 +187,14 @@ def test_masked_tokens_have_no_gradient_no_age_and_no_weight() -> None:
         rank_batch(wire.Shard(step=STEP, groups=metas, sequences=[one]), RecipeSpec())
 
 
-def test_a_step_of_which_every_slot_was_given_up() -> None:
+def test_rank_batch_of_step_without_groups() -> None:
     metas = [wire.GroupMeta(slot=0, scores=[], completion_tokens=[], filtered=True)]
     done = rank_batch(wire.Shard(step=STEP, groups=metas, sequences=[]), RecipeSpec())
     assert len(done.batch.sequences) == 0
     assert done.stats == {"filtered_fraction": 1.0, "ungraded_completions": 0.0}
 
 
-def test_a_step_without_a_single_unfiltered_group() -> None:
+def test_rank_batch_of_step_with_filtered_groups_only() -> None:
     metas = [wire.GroupMeta(slot=0, scores=[1.0, 1.0], completion_tokens=[5, 1], filtered=True)]
     done = rank_batch(wire.Shard(step=STEP, groups=metas, sequences=[]), RecipeSpec())
     assert len(done.batch.sequences) == 0
@@ -211,7 +211,7 @@ def test_a_step_without_a_single_unfiltered_group() -> None:
         ({"versions": [wire.VersionSpan(1, 0), wire.VersionSpan(2, 9)]}, "spans"),
     ],
 )
-def test_what_contradicts_itself_is_refused(change: dict[str, Any], message: str) -> None:
+def test_rank_batch_inconsistent_shard_raises(change: dict[str, Any], message: str) -> None:
     metas = [wire.GroupMeta(slot=0, scores=[1.0, 0.0], completion_tokens=[2, 1], filtered=False)]
     fields: dict[str, Any] = {
         "group": 0,
@@ -226,7 +226,7 @@ def test_what_contradicts_itself_is_refused(change: dict[str, Any], message: str
         rank_batch(shard, RecipeSpec())
 
 
-def test_probe_sequences_are_spread_over_the_share() -> None:
+def test_probe_sequences_are_evenly_spaced() -> None:
     metas, sequences = make_step(1, 6, 4)
     shard = wire.Shard(step=STEP, groups=metas, sequences=sequences)
     chosen = probe_sequences(shard, 3)

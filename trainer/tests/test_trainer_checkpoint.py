@@ -42,7 +42,7 @@ def content(step: int, part: int) -> bytes:
 
 
 def newest_whole(store: CheckpointStore) -> int | None:
-    """As a trainer looks for it; checks that what is whole is also right."""
+    """The newest valid checkpoint, as a trainer finds it, with its content checked."""
     for step in store.steps():
         with contextlib.suppress(CheckpointError):
             manifest = store.manifest(step)
@@ -55,7 +55,7 @@ def newest_whole(store: CheckpointStore) -> int | None:
 
 
 class Crash(BaseException):
-    """The process is gone: nothing after it runs, no handler catches it."""
+    """The process dies: no handler catches it."""
 
 
 class CrashingDisk(Disk):
@@ -140,7 +140,7 @@ def two_saved(store: CheckpointStore) -> None:
 
 
 def with_damaged_newest(store: CheckpointStore) -> None:
-    """The trainer has gone back to 20 and comes to 30 again, whose folder is still there."""
+    """The trainer has resumed from 20 and reaches 30 again, whose folder still exists."""
     two_saved(store)
     save(store, 30)
     (store.directory(30) / "state" / "part0").write_bytes(b"damage")
@@ -149,7 +149,7 @@ def with_damaged_newest(store: CheckpointStore) -> None:
 @pytest.mark.parametrize("prepare", [two_saved, with_damaged_newest])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("power_loss", [False, True], ids=["crash", "power-loss"])
-def test_a_crash_at_any_call_leaves_a_whole_checkpoint(
+def test_crash_at_any_call_leaves_valid_checkpoint(
     tmp_path: Path, prepare: Any, after: bool, power_loss: bool
 ) -> None:
     calls = calls_of_a_save(tmp_path / "count", prepare)
@@ -175,7 +175,7 @@ def test_a_crash_at_any_call_leaves_a_whole_checkpoint(
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
-def test_an_error_at_any_call_keeps_what_was(tmp_path: Path, number: int) -> None:
+def test_error_at_any_call_keeps_earlier_checkpoints(tmp_path: Path, number: int) -> None:
     calls = calls_of_a_save(tmp_path / "count", two_saved)
     for at in range(calls):
         paths = RunPaths(tmp_path / str(at))
@@ -189,7 +189,7 @@ def test_an_error_at_any_call_keeps_what_was(tmp_path: Path, number: int) -> Non
             assert kept == [20, 30], "only the removal of an old one failed"
 
 
-def test_keeps_the_newest_and_says_which(tmp_path: Path) -> None:
+def test_commit_keeps_newest_steps(tmp_path: Path) -> None:
     store = CheckpointStore(RunPaths(tmp_path), keep=2)
     assert [save(store, step) for step in (10, 20, 30, 40)] == [[10], [10, 20], [20, 30], [30, 40]]
     assert store.steps() == [40, 30]
@@ -211,7 +211,7 @@ def test_keeps_the_newest_and_says_which(tmp_path: Path) -> None:
         lambda d: (d / MANIFEST).write_bytes((d / MANIFEST).read_bytes()[:-20]),
     ],
 )
-def test_a_damaged_checkpoint_is_not_whole(tmp_path: Path, damage: Any) -> None:
+def test_verify_detects_damage(tmp_path: Path, damage: Any) -> None:
     store = CheckpointStore(RunPaths(tmp_path), keep=2)
     two_saved(store)
     damage(store.directory(20))
@@ -222,8 +222,8 @@ def test_a_damaged_checkpoint_is_not_whole(tmp_path: Path, damage: Any) -> None:
     assert newest_whole(store) == 20
 
 
-def test_the_checkpoint_of_the_best_evaluation_stays_beside_the_newest(tmp_path: Path) -> None:
-    """A run that has gone bad since can be taken back to it."""
+def test_commit_keeps_best_step(tmp_path: Path) -> None:
+    """A run that has diverged since can be rolled back to it."""
     store = CheckpointStore(RunPaths(tmp_path), keep=2)
     # The best evaluation was at 25: 20 is the newest that is not after it.
     assert [save(store, step, best=min(step, 25)) for step in (10, 20, 30, 40, 50)][2:] == [
@@ -240,7 +240,7 @@ def test_the_checkpoint_of_the_best_evaluation_stays_beside_the_newest(tmp_path:
     assert store.steps() == [80, 70], "none so old, and none asked for"
 
 
-def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
+def test_manifest_detects_any_changed_bit(tmp_path: Path) -> None:
     store = CheckpointStore(RunPaths(tmp_path), keep=1)
     save(store, 5)
     data = (store.directory(5) / MANIFEST).read_bytes()
@@ -256,7 +256,7 @@ def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
             )
 
 
-def test_a_file_that_nobody_recorded_is_not_committed(tmp_path: Path) -> None:
+def test_commit_unrecorded_file_raises(tmp_path: Path) -> None:
     store = CheckpointStore(RunPaths(tmp_path), keep=2)
     staged = store.stage(1)
     (staged.directory / "seen").write_bytes(b"1")
@@ -266,7 +266,7 @@ def test_a_file_that_nobody_recorded_is_not_committed(tmp_path: Path) -> None:
         store.commit(staged, b"", records, SHAPE)
 
 
-def test_kill_9_at_random_moments(tmp_path: Path, processes: Any) -> None:
+def test_sigkill_at_random_times_leaves_valid_checkpoint(tmp_path: Path, processes: Any) -> None:
     generator = random.Random(int(os.environ.get("PYTEST_SEED", "0")))
     paths = RunPaths(tmp_path)
     last = 0

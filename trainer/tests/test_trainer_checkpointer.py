@@ -1,4 +1,4 @@
-"""Checkpoints as ranks make them: what a start finds, and how long a disk may take."""
+"""Checkpoints of all ranks: loading, and slow disks."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def damage(root: Path, step: int) -> None:
     (RunPaths(root).checkpoint(step) / "weights").write_bytes(b"wrong!!")
 
 
-def test_what_is_saved_is_found_again(tmp_path: Path) -> None:
+def test_load_finds_saved_step(tmp_path: Path) -> None:
     assert checkpointer(tmp_path).load() is None, "no checkpoint at all is a new run"
     save(tmp_path, 3)
     again = checkpointer(tmp_path)
@@ -78,7 +78,7 @@ def test_what_is_saved_is_found_again(tmp_path: Path) -> None:
     assert again.snapshot(3) == b"snapshot"
 
 
-def test_damaged_checkpoints_never_let_a_run_begin_anew(tmp_path: Path) -> None:
+def test_load_all_damaged_raises(tmp_path: Path) -> None:
     for step in (2, 4):
         save(tmp_path, step)
         damage(tmp_path, step)
@@ -91,7 +91,7 @@ def test_damaged_checkpoints_never_let_a_run_begin_anew(tmp_path: Path) -> None:
     assert checkpointer(tmp_path).load() == 6
 
 
-def test_a_disk_that_is_too_slow_fails_the_checkpoint_before_others_think_the_rank_lost(
+def test_finish_slow_disk_fails_checkpoint_before_collective_timeout(
     tmp_path: Path,
 ) -> None:
     timeout_seconds = 0.4
@@ -105,7 +105,7 @@ def test_a_disk_that_is_too_slow_fails_the_checkpoint_before_others_think_the_ra
     assert CheckpointStore(RunPaths(tmp_path), 2).steps() == []
 
 
-def test_a_checkpoint_of_another_shape_is_loaded(tmp_path: Path) -> None:
+def test_load_other_shape(tmp_path: Path) -> None:
     one = checkpointer(tmp_path)
     one._shape = {"ranks": "8", "zeroStage": "3", "dtype": "bfloat16"}
     assert one.start(3, b"") is None
@@ -113,7 +113,7 @@ def test_a_checkpoint_of_another_shape_is_loaded(tmp_path: Path) -> None:
     assert checkpointer(tmp_path).load() == 3
 
 
-def test_a_checkpoint_of_an_earlier_release_loads_only_at_its_own_shape(tmp_path: Path) -> None:
+def test_load_earlier_release_needs_same_shape(tmp_path: Path) -> None:
     for ranks, found in (("1", 3), ("8", None)):
         root = tmp_path / ranks
         save(root, 3)
@@ -129,7 +129,7 @@ def test_a_checkpoint_of_an_earlier_release_loads_only_at_its_own_shape(tmp_path
                 checkpointer(root).load()
 
 
-def test_a_rank_that_is_new_has_random_numbers_of_its_own(tmp_path: Path) -> None:
+def test_load_new_rank_gets_own_random_state(tmp_path: Path) -> None:
     def draws() -> tuple[float, float, float]:
         return random.random(), float(np.random.rand()), float(torch.rand(()))
 

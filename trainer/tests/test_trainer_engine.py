@@ -74,7 +74,7 @@ def ranks(model: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
 
 @pytest.fixture(scope="module")
 def worker() -> Any:
-    """The module of the ranks; DeepSpeed comes with it."""
+    """The worker's module, which imports DeepSpeed."""
     sys.path.insert(0, str(WORKER.parent))
     try:
         import engine_worker
@@ -126,12 +126,12 @@ def reference(model: str, worker: Any) -> dict[str, Any]:
     }
 
 
-def test_no_compiler_was_there(ranks: list[dict[str, Any]]) -> None:
+def test_engine_needs_no_compiler(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["compilers"] == []
 
 
 @pytest.mark.parametrize("run", ["train 0", "train 1", "train 2", "train 3", "checkpointed 3"])
-def test_two_ranks_do_what_plain_torch_does(
+def test_step_on_two_ranks_matches_plain_torch(
     run: str, ranks: list[dict[str, Any]], reference: dict[str, Any]
 ) -> None:
     got = ranks[0][run]
@@ -145,9 +145,7 @@ def test_two_ranks_do_what_plain_torch_does(
 
 
 @pytest.mark.parametrize("run", ["train 0", "train 1", "train 2", "train 3"])
-def test_the_exported_model_has_the_trainers_logprobs(
-    run: str, ranks: list[dict[str, Any]], worker: Any
-) -> None:
+def test_exported_model_has_same_logprobs(run: str, ranks: list[dict[str, Any]], worker: Any) -> None:
     from transformers import AutoModelForCausalLM
 
     got = ranks[0][run]
@@ -163,7 +161,7 @@ def test_the_exported_model_has_the_trainers_logprobs(
 
 
 @pytest.mark.parametrize("run", ["train 0", "train 1", "train 2", "train 3"])
-def test_a_resumed_engine_takes_the_same_step(run: str, ranks: list[dict[str, Any]]) -> None:
+def test_resumed_engine_takes_same_step(run: str, ranks: list[dict[str, Any]]) -> None:
     got = ranks[0][run]
     assert got["resumed_steps"] == 3
     for name, expected in got["parameters"].items():
@@ -171,7 +169,7 @@ def test_a_resumed_engine_takes_the_same_step(run: str, ranks: list[dict[str, An
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_bfloat16_follows_float32_as_far_as_it_can(
+def test_bfloat16_is_close_to_float32(
     stage: int, ranks: list[dict[str, Any]], reference: dict[str, Any]
 ) -> None:
     got = ranks[0][f"bfloat16 {stage}"]
@@ -182,7 +180,7 @@ def test_bfloat16_follows_float32_as_far_as_it_can(
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_gradients_are_reduced_in_float32_and_0_does_not_clip(
+def test_gradients_are_reduced_in_float32_and_zero_disables_clipping(
     stage: int, ranks: list[dict[str, Any]]
 ) -> None:
     """In bfloat16 the smaller contributions would be rounded away: .5 or .500244."""
@@ -193,7 +191,7 @@ def test_gradients_are_reduced_in_float32_and_0_does_not_clip(
         assert norm == pytest.approx(mean * 129**0.5, rel=1e-5), "far beyond 1"
 
 
-def test_all_ranks_report_the_same_whole_batch(ranks: list[dict[str, Any]]) -> None:
+def test_step_stats_are_equal_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
     first, second = (rank["train 3"]["stats"][0] for rank in ranks)
     assert first.trainable_tokens == second.trainable_tokens == 35
     assert (first.loss, first.entropy, first.ratios) == (second.loss, second.entropy, second.ratios)
@@ -205,15 +203,13 @@ def test_all_ranks_report_the_same_whole_batch(ranks: list[dict[str, Any]]) -> N
     assert [rank["train 3"]["stats"][0].learning_rate for rank in ranks] == [5e-3, 5e-3]
 
 
-def test_other_ranks_hold_no_parameters(ranks: list[dict[str, Any]]) -> None:
+def test_gather_parameters_is_empty_on_other_ranks(ranks: list[dict[str, Any]]) -> None:
     assert ranks[1]["train 3"]["parameters"] == {}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 class TestWhatIsRefused:
-    def test_a_bad_share_raises_everywhere_and_nothing_is_lost(
-        self, stage: int, ranks: list[dict[str, Any]]
-    ) -> None:
+    def test_bad_shard_raises_on_all_ranks(self, stage: int, ranks: list[dict[str, Any]]) -> None:
         first, second = (rank[f"refuse {stage}"] for rank in ranks)
         assert second["nan generator"].startswith("NonFiniteLogprobError: ")
         assert (
@@ -229,9 +225,7 @@ class TestWhatIsRefused:
         assert first["strange"].startswith("BadBatchError: the shard of rank 1")
         assert first["usable after bad batches"]
 
-    def test_an_empty_batch_changes_nothing_and_says_so(
-        self, stage: int, ranks: list[dict[str, Any]]
-    ) -> None:
+    def test_empty_batch_is_not_applied(self, stage: int, ranks: list[dict[str, Any]]) -> None:
         for rank in ranks:
             stats = rank[f"refuse {stage}"]["empty"]
             assert (stats.applied, stats.loss, stats.gradient_norm, stats.trainable_tokens) == (
@@ -244,7 +238,7 @@ class TestWhatIsRefused:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_step_that_cannot_be_applied_is_skipped_everywhere_and_leaves_no_trace(
+def test_skipped_step_changes_nothing_on_any_rank(
     stage: int, dtype: str, ranks: list[dict[str, Any]]
 ) -> None:
     if (stage, dtype) == (0, "bfloat16"):
@@ -269,7 +263,7 @@ def test_a_step_that_cannot_be_applied_is_skipped_everywhere_and_leaves_no_trace
     assert set(second) == {0, 1}
 
 
-def test_a_warm_start_learns_and_leaves_an_optimizer_as_new(ranks: list[dict[str, Any]]) -> None:
+def test_warm_start_learns_and_resets_optimizer(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         warm = rank["warm"]
         assert warm["losses"][0] > 2.5, "it began near uniform over the vocabulary"

@@ -1,4 +1,4 @@
-"""What is exported: anyone can load it, it computes what was trained, it is whole or not there."""
+"""Exported models load in transformers, compute the same, and are written atomically."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def base(directory: Path, *, tied: bool = True, dtype: Any = "float32") -> Path:
 
 
 def trained(model: Path, dtype: Any) -> Any:
-    """Weights that are nobody's but the trainer's."""
+    """Weights that differ from the base model's."""
     network = load_model(str(model), dtype=dtype)
     torch.manual_seed(7)
     with torch.no_grad():
@@ -76,7 +76,7 @@ def logprobs(network: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("shard_bytes", [5 * 10**9, 20_000])
-def test_transformers_loads_what_was_trained(tmp_path: Path, tied: bool, shard_bytes: int) -> None:
+def test_exported_model_loads_in_transformers(tmp_path: Path, tied: bool, shard_bytes: int) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = base(tmp_path / "model", tied=tied)
@@ -101,7 +101,7 @@ def test_transformers_loads_what_was_trained(tmp_path: Path, tied: bool, shard_b
     assert not (tmp_path / "out/prepared.json").exists()
 
 
-def test_bfloat16_is_exported_as_the_generators_hold_it(tmp_path: Path) -> None:
+def test_export_bfloat16_config(tmp_path: Path) -> None:
     model = base(tmp_path / "model", dtype="bfloat16")
     network = trained(model, "bfloat16")
     export(network, model, tmp_path / "out", "bfloat16")
@@ -133,7 +133,7 @@ def checkpoint(root: Path, network: Any, ranks: int = 3) -> RunPaths:
     return paths
 
 
-def test_a_checkpoint_is_exported_in_the_runs_dtype(tmp_path: Path, capsys: Any, caplog: Any) -> None:
+def test_export_checkpoint_uses_run_dtype(tmp_path: Path, capsys: Any, caplog: Any) -> None:
     network = trained(base(tmp_path / "run/model"), "float32")
     paths = checkpoint(tmp_path / "run", network)
     dtype = getattr(torch, load_run(paths.run_file).spec.model.dtype)
@@ -147,8 +147,8 @@ def test_a_checkpoint_is_exported_in_the_runs_dtype(tmp_path: Path, capsys: Any,
     assert "exists already: choose a new folder, or remove it" in caplog.text
 
 
-def test_a_volume_of_a_cluster_is_exported_without_its_run(tmp_path: Path, caplog: Any) -> None:
-    """The spec is in a ConfigMap there; the trainer leaves a copy beside the checkpoints."""
+def test_export_cluster_volume_with_copied_run_file(tmp_path: Path, caplog: Any) -> None:
+    """The spec is in a ConfigMap there; the trainer writes a copy to the volume."""
     paths = checkpoint(tmp_path / "run", trained(base(tmp_path / "run/model"), "float32"))
     mounted = paths.run_file.rename(tmp_path / "mounted.yaml")
     command = [str(tmp_path / "run"), "--to", str(tmp_path / "out")]
@@ -165,7 +165,7 @@ def test_a_volume_of_a_cluster_is_exported_without_its_run(tmp_path: Path, caplo
     assert "`scalerl export` of this volume needs it" in caplog.text, "and the run goes on"
 
 
-def test_a_run_that_only_an_earlier_release_accepted_is_exported(tmp_path: Path) -> None:
+def test_export_does_not_validate_spec(tmp_path: Path) -> None:
     paths = checkpoint(tmp_path / "run", trained(base(tmp_path / "run/model"), "float32"))
     run = yaml.safe_load(paths.run_file.read_text())
     run["spec"]["recipe"]["optimizer"] = {"learningRate": "1e5"}
@@ -177,7 +177,7 @@ def test_a_run_that_only_an_earlier_release_accepted_is_exported(tmp_path: Path)
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
 
 
-def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
+def test_export_errors(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="checkpoints holds no checkpoint"):
         export_checkpoint(RunPaths(tmp_path), tmp_path / "out")
     paths = checkpoint(tmp_path / "run", trained(base(tmp_path / "run/model"), "float32"))
@@ -196,7 +196,7 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*out*"))
 
 
-def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+def test_export_full_disk_leaves_nothing(tmp_path: Path) -> None:
     """A real short write: the kernel refuses more than 30,000 bytes a file to the process."""
     model = base(tmp_path / "model")
     script = (
@@ -221,7 +221,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]
 
 
-def test_an_export_replaces_the_one_before(tmp_path: Path) -> None:
+def test_export_replaces_earlier_one(tmp_path: Path) -> None:
     model = base(tmp_path / "model")
     export(load_model(str(model), dtype="float32"), model, tmp_path / "out")
     network = trained(model, "float32")

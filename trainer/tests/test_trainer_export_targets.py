@@ -159,7 +159,7 @@ def folder_of(directory: Path, version: int) -> Path:
 
 
 def put(directory: Path, to: str, best: str, last: str, **environ: str) -> str:
-    """In a process of its own: the client reads its endpoint when it is imported."""
+    """In a subprocess: the client reads its endpoint on import."""
     for version in (best, last):
         folder_of(directory, int(version.split("=")[0]))
     environment = {
@@ -180,7 +180,7 @@ def put(directory: Path, to: str, best: str, last: str, **environ: str) -> str:
     return done.stdout.strip()
 
 
-def test_a_hub_holds_the_best_as_main_and_the_last_beside_it(tmp_path: Path, hub: HubServer) -> None:
+def test_hub_has_best_in_main_and_last_in_branch(tmp_path: Path, hub: HubServer) -> None:
     environ = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN}
     said = put(tmp_path, "hf://me/model", "10", "20", **environ)
     assert said == "{20: 'hf://me/model@last', 10: 'hf://me/model'}"
@@ -198,7 +198,7 @@ def test_a_hub_holds_the_best_as_main_and_the_last_beside_it(tmp_path: Path, hub
     assert len(hub.commits) == 4, "one commit each"
 
 
-def test_a_hub_that_refuses_or_is_not_there_is_said(tmp_path: Path, hub: HubServer) -> None:
+def test_hub_errors(tmp_path: Path, hub: HubServer) -> None:
     said = put(tmp_path, "hf://me/model", "10", "10", HF_ENDPOINT=hub.url, HF_TOKEN="hf_wrong")
     assert re.match(r"TargetError: hf://me/model: .*401", said)
     assert hub.repos == {}
@@ -236,7 +236,7 @@ def put_in_bucket(to: str, directory: Path, best: int, last: int, known: int = -
     return open_target(to).put({"best": model(best), "last": model(last)})
 
 
-def test_a_bucket_holds_what_the_run_holds(tmp_path: Path, s3: S3Server) -> None:
+def test_bucket_mirrors_models(tmp_path: Path, s3: S3Server) -> None:
     to = f"s3://{BUCKET}/a/b"
     large = folder_of(tmp_path, 10) / "large"
     large.write_bytes(bytes(range(256)) * (12 << 12))  # 12 MiB: in parts
@@ -259,8 +259,8 @@ def test_a_bucket_holds_what_the_run_holds(tmp_path: Path, s3: S3Server) -> None
 
 
 @pytest.mark.parametrize("after", [0, 1, 5])
-def test_a_bucket_that_refuses_keeps_what_it_had(tmp_path: Path, s3: S3Server, after: int) -> None:
-    """At once, in the middle of a file that goes in parts, or when it was written."""
+def test_bucket_error_keeps_earlier_copies(tmp_path: Path, s3: S3Server, after: int) -> None:
+    """At once, within a multipart upload, or after it."""
     to = f"s3://{BUCKET}/refused-{after}"
     put_in_bucket(to, tmp_path, 10, 10)
     before = s3.objects()
@@ -278,9 +278,7 @@ def test_a_bucket_that_refuses_keeps_what_it_had(tmp_path: Path, s3: S3Server, a
     assert json.loads(objects[f"refused-{after}/exports.json"])["last"]["version"] == 20
 
 
-def test_a_bucket_that_is_not_there_is_said(
-    tmp_path: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bucket_unreachable_raises(tmp_path: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TargetError, match=r"^s3://other/a: FileNotFoundError: .* 404 Not Found"):
         put_in_bucket("s3://other/a", tmp_path, 10, 10)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")

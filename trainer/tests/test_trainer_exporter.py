@@ -1,4 +1,4 @@
-"""Exports while a run trains: which are kept, and that nothing that fails ends the run."""
+"""Exports while a run trains: selection, and failures, which do not end the run."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def name(version: int) -> str:
     return f"step-{version:08d}"
 
 
-def test_the_best_and_the_last_are_kept(tmp_path: Path) -> None:
+def test_exporter_keeps_best_and_last(tmp_path: Path) -> None:
     run = Run(tmp_path)
     points = []
     for version, reward in ((0, 0.2), (10, 0.5), (20, 0.5), (30, 0.4), (40, 0.3)):
@@ -132,7 +132,7 @@ def test_the_best_and_the_last_are_kept(tmp_path: Path) -> None:
     assert run.count("write", "ok") == 5
 
 
-def test_what_is_not_measured_yet_stays(tmp_path: Path) -> None:
+def test_exporter_keeps_unmeasured_versions(tmp_path: Path) -> None:
     run = Run(tmp_path)
     for version in (10, 20, 30):
         run.write(version)
@@ -141,7 +141,7 @@ def test_what_is_not_measured_yet_stays(tmp_path: Path) -> None:
     assert run.folders == [name(10), name(20), name(30)]
 
 
-def test_an_evaluation_that_is_done_late_still_has_its_model(tmp_path: Path) -> None:
+def test_exporter_late_evaluation_has_its_model(tmp_path: Path) -> None:
     run = Run(tmp_path)
     for version in (10, 20, 30):
         run.write(version)
@@ -158,7 +158,7 @@ def test_an_evaluation_that_is_done_late_still_has_its_model(tmp_path: Path) -> 
     assert run.folders == [name(20), name(30)]
 
 
-def test_an_evaluation_that_comes_while_it_is_chosen_loses_no_model(
+def test_exporter_evaluation_during_selection_loses_no_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(tmp_path)
@@ -180,7 +180,7 @@ def test_an_evaluation_that_comes_while_it_is_chosen_loses_no_model(
     assert last.version == 6
 
 
-def test_best_is_chosen_among_points_that_compare() -> None:
+def test_selected_points_compare_within_one_set() -> None:
     of_before = [point(10, 0.9, "a"), point(20, 0.3, "b")]
     wanted = SelectedPoints.of([*of_before, point(30, 0.2, "b"), point(40, 0.8, "b", mixed_versions=True)])
     assert wanted is not None
@@ -195,7 +195,7 @@ def test_best_is_chosen_among_points_that_compare() -> None:
     assert (wanted.best.version, wanted.last.version) == (10, 20), "better than none"
 
 
-def test_a_last_version_that_is_not_exported_replaces_nothing(tmp_path: Path) -> None:
+def test_exporter_failed_write_replaces_nothing(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.write(70)
     points = [point(70, 0.4)]
@@ -208,7 +208,7 @@ def test_a_last_version_that_is_not_exported_replaces_nothing(tmp_path: Path) ->
     assert (said.best, said.best.version) == (said.last, 70)
 
 
-def test_a_run_without_exports_leaves_all_as_it_is(tmp_path: Path) -> None:
+def test_exporter_disabled_changes_nothing(tmp_path: Path) -> None:
     run = Run(tmp_path, enabled=False)
     assert not run.exporter.wants(0)
     run.exporter.evaluated([point(10, 0.1)])
@@ -216,7 +216,7 @@ def test_a_run_without_exports_leaves_all_as_it_is(tmp_path: Path) -> None:
     assert not run.paths.exports.exists()
 
 
-def test_a_full_disk_is_tried_again_counted_and_ends_nothing(tmp_path: Path) -> None:
+def test_exporter_retries_full_disk(tmp_path: Path) -> None:
     """A real short write: no file of this process may grow beyond 4,000 bytes meanwhile."""
     run = Run(tmp_path)
     run.write(10)
@@ -246,7 +246,7 @@ def test_a_full_disk_is_tried_again_counted_and_ends_nothing(tmp_path: Path) -> 
     assert (run.said().problem, run.said().failures) == ("", 2)
 
 
-def test_a_target_that_cannot_be_reached_is_tried_again(tmp_path: Path) -> None:
+def test_exporter_retries_unreachable_target(tmp_path: Path) -> None:
     blocked = tmp_path / "mount"
     blocked.write_text("not a folder yet")
     run = Run(tmp_path / "run", to=str(blocked / "models"))
@@ -271,10 +271,8 @@ def test_a_target_that_cannot_be_reached_is_tried_again(tmp_path: Path) -> None:
         assert (copied / name(20) / file.name).read_bytes() == file.read_bytes()
 
 
-def test_a_copy_that_fails_unexpectedly_is_a_copy_and_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A client library raises something that is of none of its trees."""
+def test_exporter_retries_unexpected_copy_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client library raises an undocumented exception."""
     run = Run(tmp_path / "run", to=str(tmp_path / "out"))
     failures = iter([KeyError("etag"), RuntimeError("no loop")])
     put = Folder.put
@@ -297,9 +295,7 @@ def test_a_copy_that_fails_unexpectedly_is_a_copy_and_tried_again(
     assert [p.name for p in (tmp_path / "out").iterdir()] == [name(20)]
 
 
-def test_what_a_copy_fails_with_at_last_is_said_as_a_copys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exporter_reports_last_copy_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path / "run", to=str(tmp_path / "out"))
     run.start(copy_pauses=())
 
@@ -318,8 +314,8 @@ def test_what_a_copy_fails_with_at_last_is_said_as_a_copys(
     assert run.said().problem == "KeyError: 'etag'", "a write that succeeds is no copy"
 
 
-def test_a_target_that_cannot_be_reached_holds_up_no_commit(tmp_path: Path) -> None:
-    """The pauses of copies are minutes; after them it is the newest that is copied."""
+def test_exporter_copy_does_not_block_commits(tmp_path: Path) -> None:
+    """Copies pause for minutes; after a pause the newest models are copied."""
     blocked = tmp_path / "mount"
     blocked.write_text("not a folder")
     run = Run(tmp_path / "run", to=str(blocked))
@@ -339,9 +335,7 @@ def test_a_target_that_cannot_be_reached_holds_up_no_commit(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_bucket_that_dies_in_the_middle_of_a_copy_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exporter_retries_interrupted_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in [v for v in os.environ if v.startswith("AWS_") or v.lower().endswith("_proxy")]:
         monkeypatch.delenv(variable)
     server = S3Server(tmp_path / "server.log")
@@ -372,7 +366,7 @@ def test_a_bucket_that_dies_in_the_middle_of_a_copy_is_tried_again(
         server.close()
 
 
-def test_who_is_told_to_stop_does_not_wait_for_a_copy(
+def test_exporter_close_does_not_wait_for_copy_after_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mount on which every copy of a file hangs."""
@@ -391,7 +385,7 @@ def test_who_is_told_to_stop_does_not_wait_for_a_copy(
     ended.set()  # the interpreter waits for the thread at its exit
 
 
-def test_a_restart_knows_what_lies_where(tmp_path: Path) -> None:
+def test_exporter_restart_reads_status(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", to=str(tmp_path / "out"))
     run.write(10)
     run.exporter.evaluated([point(10, 0.1)])
@@ -408,13 +402,13 @@ def test_a_restart_knows_what_lies_where(tmp_path: Path) -> None:
     assert run.count("copy", "ok") == 0, "nothing is copied twice"
 
 
-def test_without_its_library_a_bucket_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bucket_without_library_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(TargetError, match=r"s3://b/p: obstore is missing; install requirements/s3.txt"):
         open_target("s3://b/p")
 
 
-def test_an_index_that_cannot_be_read_is_none(tmp_path: Path) -> None:
+def test_read_exports_invalid_file_is_none(tmp_path: Path) -> None:
     assert read_exports(tmp_path) is None
     (tmp_path / "exports.json").write_text(json.dumps({"best": 3}))
     assert read_exports(tmp_path) is None

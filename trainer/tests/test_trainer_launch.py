@@ -1,4 +1,4 @@
-"""The launcher with real child processes: exit codes, signals, output, and what a kill leaves behind."""
+"""The launcher with real child processes: exit codes, signals, output, kills."""
 
 from __future__ import annotations
 

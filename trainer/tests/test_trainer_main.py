@@ -1,4 +1,4 @@
-"""Two real ranks, a real coordinator, generators that take real weights: whole runs, and what breaks them."""
+"""Whole runs, and faults: two real ranks, a real coordinator, fake generators that receive real weights."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ class Run:
         return msgspec.msgpack.decode(answer.content, type=wire.Status) if answer.status_code == 200 else None
 
     def exported(self) -> int | None:
-        """The last version that the status knows a model of."""
+        """The last exported version by the status."""
         status = self.status()
         last = status.exports.last if status is not None and status.exports is not None else None
         return None if last is None else last.version
@@ -279,7 +279,7 @@ def model_state(directory: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
-def test_a_whole_run(new_run: Any, zero_stage: int) -> None:
+def test_whole_run(new_run: Any, zero_stage: int) -> None:
     run = new_run(trainer__zeroStage=zero_stage)
     directory = run.start()
     assert run.wait_trainer() == [0, 0]
@@ -345,7 +345,7 @@ def test_zero_stages_publish_the_same_weights(new_run: Any) -> None:
 
 
 @pytest.mark.parametrize(("replicas", "zero_stage"), [(2, 1), (1, 3)])
-def test_sigterm_checkpoints_and_the_next_trainer_goes_on(
+def test_sigterm_writes_checkpoint_and_next_trainer_resumes(
     new_run: Any, replicas: int, zero_stage: int
 ) -> None:
     """Also where that has another number of ranks and another stage."""
@@ -364,7 +364,7 @@ def test_sigterm_checkpoints_and_the_next_trainer_goes_on(
     assert run.step() == 9
 
 
-def test_ranks_of_one_pod_fail_together_and_checkpoint_together(new_run: Any) -> None:
+def test_ranks_of_one_pod_fail_and_checkpoint_together(new_run: Any) -> None:
     """A killed rank ends the pod with its exit code; the next pod resumes; SIGTERM to the pod writes a checkpoint."""
     run = new_run(budget__maxSteps=1000, checkpoint__everySteps=2)
     run.start_coordinator()
@@ -396,8 +396,8 @@ def environ_of(pid: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("come", "told"), [({0}, 0), ({1}, 0), ({0, 2}, 0), ({0, 2}, 1)], ids=["0", "1", "0 of 0,2", "2 of 0,2"]
 )
-def test_sigterm_ends_the_rendezvous(new_run: Any, come: set[int], told: int) -> None:
-    """Rank 1, or 0 and 2, never come. One of those who wait is told to stop; the others leave with it."""
+def test_sigterm_ends_rendezvous(new_run: Any, come: set[int], told: int) -> None:
+    """Rank 1, or 0 and 2, never join. One of the waiting ranks gets SIGTERM; the others exit with it."""
     run = new_run(trainer__replicas=3)
     run.start_trainer(come)
     for rank in come:
@@ -407,8 +407,8 @@ def test_sigterm_ends_the_rendezvous(new_run: Any, come: set[int], told: int) ->
     assert run.wait_trainer(10) == [0] * len(come)
 
 
-def test_sigterm_without_a_coordinator_keeps_the_last_checkpoint(new_run: Any) -> None:
-    """A checkpoint needs the coordinator's state. What was trained since the last one is trained again."""
+def test_sigterm_without_coordinator_keeps_last_checkpoint(new_run: Any) -> None:
+    """A checkpoint needs the coordinator's state; the steps since the last one are repeated."""
     run = new_run(budget__maxSteps=6)
     run.start(seconds_per_group=0.1)
     until(lambda: run.step() >= 3 and run.checkpoints(), what="a checkpoint")
@@ -427,7 +427,7 @@ def test_sigterm_without_a_coordinator_keeps_the_last_checkpoint(new_run: Any) -
     assert [row["step"] for row in run.rows()] == list(range(6))
 
 
-def test_sigterm_ends_the_warm_start(new_run: Any) -> None:
+def test_sigterm_ends_warm_start(new_run: Any) -> None:
     run = new_run(warmStart__steps=100_000, warmStart__batchSize=4)
     run.start_trainer()
     until(lambda: "warm start 50/" in run.log("trainer-0"), what="step 50")
@@ -439,7 +439,7 @@ def test_sigterm_ends_the_warm_start(new_run: Any) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_ends_the_others_and_training_goes_on(new_run: Any, victim: int) -> None:
+def test_killed_rank_ends_others_and_training_resumes(new_run: Any, victim: int) -> None:
     run = new_run(budget__maxSteps=8)
     run.start(seconds_per_group=0.05)
     until(lambda: run.step() >= 3)
@@ -456,7 +456,7 @@ def test_a_killed_rank_ends_the_others_and_training_goes_on(new_run: Any, victim
     assert [row["step"] for row in run.rows()] == list(range(8))
 
 
-def test_a_generator_killed_in_a_publish_stops_nothing(new_run: Any) -> None:
+def test_generator_killed_in_publish_does_not_stop_training(new_run: Any) -> None:
     run = new_run()
     run.start_coordinator()
     survivor = run.start_generator(seconds_per_group=0.05)
@@ -469,7 +469,7 @@ def test_a_generator_killed_in_a_publish_stops_nothing(new_run: Any) -> None:
 
 
 @pytest.mark.parametrize(("victim", "zero_stage"), [("trainer-0", 1), ("trainer-1", 3), ("coordinator", 1)])
-def test_a_kill_inside_a_publish_loses_nothing(new_run: Any, victim: str, zero_stage: int) -> None:
+def test_trainer_killed_in_publish_loses_no_step(new_run: Any, victim: str, zero_stage: int) -> None:
     run = new_run(trainer__zeroStage=zero_stage)
     target = run.paths.root / "victim"
     run.start_coordinator()
@@ -494,7 +494,7 @@ def test_a_kill_inside_a_publish_loses_nothing(new_run: Any, victim: str, zero_s
     assert (directory / "v6.pt").exists()
 
 
-def test_an_interrupted_run_is_saved_without_waiting_for_an_evaluation(new_run: Any) -> None:
+def test_interrupted_run_checkpoints_before_evaluation(new_run: Any) -> None:
     run = new_run(evaluation__everySteps=1, evaluation__holdSeconds=300, checkpoint__everySteps=100)
     run.start(skip_held_out=True)
     until(lambda: run.step() >= 1)
@@ -506,7 +506,7 @@ def test_an_interrupted_run_is_saved_without_waiting_for_an_evaluation(new_run: 
     assert run.checkpoints() == [status.step] == [1]
 
 
-def test_a_run_that_is_stopped_ends_with_its_last_model(new_run: Any) -> None:
+def test_stopped_run_exports_last_model(new_run: Any) -> None:
     run = new_run(checkpoint__everySteps=100)
     directory = run.start(seconds_per_group=0.05)
     until(lambda: run.step() >= 2)
@@ -526,7 +526,7 @@ def test_a_run_that_is_stopped_ends_with_its_last_model(new_run: Any) -> None:
     assert all(torch.equal(last[name], exported[name]) for name in last)
 
 
-def test_an_export_whose_evaluation_never_ends_is_not_asked_for_in_every_round(new_run: Any) -> None:
+def test_unfinished_evaluation_is_not_polled_every_round(new_run: Any) -> None:
     run = new_run(evaluation__holdSeconds=1)
     run.start(skip_held_out=True)
     until(lambda: run.paths.metrics.exists() and len(run.rows()) == 6, what="the last step")
@@ -537,7 +537,7 @@ def test_an_export_whose_evaluation_never_ends_is_not_asked_for_in_every_round(n
     assert run.exported() is None, "no evaluation, so neither best nor last"
 
 
-def test_the_last_version_is_saved_before_it_is_measured(new_run: Any) -> None:
+def test_last_version_checkpointed_before_evaluation(new_run: Any) -> None:
     run = new_run(
         evaluation__everySteps=1,
         evaluation__holdSeconds=300,
@@ -549,8 +549,8 @@ def test_the_last_version_is_saved_before_it_is_measured(new_run: Any) -> None:
     assert all(rank.is_alive() for rank in run.ranks), "they wait for an evaluation that does not come"
 
 
-def test_the_best_checkpoint_is_kept_from_when_the_curve_is_watched(new_run: Any) -> None:
-    """Nothing restarts for an edit of ``spec.autoscaling.mode``."""
+def test_best_checkpoint_kept_once_autoscaling_is_on(new_run: Any) -> None:
+    """An edit of ``spec.autoscaling.mode`` restarts nothing."""
     run = new_run(evaluation__everySteps=3, checkpoint__everySteps=1, checkpoint__keep=1, budget__maxSteps=60)
     run.start(seconds_per_group=0.05)
     until(lambda: run.step() >= 4)
@@ -563,7 +563,7 @@ def test_the_best_checkpoint_is_kept_from_when_the_curve_is_watched(new_run: Any
     until(lambda: run.checkpoints()[-1] - run.checkpoints()[0] >= 2, what="a checkpoint of the best")
 
 
-def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(new_run: Any) -> None:
+def test_lost_checkpoints_do_not_restart_run(new_run: Any) -> None:
     run = new_run()
     run.start()
     assert run.wait_trainer() == [0, 0]
@@ -574,7 +574,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(new_run: Any) -> N
     assert run.step() == 6
 
 
-def test_the_coordinator_may_come_back(new_run: Any) -> None:
+def test_coordinator_restart(new_run: Any) -> None:
     run = new_run()
     run.start(seconds_per_group=0.05)
     until(lambda: run.step() >= 2)
@@ -585,8 +585,8 @@ def test_the_coordinator_may_come_back(new_run: Any) -> None:
     assert run.step() == 6
 
 
-def test_a_checkpoint_that_the_coordinator_cannot_note_stops_nothing(new_run: Any) -> None:
-    """Its metrics.jsonl cannot be written for a while: the trainer goes on, and says it again until it is heard."""
+def test_unacknowledged_checkpoint_does_not_stop_training(new_run: Any) -> None:
+    """Its metrics.jsonl cannot be written for a while: the trainer continues, and retries the report."""
     run = new_run(budget__maxSteps=12)
     run.start(seconds_per_group=0.05)
     until(lambda: run.step() >= 1)
@@ -600,11 +600,11 @@ def test_a_checkpoint_that_the_coordinator_cannot_note_stops_nothing(new_run: An
     aside.rename(run.paths.metrics)
     assert run.wait_trainer() == [0, 0]
     assert [row["step"] for row in run.rows()] == list(range(12))
-    assert run.log("trainer-0").count("hello: ") == 1
+    assert run.log("trainer-0").count("registered: ") == 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_disk_that_is_full_fails_checkpoints_only(new_run: Any, rank: int) -> None:
+def test_full_disk_fails_checkpoints_only(new_run: Any, rank: int) -> None:
     """One rank cannot write files of more than 32 KiB: the other must neither hang nor keep its half."""
     run = new_run(budget__maxSteps=5)
     run.largest_file = {rank: 32 << 10}
@@ -625,7 +625,7 @@ def test_a_disk_that_is_full_fails_checkpoints_only(new_run: Any, rank: int) -> 
         assert "File too large" in status.exports.problem
 
 
-def test_a_warm_start_is_saved_before_the_first_step(new_run: Any) -> None:
+def test_warm_start_checkpointed_before_first_step(new_run: Any) -> None:
     run = new_run(budget__maxSteps=1, warmStart__steps=3, warmStart__batchSize=4)
     directory = run.start()
     assert run.wait_trainer() == [0, 0]
@@ -636,7 +636,7 @@ def test_a_warm_start_is_saved_before_the_first_step(new_run: Any) -> None:
     assert all(torch.equal(published[name], saved[name]) for name in published)
 
 
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(new_run: Any) -> None:
+def test_damaged_checkpoint_is_quarantined(new_run: Any) -> None:
     run = new_run(budget__maxSteps=8)
     run.start(seconds_per_group=0.1)
     until(lambda: run.step() >= 3)
@@ -656,7 +656,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(new_run: A
     assert [row["step"] for row in run.rows()] == list(range(8))
 
 
-def test_a_bad_batch_is_skipped_and_the_run_goes_on(new_run: Any) -> None:
+def test_bad_batch_is_skipped(new_run: Any) -> None:
     run = new_run()
     directory = run.start(bad_slots=(8, 9, 10, 11))
     assert run.wait_trainer() == [0, 0]
@@ -675,8 +675,8 @@ def test_a_bad_batch_is_skipped_and_the_run_goes_on(new_run: Any) -> None:
     assert any(not torch.equal(skipped[name], after[name]) for name in before)
 
 
-def test_three_skipped_steps_in_a_row_are_broken(new_run: Any) -> None:
-    """The generator's log-probabilities are of no policy the trainer knows. The count outlives the trainer."""
+def test_three_consecutive_skipped_steps_diverge(new_run: Any) -> None:
+    """The generator's log-probabilities are of no policy the trainer knows. The count survives a restart of the trainer."""
     run = new_run(checkpoint__everySteps=1)
     run.start(logprob=-60.0)
     assert run.wait_trainer() == [3, 3]
@@ -691,7 +691,7 @@ def test_three_skipped_steps_in_a_row_are_broken(new_run: Any) -> None:
     assert (status.counts.trained, status.counts.skipped) == (0, 3 * 4 * 3)
 
 
-def test_bad_input_is_exit_2(new_run: Any) -> None:
+def test_bad_input_exits_with_2(new_run: Any) -> None:
     """A task that changes after it was checked: a solution that fits no micro-batch."""
     run = new_run(warmStart__steps=3, warmStart__batchSize=60, trainer__microBatchTokens=64)
     rows = [{"prompt": f"{i}+{i}=", "answer": "1", "solution": "1 2 3 " * 30} for i in range(60)]

@@ -1,4 +1,4 @@
-"""Models from nothing, from folders, and the errors that stop a run before it starts."""
+"""Models from scratch and from folders, and the errors that stop a run before it starts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_folder_is_what_servers_load(folder: Path) -> None:
+def test_scratch_model_has_files_for_servers(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["tie_word_embeddings"] is True
@@ -50,14 +50,14 @@ def test_the_folder_is_what_servers_load(folder: Path) -> None:
     assert config["vocab_size"] == len(tokenizer)
 
 
-def test_digits_stand_alone_and_every_text_comes_back(folder: Path) -> None:
+def test_tokenizer_single_digits_and_round_trip(folder: Path) -> None:
     tokenizer = load_tokenizer(str(folder))
     assert tokenizer.tokenize("123 + 45")[:3] == ["1", "2", "3"]
     for text in ("State the answer: 999 + 1 =", " 1000", "çé \n\t 🙂"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_the_same_seed_gives_the_same_bytes_and_moves_no_one_elses(folder: Path, tmp_path: Path) -> None:
+def test_scratch_model_is_deterministic(folder: Path, tmp_path: Path) -> None:
     before = torch.random.get_rng_state()
     make(tmp_path / "again", SIZES, TEXTS, seed=1)
     make(tmp_path / "other", SIZES, TEXTS, seed=2)
@@ -68,7 +68,7 @@ def test_the_same_seed_gives_the_same_bytes_and_moves_no_one_elses(folder: Path,
     assert (tmp_path / "again" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
 
 
-def test_a_small_vocabulary_spells_the_task_and_marks_the_rest(tmp_path: Path) -> None:
+def test_tokenizer_small_vocabulary(tmp_path: Path) -> None:
     small = ScratchModel(
         layers=1, hidden_size=16, attention_heads=1, intermediate_size=16, vocabulary_size=64
     )
@@ -79,7 +79,7 @@ def test_a_small_vocabulary_spells_the_task_and_marks_the_rest(tmp_path: Path) -
     assert tokenizer.unk_token_id in tokenizer.encode("State the @nswer")
 
 
-def test_a_vocabulary_below_the_alphabet_is_refused(tmp_path: Path) -> None:
+def test_tokenizer_vocabulary_below_alphabet_raises(tmp_path: Path) -> None:
     letters = ["".join(chr(code) for code in range(48, 123))]
     with pytest.raises(TokenizerError, match="a vocabulary of 64 is too small, take at least 78"):
         make(tmp_path / "m", ScratchModel(vocabulary_size=64), letters, seed=0)
@@ -97,18 +97,18 @@ def test_loading_and_counting(folder: Path) -> None:
     ("name", "message"),
     [("/no/such/folder", "is not a folder"), ("./neither", "is not a folder")],
 )
-def test_a_missing_folder_is_said(name: str, message: str) -> None:
+def test_load_model_missing_folder_raises(name: str, message: str) -> None:
     for load in (load_model, load_tokenizer):
         with pytest.raises(ModelNotFoundError, match=message):
             load(name)
 
 
-def test_an_empty_folder_is_said(tmp_path: Path) -> None:
+def test_load_model_empty_folder_raises(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"holds no config\.json"):
         load_model(str(tmp_path))
 
 
-def test_offline_names_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_model_offline_names_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub.constants
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -117,7 +117,7 @@ def test_offline_names_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         load_model("nobody/nothing")
 
 
-def test_a_tokenizer_without_an_end_or_a_chat_template_is_refused(folder: Path) -> None:
+def test_check_tokenizer_raises(folder: Path) -> None:
     tokenizer = load_tokenizer(str(folder))
     with pytest.raises(TokenizerError, match="no chat template"):
         check_tokenizer(tokenizer, "tiny", chat=True)
@@ -126,14 +126,14 @@ def test_a_tokenizer_without_an_end_or_a_chat_template_is_refused(folder: Path) 
         check_tokenizer(tokenizer, "tiny")
 
 
-def test_logits_that_are_more_than_a_product_are_refused(folder: Path) -> None:
+def test_policy_transformed_logits_raise(folder: Path) -> None:
     model = load_model(str(folder), dtype="float32")
     model.config.final_logit_softcapping = 30.0
     with pytest.raises(ModelError, match=r"final_logit_softcapping = 30\.0 are not supported"):
         Policy(model, fp32_head=True)
 
 
-def test_weights_that_are_buffers_are_refused(folder: Path) -> None:
+def test_load_model_buffer_weights_raise(folder: Path) -> None:
     model = load_model(str(folder), dtype="float32")
     model.model.register_buffer("table", torch.ones(2), persistent=False)
     model.model.register_buffer("counts", torch.ones(2, dtype=torch.int64))
@@ -145,7 +145,7 @@ def test_weights_that_are_buffers_are_refused(folder: Path) -> None:
         check_weights_are_parameters(model, "it")
 
 
-def test_a_missing_package_is_named_not_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_model_missing_package_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: object, **__: object) -> None:
         raise ImportError("flash_attn seems to be not installed")
 
@@ -156,7 +156,7 @@ def test_a_missing_package_is_named_not_the_folder(folder: Path, monkeypatch: py
 
 
 class TestTokenCounter:
-    def test_counts_are_those_of_the_tokenizer_that_trains(self, folder: Path) -> None:
+    def test_token_counter_matches_tokenizer(self, folder: Path) -> None:
         tokenizer, counter = load_tokenizer(str(folder)), TokenCounter(folder, chat=False)
         texts = ["1 + 2 =", "State the answer: 20 + 22 =", "é"]
         assert counter.prompts([RenderedPrompt(text) for text in texts]) == [
@@ -166,7 +166,7 @@ class TestTokenCounter:
             len(tokenizer.encode(t, add_special_tokens=False)) for t in texts
         ]
 
-    def test_a_chat_template_counts_too(self, folder: Path, tmp_path: Path) -> None:
+    def test_token_counter_includes_chat_template(self, folder: Path, tmp_path: Path) -> None:
         copy = shutil.copytree(folder, tmp_path / "chat")
         (copy / "chat_template.jinja").write_text(
             "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

@@ -1,4 +1,4 @@
-"""For an edit of every field that the trainer restarts for: the real loader goes on from a checkpoint of before."""
+"""For an edit of every field that restarts the trainer: the real loader resumes from an earlier checkpoint."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def engine_of(edited: Edited) -> Any:
 
 
 LOADED = {engine_of(edited): edited for edited in reversed(READ)}
-"""One of those that come to the same engine."""
+"""One of the edits that give the same engine."""
 
 
 @pytest.fixture(scope="module")
 def results(module_processes: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a step on the checkpoint of the base came to, by field."""
+    """The results of a step on the base's checkpoint, by field."""
     root = tmp_path_factory.mktemp("edits")
     model = root / "model"
     model.mkdir()
@@ -63,7 +63,7 @@ def results(module_processes: Any, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.parametrize("edited", READ, ids=str)
-def test_the_checkpoint_of_before_is_gone_on_from(results: dict[str, Any], edited: Edited) -> None:
+def test_edited_run_resumes_from_checkpoint(results: dict[str, Any], edited: Edited) -> None:
     assert results["base"]["version"] is None
     found = results[LOADED[engine_of(edited)].path]
     assert (found["version"], found["steps"]) == (1, 1)
@@ -75,7 +75,7 @@ def test_the_checkpoint_of_before_is_gone_on_from(results: dict[str, Any], edite
 
 
 PREPARATION = {"prepare.py", "checks.py"}
-"""Of the Job before the run; :data:`scalerl_api.edits.EDITS` says what it is made anew for."""
+"""Of the Job before the run; :data:`scalerl_api.edits.EDITS` has the fields that repeat it."""
 SOURCES = sorted(
     path for path in Path(scalerl_trainer.__file__).parent.rglob("*.py") if path.name not in PREPARATION
 )
@@ -99,13 +99,13 @@ ANNOTATED = {
         "open_task",
     ),
 }
-"""Functions that say by their annotations what of the spec they take; of ``open_task`` the trainer uses the prompts, which
+"""Functions whose annotations name the part of the spec that they read; of ``open_task`` the trainer uses the prompts, which
 cannot change."""
 READ_AGAIN = {"autoscaling.mode"}
 """By the leader, before each checkpoint."""
 
 
-def test_what_the_trainer_reads_is_found() -> None:
+def test_reads_finds_spec_fields() -> None:
     found = set().union(*(reads(source, ANNOTATED) for source in SOURCES))
     assert found >= {
         *("checkpoint.everySteps", "checkpoint.keep", "trainer.export.to", "trainer.zeroStage"),
@@ -115,8 +115,8 @@ def test_what_the_trainer_reads_is_found() -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
-def test_what_the_trainer_does_not_restart_for_it_does_not_read(source: Path) -> None:
-    """Or it reads it anew, and acts on what it says then."""
+def test_trainer_reads_only_fields_that_restart_it(source: Path) -> None:
+    """Or reads again before each use."""
     for path in reads(source, ANNOTATED) - READ_AGAIN:
         effect = edit_of(path).effect
         assert effect is Effect.REFUSED or "trainer" in effect.roles, f"{source.name} reads spec.{path}"

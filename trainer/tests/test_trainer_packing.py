@@ -1,4 +1,4 @@
-"""Packing is exact: what a packed row answers is what each sequence alone would."""
+"""Packing is exact: a packed row gives the results of each sequence by itself."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def alone(causal_lm: object, sequences: list[Sequence], temperature: float) -> t
     temperature=st.sampled_from([1.0, 0.6]),
 )
 @settings(max_examples=40, deadline=None)
-def test_packed_log_probabilities_and_gradients_are_those_of_each_sequence_alone(
+def test_packed_logprobs_and_gradients_match_single_sequences(
     causal_lm: object, sequences: list[Sequence], most: int, shared: bool, temperature: float
 ) -> None:
     policy = Policy(causal_lm, fp32_head=True, chunk_bytes=4 * VOCABULARY * 5)
@@ -94,7 +94,7 @@ def test_packed_log_probabilities_and_gradients_are_those_of_each_sequence_alone
 
 @given(sequences=shares(), most=st.integers(20, 160), shared=st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_every_trainable_token_is_predicted_once_and_micro_batches_keep_their_limit(
+def test_pack_predicts_each_trainable_token_once_within_limit(
     sequences: list[Sequence], most: int, shared: bool
 ) -> None:
     batch = pack(sequences, most, shared_rows=shared)
@@ -115,14 +115,14 @@ def test_every_trainable_token_is_predicted_once_and_micro_batches_keep_their_li
     assert seen == batch.tokens + batch.padding
 
 
-def test_first_fit_decreasing_fills_rows() -> None:
+def test_pack_first_fit_decreasing() -> None:
     # Lengths without the last token: 6, 5, 4, 3, 2 into rows of 10: [6, 4], [5, 3, 2].
     batch = pack([Sequence([1], [2] * n) for n in (2, 4, 6, 5, 3)], 10, shared_rows=True)
     assert [m.input_ids_bt.shape[1] for m in batch.micro_batches] == [10, 10]
     assert batch.padding == 0
 
 
-def test_what_is_wrong_is_said() -> None:
+def test_pack_errors() -> None:
     with pytest.raises(SequenceTooLongError, match="sequence 1 has 5 tokens, a micro-batch holds 4"):
         pack([Sequence([1], [2]), Sequence([1, 2], [3, 4, 5])], 4, shared_rows=True)
     with pytest.raises(BadBatchError, match="at least one prompt token"):
@@ -133,8 +133,8 @@ def test_what_is_wrong_is_said() -> None:
         pack([], 0, shared_rows=False)
 
 
-def test_forced_tokens_carry_no_gradient() -> None:
-    """Changing what a forced token is changes later log-probabilities, but nothing pulls on its own."""
+def test_forced_tokens_have_no_gradient() -> None:
+    """Changing what a forced token is changes later log-probabilities, but has no gradient of its own."""
     hidden = torch.randn(4, 8, requires_grad=True)
     head = LogprobHead(torch.nn.Linear(8, 11, bias=False), fp32=True)
     batch = pack([Sequence([1], [2, 3, 4, 5], [True, False, False, True])], 8, shared_rows=True)
@@ -149,7 +149,7 @@ def test_forced_tokens_carry_no_gradient() -> None:
 class TestHead:
     @pytest.mark.parametrize("chunk", [1, 3, 100])
     @pytest.mark.parametrize("temperature", [1.0, 0.5])
-    def test_chunks_do_not_change_values_or_gradients(self, chunk: int, temperature: float) -> None:
+    def test_head_is_invariant_to_chunk_size(self, chunk: int, temperature: float) -> None:
         torch.manual_seed(1)
         linear = torch.nn.Linear(8, 13, bias=False)
         hidden = torch.randn(7, 8, requires_grad=True)
@@ -166,7 +166,7 @@ class TestHead:
         for a, b in zip(ours, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
-    def test_float32_logits_of_a_bfloat16_model_are_more_exact(self) -> None:
+    def test_head_float32_logits_are_more_accurate(self) -> None:
         torch.manual_seed(2)
         linear = torch.nn.Linear(64, 500, bias=False).bfloat16()
         hidden = (4 * torch.randn(50, 64)).bfloat16()
@@ -185,7 +185,7 @@ class TestHead:
         assert errors[False] > 1e-3
 
 
-def test_rows_of_their_own_are_grouped_by_length_and_show_no_packing() -> None:
+def test_pack_single_sequence_rows_by_length() -> None:
     batch = pack([Sequence([1], [2] * n) for n in (2, 4, 9, 4, 8)], 20, shared_rows=False)
     assert [tuple(m.input_ids_bt.shape) for m in batch.micro_batches] == [(2, 9), (3, 4)]
     assert batch.padding == 1 + 2

@@ -1,4 +1,4 @@
-"""What the engine computes is what plain transformers computes: in bfloat16, at every position, without noise."""
+"""The engine's log-probabilities equal those of plain transformers, in bfloat16, at every position, without noise."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.slow
 class TestBesidePlainTransformers:
     @pytest.mark.parametrize("model", ["qwen2 1", "qwen2 3", "llama3 1", "gemma3 1"])
-    def test_bfloat16_logprobs_agree_at_every_position(self, model: str, results: dict[str, Any]) -> None:
+    def test_bfloat16_logprobs_agree_with_float32(self, model: str, results: dict[str, Any]) -> None:
         """Rotary tables in bfloat16 would give 0.06 to 0.3 in the first bucket and more than 1 in the last."""
         difference = results[model]
         means = [float(difference[begin:end].mean()) for begin, end in POSITIONS]
@@ -57,7 +57,7 @@ class TestBesidePlainTransformers:
 
     @pytest.mark.parametrize("model", ["gpt2", "llama", "opt"])
     @pytest.mark.parametrize("checkpointing", [False, True])
-    def test_a_step_sees_the_logprobs_that_scoring_sees(
+    def test_step_and_scoring_have_equal_logprobs(
         self, model: str, checkpointing: bool, results: dict[str, Any]
     ) -> None:
         """The configurations ask for dropout of one half, and for skipped layers."""
@@ -75,7 +75,7 @@ class Rotary(torch.nn.Linear):
         self.register_buffer("count", torch.ones(2, dtype=torch.long))
 
 
-def test_parameters_are_cast_and_buffers_are_not() -> None:
+def test_cast_parameters_keeps_buffers() -> None:
     model = Rotary()
     before = buffer_dtypes(model)
     cast_parameters(model, torch.bfloat16)
@@ -84,7 +84,7 @@ def test_parameters_are_cast_and_buffers_are_not() -> None:
     check_buffer_dtypes(model, before)
 
 
-def test_a_buffer_of_another_dtype_ends_the_start() -> None:
+def test_check_buffer_dtypes_raises() -> None:
     model = Rotary()
     before = buffer_dtypes(model)
     model.to(torch.bfloat16)
@@ -96,7 +96,7 @@ def test_a_buffer_of_another_dtype_ends_the_start() -> None:
     )
 
 
-def test_a_model_with_float32_parameters_is_refused_in_bfloat16() -> None:
+def test_cast_parameters_float32_only_model_raises() -> None:
     class Router(Rotary):
         _keep_in_fp32_modules_strict = frozenset({"wei*"})
 

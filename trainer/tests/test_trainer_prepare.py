@@ -1,4 +1,4 @@
-"""Preparing a run's model: three sources, one folder, and every way to be told no."""
+"""Preparing a run's model: three sources, one folder, and all refusals."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def make(root: Path, model: dict[str, Any] | None = None, **sections: Any) -> tu
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_scratch_is_a_llama_that_transformers_loads(tmp_path: Path, dtype: Any, tied: bool) -> None:
+def test_prepare_scratch_loads_in_transformers(tmp_path: Path, dtype: Any, tied: bool) -> None:
     paths, spec = make(tmp_path, {"scratch": SCRATCH | {"tiedEmbeddings": tied}, "dtype": dtype})
     prepare(paths, spec, one_machine=True)
     model = load_model(str(paths.base_model), dtype=dtype)
@@ -72,7 +72,7 @@ def test_scratch_is_a_llama_that_transformers_loads(tmp_path: Path, dtype: Any, 
     assert [tokenizer.decode([i]) for i in digits] == list("123446")
 
 
-def test_initializer_range_is_the_deviation_of_the_weights(tmp_path: Path) -> None:
+def test_prepare_initializer_range(tmp_path: Path) -> None:
     paths, spec = make(tmp_path, {"scratch": SCRATCH | {"initializerRange": "0.15"}, "dtype": "bfloat16"})
     prepare(paths, spec, one_machine=True)
     model = load_model(str(paths.base_model), dtype="bfloat16")
@@ -81,7 +81,7 @@ def test_initializer_range_is_the_deviation_of_the_weights(tmp_path: Path) -> No
     assert [w.std().item() for w in weights] == pytest.approx([0.15] * len(weights), rel=0.1)
 
 
-def test_a_model_from_before_initializer_range_stays_the_runs_own(tmp_path: Path) -> None:
+def test_prepare_accepts_model_without_initializer_range(tmp_path: Path) -> None:
     """What a release without the field wrote into ``prepared.json`` for this spec; the digest depends on the task's path."""
     paths, spec = make(tmp_path)
     prepare(paths, spec, one_machine=True)
@@ -103,7 +103,7 @@ def test_a_model_from_before_initializer_range_stays_the_runs_own(tmp_path: Path
         prepare(paths, other, one_machine=True)
 
 
-def test_the_same_spec_gives_the_same_bytes(tmp_path: Path) -> None:
+def test_prepare_is_deterministic(tmp_path: Path) -> None:
     for name in ("a", "b"):
         paths, spec = make(tmp_path / name)
         prepare(paths, spec, one_machine=True)
@@ -112,7 +112,7 @@ def test_the_same_spec_gives_the_same_bytes(tmp_path: Path) -> None:
             assert file.read_bytes() == (tmp_path / "b" / "model" / file.name).read_bytes(), file.name
 
 
-def test_a_small_vocabulary_is_an_upper_bound(tmp_path: Path) -> None:
+def test_prepare_vocabulary_is_upper_bound(tmp_path: Path) -> None:
     paths, spec = make(tmp_path, {"scratch": SCRATCH | {"vocabularySize": 64}})
     prepare(paths, spec, one_machine=True)
     tokenizer = load_tokenizer(str(paths.base_model))
@@ -121,7 +121,7 @@ def test_a_small_vocabulary_is_an_upper_bound(tmp_path: Path) -> None:
     assert tokenizer.encode("é") == [tokenizer.unk_token_id] * 2, "nothing is dropped silently"
 
 
-def test_again_is_nothing_and_another_model_is_refused(tmp_path: Path) -> None:
+def test_prepare_is_idempotent_and_refuses_other_model(tmp_path: Path) -> None:
     paths, spec = make(tmp_path)
     prepare(paths, spec, one_machine=True)
     before = {f: f.stat().st_mtime_ns for f in paths.base_model.iterdir()}
@@ -132,7 +132,7 @@ def test_again_is_nothing_and_another_model_is_refused(tmp_path: Path) -> None:
         prepare(paths, other, one_machine=True)
 
 
-def test_path_is_linked_and_checked(tmp_path: Path) -> None:
+def test_prepare_path(tmp_path: Path) -> None:
     source, spec = make(tmp_path / "source")
     prepare(source, spec, one_machine=True)
     paths, spec = make(tmp_path / "run", {"path": str(source.base_model)})
@@ -142,7 +142,7 @@ def test_path_is_linked_and_checked(tmp_path: Path) -> None:
     prepare(paths, spec, one_machine=True)
 
 
-def test_a_crash_leaves_nothing_that_looks_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_crash_leaves_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths, spec = make(tmp_path)
 
     def crash(*_: object) -> None:
@@ -194,21 +194,21 @@ def add_tensor(directory: Path, name: str) -> None:
         (lambda d: add_tensor(d, "lm_head.bias"), r"output embedding with a bias \(lm_head.bias\)"),
     ],
 )
-def test_a_model_folder_that_lacks_something(tmp_path: Path, change: Any, message: str) -> None:
+def test_prepare_incomplete_folder_raises(tmp_path: Path, change: Any, message: str) -> None:
     paths, spec = make(tmp_path / "run", broken(tmp_path, change))
     with pytest.raises(PrepareError, match=message):
         prepare(paths, spec, one_machine=True)
     assert not paths.base_model.exists()
 
 
-def test_a_chat_format_needs_a_chat_template(tmp_path: Path) -> None:
+def test_prepare_chat_needs_template(tmp_path: Path) -> None:
     paths, spec = make(tmp_path)
     task = spec.task.model_copy(update={"prompt": spec.task.prompt.model_copy(update={"format": "Chat"})})
     with pytest.raises(PrepareError, match=r"task\.prompt\.format"):
         prepare(paths, spec.model_copy(update={"task": task}), one_machine=True)
 
 
-def test_a_model_larger_than_memory_is_refused_before_it_is_made(tmp_path: Path) -> None:
+def test_prepare_model_larger_than_memory_raises(tmp_path: Path) -> None:
     huge = {"layers": 64, "hiddenSize": 8192, "attentionHeads": 64, "intermediateSize": 65536}
     paths, spec = make(tmp_path, {"scratch": huge})
     with pytest.raises(PrepareError, match=r"model.scratch: 120,\d+ M parameters: .* GiB"):
@@ -216,7 +216,7 @@ def test_a_model_larger_than_memory_is_refused_before_it_is_made(tmp_path: Path)
     assert not paths.base_model.exists()
 
 
-def test_all_roles_together_must_fit_on_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_memory_of_all_roles_on_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = {"replicas": 8, "zeroStage": 1, "microBatchTokens": 64}
     monkeypatch.setattr("scalerl_trainer.checks.memory_bytes", lambda: 4 << 20)
     paths, spec = make(tmp_path, trainer=trainer)
@@ -245,7 +245,7 @@ BIG = {"scratch": SCRATCH | {"hiddenSize": 256, "intermediateSize": 4096}}  # 7 
         ({"generator": ON_GPUS["generator"]}, r"generator's share of the weights .*memoryFraction \(0.9\)"),
     ],
 )
-def test_a_model_larger_than_its_gpu_is_refused(
+def test_check_memory_model_larger_than_gpu_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], message: str
 ) -> None:
     graphics(tmp_path, monkeypatch, "echo 16; echo 20")
@@ -255,7 +255,7 @@ def test_a_model_larger_than_its_gpu_is_refused(
 
 
 @pytest.mark.parametrize("script", ["echo 16; echo 81559", "exit 9", "echo N/A", "exit 0"])
-def test_a_gpu_that_is_large_or_unknown_refuses_nothing(
+def test_check_memory_large_or_unknown_gpu_passes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
 ) -> None:
     graphics(tmp_path, monkeypatch, script)
@@ -269,7 +269,7 @@ def jsonl(root: Path, *rows: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("source", ["scratch", "path"])
-def test_prompts_without_room_for_a_completion_are_named(tmp_path: Path, source: str) -> None:
+def test_check_prompts_too_long_raises(tmp_path: Path, source: str) -> None:
     model = None if source == "scratch" else broken(tmp_path, lambda _: None)
     paths, spec = make(tmp_path / "run", model)
     words = " ".join(str(n) for n in range(1000, 1100))
@@ -287,9 +287,7 @@ def test_prompts_without_room_for_a_completion_are_named(tmp_path: Path, source:
     prepare(paths, spec, one_machine=True)
 
 
-def test_few_prompts_without_room_are_warned_of_and_skipped(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_check_prompts_few_too_long_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     paths, spec = make(tmp_path / "run", None)
     words = " ".join(str(n) for n in range(1000, 1100))
     jsonl(paths.root, {"prompt": words, "answer": "8", "id": "long"})
@@ -303,7 +301,7 @@ def test_few_prompts_without_room_are_warned_of_and_skipped(
     assert told.endswith("The run skips them.")
 
 
-def test_prompts_are_looked_at_again_when_the_run_is_resumed(tmp_path: Path) -> None:
+def test_prepare_checks_prompts_again_on_resume(tmp_path: Path) -> None:
     paths, spec = make(tmp_path)
     prepare(paths, spec, one_machine=True)
     recipe = spec.recipe.model_copy(update={"max_completion_tokens": 63})
@@ -312,7 +310,7 @@ def test_prompts_are_looked_at_again_when_the_run_is_resumed(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("source", ["scratch", "path"])
-def test_a_warm_start_without_solutions_is_refused(
+def test_check_prompts_warm_start_without_solutions_raises(
     tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from scalerl_tasks import ReasoningGymSource
@@ -338,7 +336,7 @@ def test_a_warm_start_without_solutions_is_refused(
             prepare(directory, warm, one_machine=True)
 
 
-def test_a_solution_that_fits_no_micro_batch_is_refused(tmp_path: Path) -> None:
+def test_check_prompts_long_solution_raises(tmp_path: Path) -> None:
     paths, spec = make(tmp_path, warmStart={"steps": 1}, trainer={"microBatchTokens": 64})
     jsonl(paths.root, {"prompt": "7+1 =", "answer": "8", "solution": "1 2 3 " * 40})
     with pytest.raises(
@@ -358,9 +356,7 @@ def test_a_solution_that_fits_no_micro_batch_is_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_verifier_that_cannot_grade_the_task_is_refused(
-    tmp_path: Path, task: dict[str, Any], message: str
-) -> None:
+def test_check_grading_raises(tmp_path: Path, task: dict[str, Any], message: str) -> None:
     paths, spec = make(tmp_path)
     jsonl(paths.root, {"prompt": "seven", "answer": "eight"})
     changed = TaskSpec.model_validate(spec.task.model_dump(by_alias=True) | task)
@@ -370,7 +366,7 @@ def test_a_verifier_that_cannot_grade_the_task_is_refused(
 
 
 @pytest.mark.parametrize(("devices", "message"), [(0, "needs an accelerator"), (1, "package flash-attn")])
-def test_flash_attention_needs_a_gpu_and_its_package(tmp_path: Path, devices: int, message: str) -> None:
+def test_check_model_flash_attention(tmp_path: Path, devices: int, message: str) -> None:
     if devices and importlib.util.find_spec("flash_attn") is not None:
         pytest.skip("needs a GPU to be a mistake")
     paths, spec = make(tmp_path)
@@ -384,7 +380,7 @@ def test_flash_attention_needs_a_gpu_and_its_package(tmp_path: Path, devices: in
         prepare(paths, given, one_machine=True)
 
 
-def test_a_grader_that_cannot_start_is_no_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_grader_failure_exits_with_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from scalerl_tasks import GradingError
 
     paths, _ = make(tmp_path)
@@ -403,7 +399,7 @@ def test_a_grader_that_cannot_start_is_no_bad_input(tmp_path: Path, monkeypatch:
     assert main() == 1
 
 
-def test_the_process_names_the_field_and_leaves_with_2(tmp_path: Path) -> None:
+def test_prepare_bad_input_exits_with_2(tmp_path: Path) -> None:
     paths, _ = make(tmp_path, {"path": str(tmp_path / "nowhere")})
     environ = {
         "SCALERL_DIR": str(tmp_path),
@@ -429,9 +425,7 @@ def test_the_process_names_the_field_and_leaves_with_2(tmp_path: Path) -> None:
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_a_hub_model_that_is_not_there_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prepare_hub_model_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     paths, spec = make(tmp_path / "run", {"hub": {"name": "nobody/nothing"}})

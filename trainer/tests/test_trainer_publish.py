@@ -58,7 +58,7 @@ def as_weights(tensors: dict[str, torch.Tensor], streams: list[int] | None = Non
 
 
 @pytest.mark.parametrize("name", CHECKSUM_VECTORS)
-def test_checksum_is_the_one_both_sides_agreed_on(name: str) -> None:
+def test_checksum_matches_api(name: str) -> None:
     payload = (
         torch.frombuffer(bytearray(vector_payload(name)) or bytearray(), dtype=torch.uint8)
         if name != "empty"
@@ -68,7 +68,7 @@ def test_checksum_is_the_one_both_sides_agreed_on(name: str) -> None:
 
 
 class Operators(TorchDispatchMode):
-    """Names of all that torch is asked to do."""
+    """Names of all torch operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Operators(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("words", [2, (1 << 14) - 2, 1 << 14, (5 << 14) + 4])
-def test_a_large_checksum_needs_nothing_that_cuda_lacks_for_integers(words: int) -> None:
+def test_checksum_uses_no_integer_dot_product(words: int) -> None:
     generator = torch.Generator().manual_seed(words)
     payload = torch.randint(0, 256, (8 * words,), dtype=torch.uint8, generator=generator)
     with Operators() as asked:
@@ -97,9 +97,7 @@ def test_a_large_checksum_needs_nothing_that_cuda_lacks_for_integers(words: int)
     dtypes=st.lists(st.sampled_from(["float32", "bfloat16", "int64", "uint8"]), min_size=12, max_size=12),
     bucket_bytes=st.integers(1, 600),
 )
-def test_every_tensor_comes_out_of_the_buckets_as_it_went_in(
-    shapes: list[list[int]], dtypes: list[str], bucket_bytes: int
-) -> None:
+def test_buckets_round_trip(shapes: list[list[int]], dtypes: list[str], bucket_bytes: int) -> None:
     tensors = {
         f"t{i}": torch.from_numpy(np.random.default_rng(i).integers(0, 100, shape)).to(
             getattr(torch, dtypes[i])
@@ -122,7 +120,7 @@ def test_every_tensor_comes_out_of_the_buckets_as_it_went_in(
     assert next(stream, None) is None
 
 
-def test_a_stream_that_is_not_what_its_manifest_says_is_refused() -> None:
+def test_fill_wrong_stream_raises() -> None:
     tensors = sample_weights()
     (bucket,) = lay_out([tensor_spec(n, t) for n, t in tensors.items()], 1 << 20)
     buffer = torch.empty(bucket.total_bytes, dtype=torch.uint8)
@@ -207,7 +205,7 @@ def make_publisher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Pu
         publisher.close()
 
 
-def test_members_hold_the_bytes_of_each_version(actors: FakeActors, make_publisher: Any) -> None:
+def test_publish_updates_all_members(actors: FakeActors, make_publisher: Any) -> None:
     members = actors.start([], [])
     publisher = make_publisher()
     for version in (0, 1, 2):
@@ -221,7 +219,7 @@ def test_members_hold_the_bytes_of_each_version(actors: FakeActors, make_publish
     assert outcome.stats["publish_open_seconds"] == 0, "the same members keep their group"
 
 
-def test_a_new_member_gets_a_new_group(actors: FakeActors, make_publisher: Any) -> None:
+def test_publish_new_member_opens_new_group(actors: FakeActors, make_publisher: Any) -> None:
     (first,) = actors.start([])
     publisher = make_publisher()
     publisher.publish(0, as_weights(sample_weights(0)), [first])
@@ -233,13 +231,13 @@ def test_a_new_member_gets_a_new_group(actors: FakeActors, make_publisher: Any) 
     assert actors.holds("generator-1", 1, tensors)
 
 
-def test_nobody_to_publish_to(make_publisher: Any) -> None:
+def test_publish_without_members(make_publisher: Any) -> None:
     outcome = make_publisher().publish(3, as_weights(sample_weights()), [])
     assert (outcome.updated, outcome.failed) == ([], [])
 
 
 @pytest.mark.parametrize(("bucket", "place"), [(0, 0), (1, 1), (0, 2), (2, 2)])
-def test_a_receiver_killed_in_a_broadcast_fails_alone(
+def test_publish_receiver_killed_in_broadcast_fails_alone(
     actors: FakeActors, make_publisher: Any, bucket: int, place: int
 ) -> None:
     faults: list[list[dict[str, Any]]] = [[], [], []]
@@ -256,12 +254,12 @@ def test_a_receiver_killed_in_a_broadcast_fails_alone(
     assert sorted(outcome.updated) == [m.member_id for m in others]
     assert all(actors.holds(m.name, 4, tensors) for m in others)
     assert len(streams) >= outcome.stats["publish_rounds"], "each stream is read to its end"
-    # and the next one works with who is left
+    # and the next one succeeds with the others
     assert sorted(publisher.publish(5, as_weights(tensors), others).updated) == sorted(outcome.updated)
 
 
 @pytest.mark.parametrize("at", ["join", "allreduce"])
-def test_a_receiver_killed_while_joining_fails_alone(
+def test_publish_receiver_killed_while_joining_fails_alone(
     actors: FakeActors, make_publisher: Any, at: str
 ) -> None:
     members = actors.start([{"at": at, "how": "kill"}], [])
@@ -272,7 +270,7 @@ def test_a_receiver_killed_while_joining_fails_alone(
     assert len(streams) == 1, "nothing is gathered for a group that is not open"
 
 
-def test_a_member_that_is_not_there_fails_alone(actors: FakeActors, make_publisher: Any) -> None:
+def test_publish_unreachable_member_fails_alone(actors: FakeActors, make_publisher: Any) -> None:
     (alive,) = actors.start([])
     gone = wire.Member(
         member_id="generator-9", name="generator-9", control_url="http://127.0.0.1:9", weight_version=-1
@@ -281,10 +279,8 @@ def test_a_member_that_is_not_there_fails_alone(actors: FakeActors, make_publish
     assert (outcome.updated, outcome.failed) == (["generator-0"], ["generator-9"])
 
 
-def test_an_actor_gone_while_its_server_stays_in_the_group_fails_at_once(
-    actors: FakeActors, make_publisher: Any
-) -> None:
-    """Its server's end of the group is open and takes nothing: the operation under way ends at its time-out only."""
+def test_publish_dead_actor_fails_at_once(actors: FakeActors, make_publisher: Any) -> None:
+    """Its server's end of the group is open and reads nothing: the operation in progress ends at its time-out only."""
     (member,) = actors.start([])
     publisher = make_publisher(timeout_seconds=30.0)
     publisher.publish(0, as_weights(sample_weights(0)), [member])
@@ -297,7 +293,7 @@ def test_an_actor_gone_while_its_server_stays_in_the_group_fails_at_once(
 
 @pytest.mark.parametrize("how", ["not-ready", "update-failed"])
 @pytest.mark.parametrize("at", ["join", "receive"])
-def test_a_member_that_always_refuses_fails_alone(
+def test_publish_refusing_member_fails_alone(
     actors: FakeActors, make_publisher: Any, at: str, how: str
 ) -> None:
     members = actors.start([], [{"at": at, "how": how}])
@@ -309,7 +305,7 @@ def test_a_member_that_always_refuses_fails_alone(
     assert time.monotonic() - started < 3 * 2 + 6
 
 
-def test_a_member_that_fails_once_takes_it_in_the_end(actors: FakeActors, make_publisher: Any) -> None:
+def test_publish_retries_member(actors: FakeActors, make_publisher: Any) -> None:
     members = actors.start([], [{"at": "receive", "how": "update-failed", "bucket": 1, "times": 1}])
     outcome = make_publisher(timeout_seconds=2.0).publish(0, as_weights(sample_weights()), members)
     assert sorted(outcome.updated) == ["generator-0", "generator-1"]
@@ -317,9 +313,7 @@ def test_a_member_that_fails_once_takes_it_in_the_end(actors: FakeActors, make_p
 
 
 @pytest.mark.parametrize("at", ["join", "allreduce", "receive"])
-def test_a_frozen_member_holds_nobody_longer_than_the_timeout(
-    actors: FakeActors, make_publisher: Any, at: str
-) -> None:
+def test_publish_frozen_member_times_out(actors: FakeActors, make_publisher: Any, at: str) -> None:
     members = actors.start([{"at": at, "how": "freeze", "bucket": 1 if at == "receive" else 0}], [])
     started = time.monotonic()
     tensors = sample_weights()
@@ -331,7 +325,7 @@ def test_a_frozen_member_holds_nobody_longer_than_the_timeout(
 
 
 @pytest.mark.parametrize(("timeout_seconds", "limit"), [(120, 600), (3600, 3660)])
-def test_the_ranks_collectives_outlast_a_publish(timeout_seconds: int, limit: float) -> None:
+def test_collective_timeout_exceeds_publish(timeout_seconds: int, limit: float) -> None:
     """Under ZeRO-3 the other ranks wait in a gather while a bucket is sent."""
     spec = RunSpec.model_validate(
         {
@@ -345,7 +339,7 @@ def test_the_ranks_collectives_outlast_a_publish(timeout_seconds: int, limit: fl
     assert collective_timeout_seconds(spec) == limit
 
 
-def test_a_wrong_manifest_ends_the_publish(actors: FakeActors, make_publisher: Any) -> None:
+def test_publish_wrong_manifest_raises(actors: FakeActors, make_publisher: Any) -> None:
     members = actors.start([])
     tensors = sample_weights()
     weights = Weights(as_weights(tensors).manifest, lambda: iter([]))
@@ -353,7 +347,7 @@ def test_a_wrong_manifest_ends_the_publish(actors: FakeActors, make_publisher: A
         make_publisher().publish(0, weights, members)
 
 
-def test_no_thread_is_left_behind(actors: FakeActors, make_publisher: Any) -> None:
+def test_publish_leaves_no_thread(actors: FakeActors, make_publisher: Any) -> None:
     members = actors.start([], [{"at": "receive", "how": "kill", "bucket": 1}])
     before = set(threading.enumerate())
     publisher = make_publisher()
@@ -384,7 +378,7 @@ def test_probe_measures_the_distance(actors: FakeActors) -> None:
     assert stats["probe_tokens"] == stats["probe_tokens_0_256"] == 8
 
 
-def test_probe_that_fails_says_so(actors: FakeActors) -> None:
+def test_probe_failure_is_reported(actors: FakeActors) -> None:
     (member,) = actors.start([{"at": "probe", "how": "wrong-version"}])
     control = ActorControl(TOKEN)
     sequences = [ProbeSequence(np.arange(1, 9, dtype=np.int32), 3)]

@@ -1,4 +1,4 @@
-"""Ranks that gather while one of them is told to stop: all go on, or none does."""
+"""A stop during the rendezvous: all ranks proceed, or none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scalerl_trainer.errors import Stopped
 
 
 class Gathering:
-    """Three ranks as threads; rank 0 sleeps on after its first look around until it is told to ``look`` again."""
+    """Three ranks as threads; rank 0 sleeps after its first poll until ``look`` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with socket.socket() as s:
@@ -53,7 +53,7 @@ class Gathering:
             thread.join(120)
 
 
-def test_a_rank_that_comes_after_a_stop_leaves_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rendezvous_late_rank_stops_too(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Gathering(monkeypatch)
     ranks.come(0)
     assert ranks.asleep.wait(20)
@@ -66,7 +66,7 @@ def test_a_rank_that_comes_after_a_stop_leaves_too(monkeypatch: pytest.MonkeyPat
     assert ranks.outcome == dict.fromkeys(range(3), "stopped")
 
 
-def test_a_rank_that_is_stopped_after_another_has_gone_on_goes_on_too(
+def test_rendezvous_stop_after_decision_proceeds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ranks = Gathering(monkeypatch)

@@ -1,4 +1,4 @@
-"""What one number of ranks and one ZeRO stage saved, another loads and goes on from."""
+"""Checkpoints load on other numbers of ranks and at other ZeRO stages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def on(source: Shape, target: Shape) -> str:
 
 
 def pairs() -> list[Any]:
-    """Who saves, who loads; those that a change is tried with first, and the others."""
+    """Shapes that save and that load: those to try first, and the others."""
     first = [(SHAPES[(i + 5) % 8], target) for i, target in enumerate(SHAPES)]
     first.append((HALF[5], HALF[0]))
     others = [(source, target) for source in SHAPES for target in SHAPES if source != target]
@@ -80,7 +80,7 @@ def ranks(
     model: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Ranks:
-    """What the tests that are selected need, and no more."""
+    """Only the jobs of the selected tests."""
     selected = [i.callspec.params for i in request.session.items if i.path == request.path]
     wanted = dict.fromkeys((p["source"], p["target"]) for p in selected if "source" in p)
     natives = dict.fromkeys(p["native"] for p in selected if "native" in p)
@@ -116,26 +116,22 @@ def whole(directory: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("source", "target"), pairs())
 class TestEveryShapeLoadsEveryOther:
-    def test_not_a_bit_is_lost(self, source: Shape, target: Shape, ranks: Ranks) -> None:
-        """What is saved again after the load is what was saved before it."""
+    def test_reshape_is_bit_exact(self, source: Shape, target: Shape, ranks: Ranks) -> None:
+        """A second save after the load equals the first."""
         before = whole(ranks.out / name(source))
         after = whole(ranks.out / on(source, target))
         assert before.keys() == after.keys()
         for key, expected in before.items():
             torch.testing.assert_close(after[key], expected, rtol=0, atol=0, msg=key)
 
-    def test_the_weights_computed_with_are_the_saved_ones(
-        self, source: Shape, target: Shape, ranks: Ranks
-    ) -> None:
+    def test_reshape_restores_model_weights(self, source: Shape, target: Shape, ranks: Ranks) -> None:
         saved = whole(ranks.out / name(source))
         loaded = ranks.results[on(source, target)]["loaded"]
         for parameter, weights in loaded.items():
             expected = saved[f"{parameter}/weight"].view(weights.shape).to(getattr(torch, target[2])).float()
             torch.testing.assert_close(weights, expected, rtol=0, atol=0, msg=parameter)
 
-    def test_it_goes_on_as_an_uninterrupted_run_of_its_shape(
-        self, source: Shape, target: Shape, ranks: Ranks
-    ) -> None:
+    def test_reshape_resumes_like_uninterrupted_run(self, source: Shape, target: Shape, ranks: Ranks) -> None:
         got = ranks.results[on(source, target)]
         straight = ranks.results[name(target)]
         assert got["steps_done"] == straight["steps_done"] == 3
@@ -159,7 +155,7 @@ class TestEveryShapeLoadsEveryOther:
         pytest.param((2, 3, "float32"), marks=pytest.mark.full),
     ],
 )
-def test_what_deepspeed_itself_saved_still_loads(native: Shape, ranks: Ranks) -> None:
+def test_native_deepspeed_checkpoint_loads(native: Shape, ranks: Ranks) -> None:
     """Checkpoints of earlier releases, at the shape they were saved with."""
     got, straight = ranks.results[f"old-{name(native)}"], ranks.results[f"native-{name(native)}"]
     assert got["steps_done"] == 3

@@ -88,7 +88,7 @@ class CollapseCheck:
     broken: an alarm is active; no forecast should be made or acted on.
     reasons: a sentence for each cause.
     checked: whether there were enough evaluations to compare (if not, only truncation was checked).
-    seen: the last three evaluations, oldest first.
+    latest: the last three evaluations, oldest first.
     floor: the mean of three evaluations that ends the alarm.
     fall: None if the reward has not fallen.
     """
@@ -96,7 +96,7 @@ class CollapseCheck:
     broken: bool
     reasons: tuple[str, ...]
     checked: bool
-    seen: tuple[float, ...]
+    latest: tuple[float, ...]
     floor: float | None = None
     fall: Fall | None = None
 
@@ -122,22 +122,22 @@ def detect_collapse(
     """
     last = curve.segments()[-1].curve
     reasons = []
-    latest = _latest_truncation(truncation)
-    if latest is not None and latest >= MAX_TRUNCATION:
-        reasons.append(f"{latest:.1%} of rollouts are truncated, {MAX_TRUNCATION:.0%} or more")
-    seen = tuple(float(r) for r in last.reward[-CONSECUTIVE:])
+    latest_truncation = _latest_truncation(truncation)
+    if latest_truncation is not None and latest_truncation >= MAX_TRUNCATION:
+        reasons.append(f"{latest_truncation:.1%} of rollouts are truncated, {MAX_TRUNCATION:.0%} or more")
+    latest = tuple(float(r) for r in last.reward[-CONSECUTIVE:])
     first = int(np.searchsorted(last.compute, after, side="right"))
     checked = len(last) - first >= MIN_HISTORY
     fall = _current_fall(last, first, least) if checked else None
     if fall is None:
-        return CollapseCheck(bool(reasons), tuple(reasons), checked, seen)
+        return CollapseCheck(bool(reasons), tuple(reasons), checked, latest)
     reasons.insert(
         0,
         f"the mean of the last {CONSECUTIVE} evaluations, {_format_reward(fall.newest)}, is {_format_reward(fall.depth)} below the best "
         f"of {CONSECUTIVE} in a row, {_format_reward(fall.best)} at compute {fall.best_compute + start:.4g}; noise explains "
         f"{_format_reward(fall.noise)}",
     )
-    return CollapseCheck(True, tuple(reasons), True, seen, fall.best - fall.noise, fall)
+    return CollapseCheck(True, tuple(reasons), True, latest, fall.best - fall.noise, fall)
 
 
 def _current_fall(last: Curve, first: int, least: float) -> Fall | None:

@@ -23,14 +23,14 @@ MIN_POINTS: Final = 8
 class Hindcast:
     """A forecast from the points up to compute `made_at` for the last point within the doubling after it.
 
-    until, seen: compute and reward of that point.
+    until, observed: compute and reward of that point.
     median, low, high: as in `Forecast`.
-    below: forecast probability of a lower reward than `seen`.
+    below: forecast probability of a lower reward than `observed`.
     """
 
     made_at: float
     until: float
-    seen: float
+    observed: float
     median: float
     low: float
     high: float
@@ -52,12 +52,18 @@ def hindcasts(curve: Curve, settings: FitSettings | None = None) -> tuple[Hindca
             then = fit(head, settings)
         except CurveError:  # all rewards equal so far
             continue
-        seen = float(curve.reward[until])
+        observed = float(curve.reward[until])
         drawn = forecast_pool(then).evaluation(curve.compute[until : until + 1])[:, 0]
         low, median, high = (float(q) for q in interval(drawn))
         made.append(
             Hindcast(
-                head.now, float(curve.compute[until]), seen, median, low, high, float(np.mean(drawn < seen))
+                head.now,
+                float(curve.compute[until]),
+                observed,
+                median,
+                low,
+                high,
+                float(np.mean(drawn < observed)),
             )
         )
     return tuple(made)

@@ -91,7 +91,7 @@ class Analysis:
         return (
             *(self._worded(doubt) for doubt in self.fitted.doubts),
             *(
-                f"the reward at {formatting.amount(past.until + self.start)}, {self.scale.reward(past.seen)}, lies below "
+                f"the reward at {formatting.amount(past.until + self.start)}, {self.scale.reward(past.observed)}, lies below "
                 f"{1 - SAGS:.0%} of the forecast made at {formatting.amount(past.made_at + self.start)}"
                 for past in self.hindcasts
                 if past.below < SAGS

@@ -206,7 +206,7 @@ def _trust(made: Analysis) -> Iterator[str]:
     for past in made.hindcasts:
         yield (
             f"  hindcast: at {formatting.amount(past.made_at + made.start)} the forecast for "
-            f"{formatting.amount(past.until + made.start)} was {made.scale.rewards(past)}; {made.scale.reward(past.seen)} came"
+            f"{formatting.amount(past.until + made.start)} was {made.scale.rewards(past)}; {made.scale.reward(past.observed)} came"
         )
     if not made.hindcasts:
         yield "  hindcasts: none, too few points at half of the compute"

@@ -288,7 +288,7 @@ def _guard_answer(checked: CollapseCheck, start: float) -> wire.GuardAnswer:
         broken=checked.broken,
         checked=checked.checked,
         reasons=list(checked.reasons),
-        seen=list(checked.seen),
+        seen=list(checked.latest),
         floor=[] if checked.floor is None else [checked.floor],
         fall=msgspec.UNSET
         if fall is None
