@@ -274,7 +274,7 @@ def test_interrupted_killed_and_resumed_it_trains_the_same_prompts(
 
     with start_run(tmp_path, RUN, "--resume") as third:
         assert third.finish(400) == 0, third.tail()
-    assert "going on after: interrupted" in second.output.read_text()
+    assert "resumed after: interrupted" in second.output.read_text()
     summary = third.summary()
     assert (summary["stop_reason"], summary["steps"]) == ("maxSteps", 20)
     assert_counts_add_up(summary, RUN)

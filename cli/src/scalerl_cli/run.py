@@ -29,8 +29,8 @@ from scalerl_operator.local.run_directory import (
     latest_directory,
     next_directory,
 )
-from scalerl_operator.local.supervisor import Failure, LocalSettings
-from scalerl_operator.local.unit import Event
+from scalerl_operator.local.supervisor import LocalSettings
+from scalerl_operator.local.unit import Event, Failure
 from scalerl_operator.workloads import Plan, Role
 
 RUNS = Path("runs")

@@ -56,7 +56,7 @@ def test_a_flat_curve_ends_the_run_and_a_resume_goes_on(
         again.until(lambda: len(decisions(again)) > before)
         again.process.send_signal(signal.SIGINT)
         assert again.finish(120) == 130
-    assert "going on after: forecast" in again.text()
+    assert "resumed after: forecast" in again.text()
     assert decisions(again)[before]["decision"]["action"]["kind"] == "none", "a stop that was taken back"
 
 
@@ -138,7 +138,7 @@ def test_a_broken_run_is_held_and_goes_on_when_it_is_resumed(tmp_path: Path) -> 
         assert again.step() > step
         again.process.send_signal(signal.SIGINT)
         assert again.finish(120) == 130
-    assert "going on after: broken" in again.text()
+    assert "resumed after: broken" in again.text()
     assert {line["decision"]["action"]["kind"] for line in decisions(again)[before:]} == {"none"}
 
 

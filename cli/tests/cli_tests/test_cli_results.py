@@ -274,14 +274,14 @@ def test_lines_say_each_thing_once(capsys: pytest.CaptureFixture[str]) -> None:
     view = PlainView(RUN)
     view.snapshot(snapshot(0.3, None, {"prepare": State.STARTING}))
     view.snapshot(snapshot(3.0, None, {"prepare": State.DONE, "trainer": State.STARTING}))
-    view.event(Event("trainer", "trainer-0 was killed by SIGKILL; starting again in 1 s", True))
+    view.event(Event("trainer", "trainer-0 was killed by SIGKILL; restarting in 1 s", True))
     view.snapshot(snapshot(4.0, status(), {"prepare": State.DONE, "trainer": State.READY}))
     view.snapshot(snapshot(4.5, status()))
     view.snapshot(snapshot(5.0, status(step=21, points=[*status().points, point(20, 0.6, mixed=True)])))
     lines = [line[9:] for line in capsys.readouterr().out.splitlines()]
     assert lines == [
         "· prepare: done after 3 s",
-        "! trainer: trainer-0 was killed by SIGKILL; starting again in 1 s",
+        "! trainer: trainer-0 was killed by SIGKILL; restarting in 1 s",
         "· trainer: ready after 4 s",
         "* evaluation: reward 0.300 ± 0.020 at v0",
         "* evaluation: reward 0.500 ± 0.020 at v10",

@@ -161,7 +161,7 @@ def test_the_first_interrupt_drains_and_the_run_can_be_taken_up_again(
         assert again.finish() == 0, again.text()
     assert again.summary()["steps"] == before + 20
     assert again.summary()["stop_reason"] == "maxSteps"
-    assert "run: going on after: interrupted" in again.text()
+    assert "run: resumed after: interrupted" in again.text()
 
 
 def test_the_second_interrupt_ends_everything_now(tmp_path: Path) -> None:

@@ -89,14 +89,14 @@ async def eventually(condition: Callable[[], Any], seconds: float = 120.0) -> No
 class Harness:
     """A runtime on a plan of small processes, with its events kept."""
 
-    def __init__(self, tmp: Path, *workloads: Workload, may_leave: Any = always, **settings: Any) -> None:
+    def __init__(self, tmp: Path, *workloads: Workload, may_exit: Any = always, **settings: Any) -> None:
         self.directory = RunDirectory.create(tmp / "run", run_spec())
         self.events: list[Event] = []
         self.runtime = LocalRuntime(
             Plan("test", workloads),
             self.directory,
             settings=LocalSettings(**{"restart": QUICK, "grace_seconds": 1.0, **settings}),
-            may_leave=may_leave,
+            may_exit=may_exit,
             on_event=self.events.append,
         )
 

@@ -25,14 +25,14 @@ echo 'GPU 1: NVIDIA H200 (UUID: GPU-2)'
         ("-1", ()),
     ],
 )
-def test_what_the_environment_lists(visible: str, expected: tuple[str, ...]) -> None:
+def test_machine_devices_of_the_environment(visible: str, expected: tuple[str, ...]) -> None:
     assert machine_devices({"CUDA_VISIBLE_DEVICES": visible}) == expected
 
 
 @pytest.mark.parametrize(
     ("tool", "expected"), [(LISTING, ("0", "1")), ("#!/bin/sh\necho no driver\nexit 9\n", ()), (None, ())]
 )
-def test_what_the_driver_lists(
+def test_machine_devices_of_the_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str | None, expected: tuple[str, ...]
 ) -> None:
     if tool is not None:
@@ -42,7 +42,7 @@ def test_what_the_driver_lists(
     assert machine_devices({}) == expected
 
 
-def test_ports_are_held_against_others_but_not_against_their_server() -> None:
+def test_ports_are_reserved_for_their_server() -> None:
     import socket
 
     ports = Ports()

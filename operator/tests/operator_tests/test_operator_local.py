@@ -48,7 +48,7 @@ async def test_prepare_completes_before_anything_else_starts(tmp_path: Path) -> 
     assert [u.state for u in harness.runtime.statuses()] == [State.DONE] * 3
 
 
-async def test_a_crashed_service_comes_back_with_growing_delay_and_the_same_port(tmp_path: Path) -> None:
+async def test_crashed_service_restarts_with_back_off_on_the_same_port(tmp_path: Path) -> None:
     path = tmp_path / "notes"
     argv = (script(tmp_path, "note", NOTE), str(path), "time.sleep(600)")
     harness = Harness(
@@ -71,7 +71,7 @@ async def test_a_crashed_service_comes_back_with_growing_delay_and_the_same_port
     assert harness.log("coordinator-0").count("--- ") == 4
 
 
-async def test_a_gang_restarts_as_a_whole_with_a_new_rendezvous(tmp_path: Path) -> None:
+async def test_gang_restarts_as_a_whole_with_a_new_master_port(tmp_path: Path) -> None:
     path = tmp_path / "notes"
     argv = (script(tmp_path, "note", NOTE), str(path), "time.sleep(600)")
     harness = Harness(tmp_path, workload(Role.TRAINER, Lifetime.GANG, *argv, replicas=3))
@@ -94,20 +94,20 @@ async def test_a_gang_restarts_as_a_whole_with_a_new_rendezvous(tmp_path: Path) 
     assert alive == []
 
 
-async def test_a_gang_waits_for_its_last_rank_and_is_restarted_if_it_left_too_early(tmp_path: Path) -> None:
+async def test_gang_waits_for_its_last_rank_and_restarts_if_it_exited_too_early(tmp_path: Path) -> None:
     path, answers = tmp_path / "notes", [False, True]
 
-    async def may_leave(lifetime: Lifetime) -> bool:
+    async def may_exit(lifetime: Lifetime) -> bool:
         return answers.pop(0)
 
     argv = (script(tmp_path, "note", NOTE), str(path), "time.sleep(.3 * int(os.environ['RANK']))")
-    harness = Harness(tmp_path, workload(Role.TRAINER, Lifetime.GANG, *argv, replicas=2), may_leave=may_leave)
+    harness = Harness(tmp_path, workload(Role.TRAINER, Lifetime.GANG, *argv, replicas=2), may_exit=may_exit)
     assert await asyncio.wait_for(harness.runtime.run(), 120) is None
     assert len(notes(path)) == 4
     assert answers == []
 
 
-async def test_server_and_actor_are_restarted_apart(tmp_path: Path) -> None:
+async def test_server_and_actor_restart_separately(tmp_path: Path) -> None:
     note = script(tmp_path, "note", NOTE)
     both = tuple(
         Container(name, ("python", "-S", note, str(tmp_path / name), "time.sleep(600)"))
@@ -137,7 +137,7 @@ async def test_server_and_actor_are_restarted_apart(tmp_path: Path) -> None:
         ("sys.exit(1)", 4, False, "4 times in a row before it was ready"),
     ],
 )
-async def test_a_role_that_fails_for_good_ends_the_run(
+async def test_role_that_fails_for_good_ends_the_run(
     tmp_path: Path, code: str, starts: int, bad_input: bool, words: str
 ) -> None:
     path = tmp_path / "notes"
@@ -167,7 +167,7 @@ SERVER = """
 """
 
 
-async def test_probes_decide_over_readiness_and_life(tmp_path: Path) -> None:
+async def test_probes_set_readiness_and_restart(tmp_path: Path) -> None:
     switch = tmp_path / "bad"
     Path(f"{switch}-readyz").touch()
     health = Probe("/healthz", "http", 0.05, 1.0, 2)
@@ -203,7 +203,7 @@ async def test_probes_decide_over_readiness_and_life(tmp_path: Path) -> None:
     ]
 
 
-async def test_a_process_that_never_answers_its_startup_probe_is_given_up(tmp_path: Path) -> None:
+async def test_failing_startup_probe_ends_the_run(tmp_path: Path) -> None:
     never = Probe("/healthz", "http", 0.02, 0.1, 3)
     harness = Harness(
         tmp_path, workload(Role.COORDINATOR, Lifetime.SERVICE, *SLEEP, ports=("http",), startup=never)
@@ -213,7 +213,7 @@ async def test_a_process_that_never_answers_its_startup_probe_is_given_up(tmp_pa
     assert "startup probe before it was ready" in failure.reason
 
 
-async def test_devices_are_disjoint_slices_and_cpu_roles_see_none(
+async def test_devices_are_disjoint_and_hidden_from_cpu_roles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VISIBLE, "4,5,6,7")
@@ -243,9 +243,7 @@ async def test_devices_are_disjoint_slices_and_cpu_roles_see_none(
     assert int(given["trainer-0"]["OMP_NUM_THREADS"]) >= 1
 
 
-def test_too_few_devices_are_refused_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runtime_refuses_a_plan_with_too_few_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VISIBLE, "0")
     with pytest.raises(NotEnoughDevices, match=r"2 devices asked for \(spec.trainer: 2 × 1\), 1 found"):
         Harness(
@@ -254,7 +252,7 @@ def test_too_few_devices_are_refused_before_anything_starts(
         )
 
 
-async def test_kill_ends_what_ignores_a_stop_at_once(tmp_path: Path) -> None:
+async def test_kill_ends_a_process_that_ignores_sigterm(tmp_path: Path) -> None:
     up = tmp_path / "up"
     code = f"import signal, time; signal.signal(15, signal.SIG_IGN); open({str(up)!r}, 'w'); time.sleep(600)"
     harness = Harness(tmp_path, workload(Role.COORDINATOR, Lifetime.SERVICE, "-c", code), grace_seconds=600.0)
@@ -268,22 +266,22 @@ async def test_kill_ends_what_ignores_a_stop_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
-async def test_a_stop_does_not_wait_for_whether_it_was_time_to_leave(tmp_path: Path, how: str) -> None:
+async def test_stop_does_not_wait_for_may_exit(tmp_path: Path, how: str) -> None:
     asked = asyncio.Event()
 
-    async def may_leave(lifetime: Lifetime) -> bool:
+    async def may_exit(lifetime: Lifetime) -> bool:
         asked.set()
         await asyncio.sleep(600)  # a coordinator that does not answer
         return True
 
-    harness = Harness(tmp_path, workload(Role.TRAINER, Lifetime.GANG, "-c", ""), may_leave=may_leave)
+    harness = Harness(tmp_path, workload(Role.TRAINER, Lifetime.GANG, "-c", ""), may_exit=may_exit)
     task = asyncio.create_task(harness.runtime.run())
     await asyncio.wait_for(asked.wait(), 120)
     getattr(harness.runtime, how)()
     assert await asyncio.wait_for(task, 120) is None
 
 
-async def test_a_log_that_cannot_be_written_fails_with_its_name(tmp_path: Path) -> None:
+async def test_start_failure_names_the_log(tmp_path: Path) -> None:
     harness = Harness(tmp_path, workload(Role.PREPARE, Lifetime.ONCE, *SLEEP))
     harness.directory.paths.logs.rmdir()
     failure = await asyncio.wait_for(harness.runtime.run(), 120)

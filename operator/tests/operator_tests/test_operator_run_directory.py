@@ -22,7 +22,7 @@ from scalerl_operator.local.run_directory import (
 )
 
 
-def test_create_writes_what_the_roles_read(tmp_path: Path) -> None:
+def test_create_writes_the_files_of_the_roles(tmp_path: Path) -> None:
     run = run_spec()
     directory = RunDirectory.create(tmp_path / "deep" / "run", run)
     assert load_run(directory.paths.run_file) == run
@@ -34,20 +34,20 @@ def test_create_writes_what_the_roles_read(tmp_path: Path) -> None:
     directory.release()
 
 
-def test_a_directory_with_something_in_it_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_create_refuses_a_directory_with_files(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(DirectoryProblem, match=r"not empty; add --resume .* or give another --dir"):
         RunDirectory.create(tmp_path, run_spec())
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+def test_create_names_a_file_of_that_name(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DirectoryProblem, match="file"):
         RunDirectory.create(tmp_path / "file", run_spec())
 
 
-def test_two_runs_never_share_one(tmp_path: Path) -> None:
+def test_resume_refuses_a_locked_directory(tmp_path: Path) -> None:
     first = RunDirectory.create(tmp_path / "run", run_spec())
     with pytest.raises(DirectoryProblem, match=f"in use by process {os.getpid()}"):
         RunDirectory.resume(tmp_path / "run", run_spec())
@@ -57,7 +57,7 @@ def test_two_runs_never_share_one(tmp_path: Path) -> None:
     second.release()
 
 
-def test_resume_keeps_the_token_and_takes_a_new_budget(tmp_path: Path) -> None:
+def test_resume_keeps_the_token_and_applies_a_new_budget(tmp_path: Path) -> None:
     first = RunDirectory.create(tmp_path / "run", run_spec())
     token = first.token
     first.release()
@@ -79,12 +79,12 @@ def test_resume_refuses_a_changed_spec_and_names_the_fields(tmp_path: Path) -> N
     assert (tmp_path / "run" / "run.yaml").read_text() == before
 
 
-def test_resume_without_a_run_says_what_to_do(tmp_path: Path) -> None:
+def test_resume_refuses_a_directory_without_a_run(tmp_path: Path) -> None:
     with pytest.raises(DirectoryProblem, match="no run to resume there"):
         RunDirectory.resume(tmp_path / "run", run_spec())
 
 
-def test_directories_are_numbered(tmp_path: Path) -> None:
+def test_next_and_latest_directory_number_the_runs(tmp_path: Path) -> None:
     with pytest.raises(DirectoryProblem, match="no run to resume"):
         latest_directory(tmp_path, "a")
     for name in ("a-1", "a-10", "a-x", "b-77", "a-2"):
@@ -132,7 +132,7 @@ HIDING = CHILD.format(on_term="signal.SIG_IGN", before=HIDDEN)
 
 @contextmanager
 def killed_run(tmp: Path, child: str, grace: float) -> Iterator[tuple[Path, list[int]]]:
-    """The directory of a run whose runtime was just killed -9, and what is left of it: subreaper and child."""
+    """The directory of a run whose runtime was just killed with SIGKILL, and its processes: subreaper and child."""
     root = tmp / "run"
     holder = subprocess.Popen(
         [sys.executable, script(tmp, "holder", HOLDER), str(root), child, str(grace)],
@@ -151,9 +151,7 @@ def killed_run(tmp: Path, child: str, grace: float) -> Iterator[tuple[Path, list
 
 
 @pytest.mark.parametrize("also_subreaper", [False, True])
-def test_resume_after_kill_9_starts_when_nothing_of_the_old_run_is_left(
-    tmp_path: Path, also_subreaper: bool
-) -> None:
+def test_resume_after_kill_9_waits_for_the_old_processes(tmp_path: Path, also_subreaper: bool) -> None:
     with killed_run(tmp_path, STUBBORN, 1.0) as (root, left):
         if also_subreaper:
             subreaper = next(p for p in left if b"subreaper.py" in Path(f"/proc/{p}/cmdline").read_bytes())
@@ -163,7 +161,7 @@ def test_resume_after_kill_9_starts_when_nothing_of_the_old_run_is_left(
         directory.release()
 
 
-def test_resume_ends_what_hides_its_environment(tmp_path: Path) -> None:
+def test_resume_kills_a_process_that_hides_its_environment(tmp_path: Path) -> None:
     """Runtime and subreapers killed -9; what is left is an engine that shows no environment."""
     with killed_run(tmp_path, HIDING, 1.0) as (root, left):
         hidden = int((root / "pid").read_text())
@@ -174,7 +172,7 @@ def test_resume_ends_what_hides_its_environment(tmp_path: Path) -> None:
         assert not is_running(hidden)
 
 
-def test_resume_lets_the_old_run_leave_in_order(tmp_path: Path) -> None:
+def test_resume_lets_the_old_run_end_in_order(tmp_path: Path) -> None:
     with killed_run(tmp_path, ORDERLY, 20.0) as (root, _):
         directory = RunDirectory.resume(root, run_spec())
         assert (root / "left-in-order").exists()

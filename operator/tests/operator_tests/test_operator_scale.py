@@ -1,4 +1,4 @@
-"""Replicas come and go while the run goes on."""
+"""Scaling of replicas during a run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def trainer() -> Workload:
     return workload(Role.TRAINER, Lifetime.GANG, "-c", "import time; time.sleep(600)")
 
 
-async def test_up_down_and_up_again(tmp_path: Path) -> None:
+async def test_scale_up_down_and_up_again(tmp_path: Path) -> None:
     replicas = Replicas(tmp_path)
     harness = Harness(tmp_path, generators(replicas), trainer())
     runtime = harness.runtime
@@ -67,11 +67,11 @@ async def test_up_down_and_up_again(tmp_path: Path) -> None:
         first = replicas.live()
         assert len({n["SCALERL_PORT_HTTP"] for n in first.values()}) == 3
         runtime.scale(Role.GENERATOR, 1)
-        assert runtime.leaving(Role.GENERATOR)
-        with pytest.raises(RuntimeError, match="still leaving"):
+        assert runtime.draining(Role.GENERATOR)
+        with pytest.raises(RuntimeError, match="still draining"):
             runtime.scale(Role.GENERATOR, 2)
         await replicas.are("generator-0")
-        await eventually(lambda: not runtime.leaving(Role.GENERATOR))
+        await eventually(lambda: not runtime.draining(Role.GENERATOR))
         assert replicas.live()["generator-0"]["pid"] == first["generator-0"]["pid"], "left alone"
         runtime.scale(Role.GENERATOR, 2)
         await replicas.are("generator-0", "generator-1")
@@ -82,7 +82,7 @@ async def test_up_down_and_up_again(tmp_path: Path) -> None:
     assert harness.events == []
 
 
-async def test_a_replica_that_was_added_is_restarted_like_the_first(tmp_path: Path) -> None:
+async def test_added_replica_restarts_like_the_first(tmp_path: Path) -> None:
     replicas = Replicas(tmp_path)
     harness = Harness(tmp_path, generators(replicas), trainer())
 
@@ -98,7 +98,7 @@ async def test_a_replica_that_was_added_is_restarted_like_the_first(tmp_path: Pa
     assert any("generator-1" in e.text for e in harness.events)
 
 
-async def test_devices_go_around_and_are_never_shared(
+async def test_scale_reassigns_devices_and_never_shares_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VISIBLE, "0,1,2")
@@ -114,7 +114,7 @@ async def test_devices_go_around_and_are_never_shared(
             harness.runtime.scale(Role.GENERATOR, 4)
         assert harness.runtime.replicas(Role.GENERATOR) == 3
         harness.runtime.scale(Role.GENERATOR, 1)
-        await eventually(lambda: not harness.runtime.leaving(Role.GENERATOR))
+        await eventually(lambda: not harness.runtime.draining(Role.GENERATOR))
         harness.runtime.scale(Role.GENERATOR, 3)
         await replicas.are("generator-0", "generator-1", "generator-2")
         assert sorted(n[VISIBLE] for n in replicas.live().values()) == ["0", "1", "2"]
@@ -122,30 +122,30 @@ async def test_devices_go_around_and_are_never_shared(
     await harness.while_running(look)
 
 
-async def test_the_run_goes_on_without_what_is_not_essential(tmp_path: Path) -> None:
+async def test_failure_of_an_inessential_unit_does_not_end_the_run(tmp_path: Path) -> None:
     replicas = Replicas(tmp_path)
     container = Container(name="extra", argv=("python", "-c", "import sys; sys.exit(2)"))
     extra = Workload(Role.COORDINATOR, Lifetime.SERVICE, (container,), essential=False)
     harness = Harness(tmp_path, generators(replicas), extra, trainer())
 
     async def look() -> None:
-        await eventually(lambda: any("the run goes on without it" in e.text for e in harness.events))
+        await eventually(lambda: any("the run continues without it" in e.text for e in harness.events))
         await replicas.are("generator-0")
 
     await harness.while_running(look)
 
 
-async def test_a_gang_cannot_be_scaled(tmp_path: Path) -> None:
+async def test_scale_refuses_a_gang(tmp_path: Path) -> None:
     harness = Harness(tmp_path, generators(Replicas(tmp_path)), trainer())
 
     async def look() -> None:
-        with pytest.raises(ValueError, match="live and die together"):
+        with pytest.raises(ValueError, match="start and end together"):
             harness.runtime.scale(Role.TRAINER, 2)
 
     await harness.while_running(look)
 
 
-async def test_a_replica_that_cannot_be_started_at_all_ends_the_run(
+async def test_replica_that_cannot_be_started_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replicas = Replicas(tmp_path)
@@ -168,7 +168,9 @@ async def test_a_replica_that_cannot_be_started_at_all_ends_the_run(
     assert replicas.live() == {}
 
 
-async def test_ports_that_run_out_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_scale_without_free_ports_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     replicas = Replicas(tmp_path)
     harness = Harness(tmp_path, generators(replicas), trainer())
 
@@ -187,7 +189,7 @@ async def test_ports_that_run_out_change_nothing(tmp_path: Path, monkeypatch: py
     await harness.while_running(look)
 
 
-async def test_nothing_is_started_once_the_run_is_ending(tmp_path: Path) -> None:
+async def test_scale_does_nothing_once_the_run_is_ending(tmp_path: Path) -> None:
     replicas = Replicas(tmp_path)
     harness = Harness(tmp_path, generators(replicas), trainer())
     running = asyncio.create_task(harness.runtime.run())

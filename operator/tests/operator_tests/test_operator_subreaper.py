@@ -1,4 +1,4 @@
-"""No orphan is ever left: whoever of parent, subreaper and child is killed, and however stubborn the family."""
+"""Subreapers: no process is left, whichever of parent, subreaper and child is killed, even if all ignore SIGTERM."""
 
 # ruff: noqa: ASYNC240
 from __future__ import annotations
@@ -42,7 +42,7 @@ PARENT = """
 
 @pytest.fixture
 def mark(tmp_path: Path) -> Iterator[str]:
-    """A mark of this test alone; whatever fails, nothing of it is left running."""
+    """A mark of this test alone; its processes are killed at the end."""
     name = f"subreaper-test{tmp_path}"
     yield name
     kill_marked(MARK, name)
@@ -52,11 +52,22 @@ def command(tmp: Path, mark: str, *argv: str, **options: object) -> Command:
     return Command(argv, environment(), tmp / "child.log", mark, **options)  # type: ignore[arg-type]
 
 
+def process_of(mark: str, script: str) -> int:
+    """Pid of the marked process that runs this script."""
+    return next(p for p in left_of(mark) if script_of(p) == script)
+
+
+def script_of(pid: int) -> str:
+    """Name of the first Python file in the command line; a subreaper's has its child's too."""
+    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    return next((Path(word).name for word in words if word.endswith(".py")), "")
+
+
 async def exit_code(started: Command) -> int:
     return await asyncio.wait_for(ChildProcess.start(started).wait(), 120)
 
 
-def test_kill_9_of_the_parent_leaves_nothing(tmp_path: Path, mark: str) -> None:
+def test_subreaper_kills_the_tree_after_kill_9_of_the_parent(tmp_path: Path, mark: str) -> None:
     family, up = script(tmp_path, "family", STUBBORN_FAMILY), tmp_path / "up"
     parent = subprocess.Popen(
         [sys.executable, script(tmp_path, "parent", PARENT), str(tmp_path / "log"), mark, family, str(up)]
@@ -69,23 +80,20 @@ def test_kill_9_of_the_parent_leaves_nothing(tmp_path: Path, mark: str) -> None:
 
 
 @pytest.mark.parametrize("victim", ["child", "subreaper"])
-async def test_kill_9_of_child_or_subreaper_takes_the_grandchildren_along(
+async def test_kill_9_of_child_or_subreaper_kills_the_grandchildren(
     tmp_path: Path, mark: str, victim: str
 ) -> None:
     up = tmp_path / "up"
     process = ChildProcess.start(
         command(tmp_path, mark, "python", "-S", script(tmp_path, "family", STUBBORN_FAMILY), str(up))
     )
-    await eventually(lambda: up.exists() and process.pid is not None)
-    pids = left_of(mark)
-    assert process.pid in pids
-    subreaper = next(p for p in pids if b"subreaper.py" in Path(f"/proc/{p}/cmdline").read_bytes())
-    os.kill(process.pid if victim == "child" else subreaper, signal.SIGKILL)
+    await eventually(up.exists)
+    os.kill(process_of(mark, "subreaper.py" if victim == "subreaper" else "family.py"), signal.SIGKILL)
     assert await asyncio.wait_for(process.wait(), 120) == -signal.SIGKILL
     assert left_of(mark) == []
 
 
-async def test_a_grandchild_without_an_environment_does_not_outlive_its_subreaper(
+async def test_kill_9_of_the_subreaper_kills_a_grandchild_that_hides_its_environment(
     tmp_path: Path, mark: str
 ) -> None:
     note = tmp_path / "pid"
@@ -93,15 +101,13 @@ async def test_a_grandchild_without_an_environment_does_not_outlive_its_subreape
     process = ChildProcess.start(command(tmp_path, mark, "python", "-S", hidden, str(note)))
     await eventually(lambda: note.exists() and note.read_text())
     grandchild = int(note.read_text())
-    pids = left_of(mark)
-    assert grandchild not in pids
-    subreaper = next(p for p in pids if b"subreaper.py" in Path(f"/proc/{p}/cmdline").read_bytes())
-    os.kill(subreaper, signal.SIGKILL)
+    assert grandchild not in left_of(mark)
+    os.kill(process_of(mark, "subreaper.py"), signal.SIGKILL)
     assert await asyncio.wait_for(process.wait(), 120) == -signal.SIGKILL
     assert not is_running(grandchild)
 
 
-def test_who_writes_to_a_log_is_found_but_not_who_started_us(tmp_path: Path) -> None:
+def test_writing_to_finds_writers_except_ancestors(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "a.log"
     log.parent.mkdir()
     code = (
@@ -123,7 +129,7 @@ def test_who_writes_to_a_log_is_found_but_not_who_started_us(tmp_path: Path) -> 
     assert (tmp_path / "answer").read_text() == "False\n"
 
 
-async def test_a_stop_that_is_ignored_becomes_a_kill_after_the_grace(tmp_path: Path, mark: str) -> None:
+async def test_stop_kills_after_the_grace(tmp_path: Path, mark: str) -> None:
     up = tmp_path / "up"
     process = ChildProcess.start(
         command(
@@ -155,18 +161,16 @@ async def test_a_stop_that_is_ignored_becomes_a_kill_after_the_grace(tmp_path: P
         ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
     ],
 )
-async def test_the_subreaper_ends_as_its_child_did(
-    tmp_path: Path, mark: str, code: str, expected: int
-) -> None:
+async def test_subreaper_ends_as_its_child(tmp_path: Path, mark: str, code: str, expected: int) -> None:
     assert await exit_code(command(tmp_path, mark, "python", "-S", "-c", code)) == expected
 
 
-async def test_a_command_that_does_not_exist_says_so_in_the_log(tmp_path: Path, mark: str) -> None:
+async def test_subreaper_logs_a_missing_command(tmp_path: Path, mark: str) -> None:
     assert await exit_code(command(tmp_path, mark, "/no/such/command")) == 127
     assert "cannot start /no/such/command: No such file or directory" in (tmp_path / "child.log").read_text()
 
 
-async def test_a_log_does_not_grow_over_restarts(tmp_path: Path, mark: str) -> None:
+async def test_start_renames_a_long_log(tmp_path: Path, mark: str) -> None:
     log, aside = tmp_path / "child.log", tmp_path / "child.log.1"
     aside.write_text("older")
     log.write_text("old")
@@ -180,25 +184,20 @@ async def test_a_log_does_not_grow_over_restarts(tmp_path: Path, mark: str) -> N
     assert aside.stat().st_size == MAX_LOG_BYTES + 1
 
 
-async def test_signals_are_forwarded_and_an_orderly_end_is_exit_0(tmp_path: Path, mark: str) -> None:
+async def test_stop_ends_the_child_in_order(tmp_path: Path, mark: str) -> None:
     body = """
         import signal, sys, time
-        signal.signal(signal.SIGUSR1, lambda *_: print("usr1", flush=True))
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         print("up", flush=True)
         while True: time.sleep(0.05)
     """
     process = ChildProcess.start(command(tmp_path, mark, "python", "-S", script(tmp_path, "s", body)))
-    log = tmp_path / "child.log"
-    for number, word in ((None, "up\n"), (signal.SIGUSR1, "usr1\n")):
-        if number is not None:
-            process.send(number)
-        await eventually(lambda word=word: word in log.read_text())
+    await eventually(lambda: "up\n" in (tmp_path / "child.log").read_text())
     process.stop()
     assert await asyncio.wait_for(process.wait(), 120) == 0
 
 
-async def test_the_child_sees_neither_lifeline_nor_lock_and_keeps_its_pins(tmp_path: Path, mark: str) -> None:
+async def test_subreaper_passes_no_descriptors_and_sets_the_cpus(tmp_path: Path, mark: str) -> None:
     held = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
     try:
         code = "import os; print(sorted(map(int, os.listdir('/proc/self/fd')))[:-1], os.sched_getaffinity(0))"
@@ -212,11 +211,11 @@ async def test_the_child_sees_neither_lifeline_nor_lock_and_keeps_its_pins(tmp_p
     assert lines[1] == "[0, 1, 2] {0}"
 
 
-def test_children_do_not_inherit_what_names_another_process_of_a_run() -> None:
+def test_environment_leaves_out_variables_of_another_run() -> None:
     assert environment({"PATH": "/bin", "SCALERL_DIR": "/x", MARK: "y"}) == {"PATH": "/bin"}
 
 
-def test_memory_of_a_tree_is_counted() -> None:
+def test_tree_memory_counts_descendants() -> None:
     own = tree_memory_bytes(os.getpid())
     with subprocess.Popen(
         [sys.executable, "-S", "-c", "b = bytearray(64 << 20); print(flush=True); input()"],

@@ -1,7 +1,12 @@
-"""Runs a plan as processes of one machine, restarted with back-off as a kubelet would.
+"""Runs a plan as processes of one machine, restarted with back-off as a kubelet does.
 
-Lives here: the loop that joins plan, policies and processes (:mod:`.run`), and its parts: :mod:`.supervisor`, units of
-processes, the subreaper that leaves no orphan, ports, devices, probes, and the run's directory.
+::
 
-Never lives here: what a role does, what a spec means (that is the plan's), or when a run should end (that is a policy's).
+    run.LocalRun ─ status, stop ─▶ coordinator      one loop: poll the status, apply the policies, report a snapshot
+      └─ supervisor.LocalRuntime                    ports, devices and environment of the plan's processes
+           └─ unit.Unit                             starts, probes and restarts what lives together
+                └─ process.ChildProcess ─ subreaper ─ the role's process and its descendants
+
+Lives here: the above, and the run's directory. Never lives here: what a role does, what a spec means (:mod:`..plan`), or
+when a run ends (:mod:`..policy`).
 """

@@ -124,7 +124,7 @@ class Steering:
 
     def _scale(self, wanted: int | None) -> None:
         now = self._runtime.replicas(Role.GENERATOR)
-        if wanted is None or wanted == now or self._runtime.leaving(Role.GENERATOR):
+        if wanted is None or wanted == now or self._runtime.draining(Role.GENERATOR):
             return
         try:
             self._runtime.scale(Role.GENERATOR, wanted)

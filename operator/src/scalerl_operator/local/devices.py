@@ -1,4 +1,4 @@
-"""Accelerators of this machine, counted without loading any framework, and who gets which."""
+"""Accelerators of this machine, counted without loading any framework, and their assignment to processes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _LIST_SECONDS = 30
 
 
 class NotEnoughDevices(Exception):
-    """The spec asks for more accelerators than this machine offers."""
+    """The spec needs more accelerators than this machine has."""
 
 
 def machine_devices(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Names of the usable devices: what ``CUDA_VISIBLE_DEVICES`` lists, else all that ``nvidia-smi -L`` lists."""
+    """Names of the usable devices: those in ``CUDA_VISIBLE_DEVICES``, else all that ``nvidia-smi -L`` lists."""
     listed = environ.get(VISIBLE)
     if listed is not None:
         names = [name.strip() for name in listed.split(",") if name.strip()]
@@ -39,7 +39,7 @@ def machine_devices(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 
 
 def check(plan: Plan, available: Sequence[str]) -> None:
-    """Raise NotEnoughDevices unless every process can have devices of its own."""
+    """Raises NotEnoughDevices unless each process can have devices of its own."""
     if plan.devices() <= len(available):
         return
     asked = "; ".join(
@@ -56,15 +56,14 @@ def check(plan: Plan, available: Sequence[str]) -> None:
 
 
 class Pool:
-    """Who has which of this machine's devices; disjoint, neighbours together.
+    """Assigns this machine's devices to processes: disjoint, neighbours together.
 
     Raises:
-        NotEnoughDevices: the plan asks for more than there are.
+        NotEnoughDevices: the plan needs more than there are.
     """
 
-    def __init__(self, plan: Plan, available: Sequence[str] | None = None) -> None:
-        if available is None:
-            available = machine_devices() if plan.devices() else ()
+    def __init__(self, plan: Plan) -> None:
+        available = machine_devices() if plan.devices() else ()
         check(plan, available)
         self._free = list(available)
         self._held: dict[tuple[str, str], tuple[str, ...]] = {}
@@ -76,10 +75,10 @@ class Pool:
         return len(self._free)
 
     def take(self, workload: Workload, indices: Iterable[int]) -> None:
-        """Devices for these replicas, all or none.
+        """Assign devices to these replicas, to all or none.
 
         Raises:
-            NotEnoughDevices: nothing was taken.
+            NotEnoughDevices: nothing was assigned.
         """
         wanted = [
             (workload.replica_name(i), c.name, c.resources.devices)
@@ -96,7 +95,7 @@ class Pool:
             del self._free[:devices]
 
     def give_back(self, replica: str) -> None:
-        """A replica that is gone for good holds nothing any more."""
+        """Free the devices of a replica that has ended for good."""
         for key in [key for key in self._held if key[0] == replica]:
             self._free.extend(self._held.pop(key))
 

@@ -1,24 +1,26 @@
-"""Ports on loopback that stay this run's own."""
+"""Ports on loopback, reserved for one run."""
 
 from __future__ import annotations
 
 import socket
+from typing import Final
+
+HOST: Final = "127.0.0.1"
 
 
 class Ports:
-    """Free ports, held until :meth:`close`.
+    """Free ports, reserved until :meth:`close`.
 
-    A port is held by a bound socket that does not listen. The server that gets it sets
-    ``SO_REUSEADDR``, as HTTP servers and torch's stores do, and may listen there at any time, again
-    after a restart too; everybody else finds the port taken, also as a port picked by the kernel.
+    A bound socket that does not listen holds each port. The server of that port sets ``SO_REUSEADDR``, as HTTP servers and
+    torch's stores do, and can listen there at any time, also after a restart; for all other processes the port is taken,
+    and the kernel does not choose it.
     """
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
-        self._host = host
+    def __init__(self) -> None:
         self._held: dict[int, socket.socket] = {}
 
     def take(self) -> int:
-        """A port nobody else has.
+        """A free port.
 
         Raises:
             OSError: none is left.
@@ -26,7 +28,7 @@ class Ports:
         holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            holder.bind((self._host, 0))
+            holder.bind((HOST, 0))
         except OSError:
             holder.close()
             raise

@@ -1,4 +1,4 @@
-"""One child process behind its subreaper: start, watch, stop, kill."""
+"""One child process behind its subreaper: start, wait, stop, kill."""
 
 from __future__ import annotations
 
@@ -20,24 +20,23 @@ from scalerl_operator.local import subreaper
 from scalerl_operator.local.procfs import kill_marked
 
 MARK: Final = "SCALERL_PROCESS"
-"""In the environment of a child and of all it starts: names the incarnation."""
-
+"""Environment variable of a child and of all that it starts: which start of which process."""
 MAX_LOG_BYTES: Final = 64 << 20
-"""A log above this is put aside when its process is started again, in place of the one put aside before."""
+"""A longer log is renamed to ``.1`` at the next start of its process, so that restarts do not fill the disk."""
 
-_REAP_SECONDS = 10.0
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Command:
-    """What to run and how to hold it.
+    """A command and its limits.
 
     argv: ``python`` as the first word means this interpreter.
-    grace_seconds: from a stop to SIGKILL of the whole tree.
-    orphan_grace_seconds: the same, when the runtime itself is gone.
-    cpus: pin the tree to these CPUs.
-    held: descriptors that the subreaper keeps open while any of the tree lives (the run's lock).
+    mark: value of :data:`MARK`.
+    grace_seconds: from a stop to SIGKILL of the process tree.
+    orphan_grace_seconds: the same when the runtime has died.
+    cpus: CPU affinity of the process tree.
+    held: descriptors that the subreaper keeps open while any process of the tree exists (the run's lock).
     """
 
     argv: Sequence[str]
@@ -51,7 +50,7 @@ class Command:
 
 
 class ChildProcess:
-    """A running child. Make one with :meth:`start`, inside a running event loop."""
+    """A running child. Create with :meth:`start`, inside a running event loop."""
 
     def __init__(self, popen: subprocess.Popen[bytes], lifeline: socket.socket, command: Command) -> None:
         self._popen = popen
@@ -59,9 +58,8 @@ class ChildProcess:
         self._command = command
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[int] = self._loop.create_future()
-        self.pid: int | None = None
-        """The child's own pid, once its subreaper has said it."""
-        self._loop.add_reader(lifeline, self._on_lifeline)
+        # The subreaper writes nothing: its end is readable once it has exited.
+        self._loop.add_reader(lifeline, self._on_exit)
 
     @classmethod
     def start(cls, command: Command) -> ChildProcess:
@@ -70,36 +68,27 @@ class ChildProcess:
         Raises:
             OSError: the log cannot be written, or the machine cannot start a process.
         """
-        argv = [
-            sys.executable if word == "python" and i == 0 else word for i, word in enumerate(command.argv)
-        ]
+        argv = list(command.argv)
+        if argv[0] == "python":
+            argv[0] = sys.executable
         cpus = "-" if command.cpus is None else ",".join(map(str, command.cpus))
         ours, theirs = socket.socketpair()
-        ours.setblocking(False)
+        limits = (str(theirs.fileno()), str(command.grace_seconds), str(command.orphan_grace_seconds), cpus)
         try:
-            _bound(command.log)
+            with contextlib.suppress(FileNotFoundError):
+                if command.log.stat().st_size > MAX_LOG_BYTES:
+                    command.log.replace(command.log.with_name(command.log.name + ".1"))
             with command.log.open("ab", buffering=0) as log:
                 stamp = datetime.now().astimezone().isoformat(timespec="seconds")
                 log.write(f"--- {stamp} {command.mark}: {' '.join(argv)}\n".encode())
                 popen = subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-I",
-                        "-S",
-                        subreaper.__file__,
-                        str(theirs.fileno()),
-                        str(command.grace_seconds),
-                        str(command.orphan_grace_seconds),
-                        cpus,
-                        "--",
-                        *argv,
-                    ],
+                    [sys.executable, "-I", "-S", subreaper.__file__, *limits, "--", *argv],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     env={**command.env, MARK: command.mark},
                     pass_fds=(theirs.fileno(), *command.held),
-                    # A session of its own: Ctrl-C on the terminal is the runtime's to answer.
+                    # A session of its own: only the runtime gets the terminal's Ctrl-C.
                     start_new_session=True,
                 )
         except BaseException:
@@ -109,66 +98,36 @@ class ChildProcess:
             theirs.close()
         return cls(popen, ours, command)
 
-    @property
-    def ended(self) -> bool:
-        return self._ended.done()
-
     async def wait(self) -> int:
         """Exit code as ``subprocess`` gives it: negative is the signal that ended the child."""
         return await asyncio.shield(self._ended)
 
     def stop(self) -> None:
-        """Ask the child to end (SIGTERM); its subreaper kills what is left after the grace."""
+        """Send SIGTERM to the child; its subreaper kills what is left after the grace."""
         self.send(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End the whole tree now."""
+        """End the whole process tree now."""
         self.send(signal.SIGQUIT)
 
     def send(self, number: int) -> None:
-        """Send a signal to the subreaper, which knows what to do with it."""
+        """Send a signal to the subreaper (see there)."""
         if self._popen.poll() is None:
             self._popen.send_signal(number)
 
-    def _on_lifeline(self) -> None:
-        try:
-            data = self._lifeline.recv(64)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if data:
-            self.pid = int(data)
-            return
+    def _on_exit(self) -> None:
         self._loop.remove_reader(self._lifeline)
         self._lifeline.close()
-        self._finish()
-
-    def _finish(self) -> None:
-        try:
-            # The descriptor closes as the subreaper exits: this waits for microseconds.
-            code = self._popen.wait(_REAP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-            code = self._popen.wait()
+        code = self._popen.wait()
         if code == -signal.SIGKILL:
-            # A subreaper that was itself killed could not sweep; then mark and log find what it left.
+            # A subreaper that was itself killed has killed nobody.
             try:
                 kill_marked(MARK, self._command.mark, self._command.log)
             except TimeoutError as error:
                 _LOG.error("%s", error)
-        if not self._ended.done():
-            self._ended.set_result(code)
+        self._ended.set_result(code)
 
 
-def _bound(log: Path) -> None:
-    """Restarts must not fill a disk: at most two logs a process, and what one life of it writes."""
-    with contextlib.suppress(FileNotFoundError):
-        if log.stat().st_size > MAX_LOG_BYTES:
-            log.replace(log.with_name(log.name + ".1"))
-
-
-def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment children inherit from: ours, without what names another process of a run."""
-    source = os.environ if base is None else base
-    return {name: value for name, value in source.items() if not name.startswith("SCALERL_")}
+def environment(base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment that children inherit: ours, without variables of another process of a run."""
+    return {name: value for name, value in base.items() if not name.startswith("SCALERL_")}

@@ -1,8 +1,7 @@
 """One run on this machine: the loop that joins plan, policies and the local runtime.
 
-Level-triggered: every tick observes (the coordinator's status, the units), decides (policies, pure),
-applies (a stop that is wanted and not yet known is asked for, again and again), and reports a
-snapshot. Nothing depends on having seen a change happen.
+Level-triggered: each tick polls the coordinator's status, decides by the policies, requests a stop until the status has it,
+and reports a snapshot. Nothing depends on having observed a change.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from scalerl_operator.policy import budget
 from scalerl_operator.policy.stop_requests import REVOCABLE, must_notify
 from scalerl_operator.workloads import Lifetime, Plan, Role
 
-_TROUBLES: Final = {
+_WARNINGS: Final = {
     "checkpoint_failures": (1, "a checkpoint could not be written ({count} so far); the last good one stays"),
     "skipped_steps": (1, "a step was skipped ({count} so far): {reason}"),
     "grading_errors": (2, "the verifier failed on a completion ({count} so far), which is left out"),
@@ -42,27 +41,27 @@ _TROUBLES: Final = {
     ),
     "timed_out_leases": (
         2,
-        "{count} leases timed out so far: their generators came no further for leaseSeconds",
+        "{count} leases timed out so far: their generators made no progress for leaseSeconds",
     ),
 }
-"""What goes wrong without ending anything, as the coordinator's status counts it: in which words a person hears
-of it, and when: once the count is above so many times what was told last."""
+"""Failures that do not end the run, by their count in the coordinator's status. An event reports each once its count
+exceeds so many times the count reported last."""
 
 _TICK_SECONDS = 1.0
 _STARTING_TICK_SECONDS = 0.25
 _MEMORY_PERIOD_SECONDS = 5.0
 _MAX_BACK_OFF_SECONDS = 8.0
 _ANSWER_SECONDS = 90.0
-"""How long to ask a restarting coordinator whether the run is complete."""
+"""How long to wait for a restarting coordinator's answer whether the run is complete."""
 
 
 @dataclass
 class Startup:
-    """Where the time to the first lease went.
+    """The time to the first lease.
 
-    first_lease_seconds: since this command began; None if there was none.
+    first_lease_seconds: since the start of this command; None if there was none.
     ready_seconds: by unit, until it was first ready (``prepare``: done).
-    waited_seconds: by what was waited for, in words.
+    waited_seconds: by what the run waited for.
     """
 
     first_lease_seconds: float | None = None
@@ -74,9 +73,9 @@ class Startup:
 class Outcome:
     """How the run ended.
 
-    failure: what failed for good; None if nothing did.
-    status: the coordinator's last word.
-    decision: the autoscaler's; None without one.
+    failure: the unit that failed for good; None if none did.
+    status: the coordinator's last.
+    decision: the autoscaler's last; None without one.
     """
 
     failure: Failure | None
@@ -91,7 +90,7 @@ class Outcome:
 class LocalRun:
     """Runs ``plan`` in ``directory`` until it is complete, fails for good, or is interrupted.
 
-    started: ``time.monotonic()`` when the user asked for the run.
+    started: ``time.monotonic()`` at the start of the command.
     drain_seconds: how long an interrupted run may take to finish its step and checkpoint.
 
     Raises:
@@ -124,7 +123,7 @@ class LocalRun:
             if word:
                 on_event(Event("autoscaler", word))
         self._runtime = LocalRuntime(
-            plan, directory, settings=settings, may_leave=self._may_leave, on_event=on_event
+            plan, directory, settings=settings, may_exit=self._may_exit, on_event=on_event
         )
         self._steering = None
         if record is not None:
@@ -136,7 +135,7 @@ class LocalRun:
                 earlier=FinishedRuns(directory.paths.root, lambda text: on_event(Event("autoscaler", text))),
                 on_event=on_event,
             )
-        # A run that its forecast has completed is over; one that was suspended goes on when it is resumed.
+        # A run that its forecast has completed is over; one that was suspended continues when it is resumed.
         final = run.spec.autoscaling.on_stop == "Complete"
         self._revocable = (*REVOCABLE, BROKEN) if final else (*REVOCABLE, BROKEN, FORECAST)
         self._client: CoordinatorClient | None = None
@@ -150,10 +149,10 @@ class LocalRun:
         self._is_resumed: bool | None = None
         self._last_tick = self._started
         self._peak_memory_bytes = 0
-        self._told = dict.fromkeys(_TROUBLES, 0)
+        self._reported = dict.fromkeys(_WARNINGS, 0)
 
     async def run(self) -> Outcome:
-        """See the run through. No process of it is left afterwards."""
+        """Run until the end. No process of the run is left afterwards."""
         runtime = asyncio.create_task(self._runtime.run(), name="runtime")
         watchers = [
             asyncio.create_task(self._observe(), name="observe"),
@@ -194,7 +193,7 @@ class LocalRun:
         return None if self._steering is None else self._steering.decision
 
     def interrupt(self) -> None:
-        """First: drain, checkpoint, end. Second: end everything now."""
+        """The first call drains the run (checkpoint, end), the second kills it."""
         self._interrupts += 1
         if self._interrupts == 1:
             self._drain_until = time.monotonic() + self._drain_seconds
@@ -211,12 +210,12 @@ class LocalRun:
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), pause)
-            failures = 0 if await self._look() else failures + 1
+            failures = 0 if await self._poll() else failures + 1
             await self._apply()
             self._report()
 
-    async def _look(self) -> bool:
-        """Take a new status if the coordinator gives one."""
+    async def _poll(self) -> bool:
+        """Get a new status; False if the coordinator does not answer."""
         try:
             self._status = await (await self._coordinator()).status()
         except CoordinatorUnreachable:
@@ -224,10 +223,10 @@ class LocalRun:
         self._rates = self._meter.add(self._status)
         if self._steering is not None:
             self._steering.see(self._status)
-        self._tell_troubles(self._status)
+        self._report_warnings(self._status)
         return True
 
-    def _tell_troubles(self, status: Status) -> None:
+    def _report_warnings(self, status: Status) -> None:
         counts = {
             "checkpoint_failures": status.checkpoint_failures,
             "skipped_steps": status.skipped_steps,
@@ -235,16 +234,11 @@ class LocalRun:
             "given_up": status.counts.given_up,
             "timed_out_leases": status.counts.timed_out_leases,
         }
-        for name, (growth, text) in _TROUBLES.items():
-            if counts[name] > growth * self._told[name]:
-                self._on_event(
-                    Event(
-                        "run",
-                        text.format(count=counts[name], reason=status.last_skip_reason),
-                        is_problem=True,
-                    )
-                )
-                self._told[name] = counts[name]
+        for name, (growth, text) in _WARNINGS.items():
+            if counts[name] > growth * self._reported[name]:
+                text = text.format(count=counts[name], reason=status.last_skip_reason)
+                self._on_event(Event("run", text, is_problem=True))
+                self._reported[name] = counts[name]
 
     async def _apply(self) -> None:
         if self._interrupts and (self._nothing_to_drain() or time.monotonic() > (self._drain_until or 0)):
@@ -255,10 +249,10 @@ class LocalRun:
         wanted, given = self._wanted_stop() or "", self._status.stop_reason
         if not must_notify(wanted, given, self._revocable):
             return
-        # Not heard: the next tick finds another stop_reason than is wanted and asks again.
+        # Without an answer, the status keeps its stop_reason, and the next tick sends the request again.
         with contextlib.suppress(CoordinatorUnreachable):
             await (await self._coordinator()).stop(wanted)
-            self._on_event(Event("run", f"stopping: {wanted}" if wanted else f"going on after: {given}"))
+            self._on_event(Event("run", f"stopping: {wanted}" if wanted else f"resumed after: {given}"))
 
     def _wanted_stop(self) -> str | None:
         if self._interrupts:
@@ -272,15 +266,15 @@ class LocalRun:
         return (self._steering.stop or None) if self._steering is not None else None
 
     def _nothing_to_drain(self) -> bool:
-        """No lease was given yet, so nothing was trained since the last checkpoint."""
+        """True before the first lease: nothing was trained since the last checkpoint."""
         waiting = self._status is None or self._status.phase is Phase.WAITING
         return waiting and self._startup.first_lease_seconds is None
 
-    async def _may_leave(self, lifetime: Lifetime) -> bool:
-        """All processes of a unit have exited 0: is the run over for them?"""
+    async def _may_exit(self, lifetime: Lifetime) -> bool:
+        """Whether the run is over for a unit whose processes have all exited with 0."""
         deadline = time.monotonic() + _ANSWER_SECONDS
         pause = 0.1
-        while not await self._look():
+        while not await self._poll():
             if time.monotonic() + pause > deadline:
                 return False
             await asyncio.sleep(pause)
@@ -320,15 +314,15 @@ class LocalRun:
         if status is not None and self._is_resumed is None:
             self._is_resumed = status.wall_seconds > 0 and status.step > 0
         if status is not None and (status.phase is not Phase.WAITING or status.wall_seconds > 0):
-            # The coordinator's clock runs since the very first lease; one that was resumed brings its
-            # time along, and gives leases as soon as it no longer waits.
+            # The coordinator's clock starts at the run's first lease, and continues in a resumed run: there the first
+            # lease of this command is when it no longer waits.
             if not self._is_resumed:
                 self._startup.first_lease_seconds = max(0.0, now - self._started - status.wall_seconds)
             elif status.phase is not Phase.WAITING:
                 self._startup.first_lease_seconds = now - self._started
             if self._startup.first_lease_seconds is not None:
                 return
-        what = self.waiting_for()
+        what = self._waiting_for()
         self._startup.waited_seconds[what] = self._startup.waited_seconds.get(what, 0.0) + since
 
     def _note_ready(self) -> None:
@@ -337,8 +331,8 @@ class LocalRun:
             if done is not None:
                 self._startup.ready_seconds.setdefault(unit.name, done - self._started)
 
-    def waiting_for(self) -> str:
-        """What the run waits for, in words; the coordinator knows best once it is there."""
+    def _waiting_for(self) -> str:
+        """What the run waits for, as the coordinator reports it once it answers."""
         for unit in self._runtime.statuses():
             if unit.role is Role.PREPARE and unit.state != "done":
                 return "the model and tokenizer to be prepared"

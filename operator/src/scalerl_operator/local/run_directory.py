@@ -1,4 +1,4 @@
-"""A run's directory on this machine: claimed by one runtime at a time, made or taken up again."""
+"""A run's directory on this machine: created or resumed, and locked by one runtime at a time."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from scalerl_operator.policy.immutable_fields import forbidden_changes
 
 LOCK_FILE: Final = "lock"
 LEFTOVER_SECONDS: Final = 45.0
-"""How long a killed run's processes may take to leave: their subreapers' grace and sweep."""
+"""How long a killed run's processes may take to end: their subreapers' grace and sweep."""
 
 
 class DirectoryProblem(Exception):
-    """The directory cannot be used; the message says why and what to do. Nothing in it was changed."""
+    """The directory cannot be used. Nothing in it was changed."""
 
 
 class RunDirectory:
-    """A claimed directory. The claim ends with :meth:`release`, or when this process and all
-    processes it started are gone: they hold the same lock."""
+    """A locked directory. The lock ends with :meth:`release`, or when this process and all subreapers that it started have
+    ended: they hold the same lock."""
 
     def __init__(self, root: Path, lock_fd: int) -> None:
         self.paths = RunPaths(root)
@@ -37,7 +37,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, root: Path, run: ScaleRLRun) -> Self:
-        """Claim an empty (or new) directory and write what the roles read.
+        """Lock an empty or new directory and write the files that the roles read.
 
         Raises:
             DirectoryProblem: it is not empty, is in use, or cannot be written.
@@ -46,7 +46,7 @@ class RunDirectory:
             root.mkdir(parents=True, exist_ok=True)
             if any(entry.name != LOCK_FILE for entry in root.iterdir()):
                 raise DirectoryProblem(
-                    f"{root}: not empty; add --resume to go on with the run in it, or give another --dir"
+                    f"{root}: not empty; add --resume to resume the run in it, or give another --dir"
                 )
             directory = cls(root.resolve(), _lock(root, wait_seconds=0.0))
             directory._write(run)
@@ -56,9 +56,9 @@ class RunDirectory:
 
     @classmethod
     def resume(cls, root: Path, run: ScaleRLRun) -> Self:
-        """Claim the directory of a run that has ended or was killed, to go on with it.
+        """Lock the directory of a run that has ended or was killed.
 
-        Waits for processes that a killed run left to be gone.
+        Waits until the processes of a killed run have ended.
 
         Raises:
             DirectoryProblem: no run there, in use, or the spec differs in what a run cannot change.
@@ -73,8 +73,8 @@ class RunDirectory:
             )
         try:
             directory = cls(root.resolve(), _lock(root, wait_seconds=LEFTOVER_SECONDS))
-            # The lock is ours, so whatever still names this directory, or writes to its logs, is left from a
-            # run whose runtime and subreapers were all killed.
+            # The lock is free, so a process that still names this directory, or writes to its logs, is of a run whose
+            # runtime and subreapers were all killed.
             kill_marked(api.DIR, str(directory.paths.root), directory.paths.logs)
             directory._write(run)
         except (OSError, TimeoutError) as error:
@@ -82,16 +82,14 @@ class RunDirectory:
         return directory
 
     def release(self) -> None:
-        """Give the claim up."""
+        """Unlock the directory."""
         os.close(self.lock_fd)
 
     def _write(self, run: ScaleRLRun) -> None:
-        paths = self.paths
-        paths.logs.mkdir(exist_ok=True)
-        text = to_yaml(run.to_manifest())
-        _write_whole(paths.run_file, text, 0o644)
-        if not paths.token.exists():
-            _write_whole(paths.token, secrets.token_urlsafe(32) + "\n", 0o600)
+        self.paths.logs.mkdir(exist_ok=True)
+        _replace(self.paths.run_file, to_yaml(run.to_manifest()), 0o644)
+        if not self.paths.token.exists():
+            _replace(self.paths.token, secrets.token_urlsafe(32) + "\n", 0o600)
 
     @property
     def token(self) -> str:
@@ -99,7 +97,7 @@ class RunDirectory:
 
 
 def stored_manifest(root: Path) -> dict[str, Any]:
-    """What the run in ``root`` was started with.
+    """The manifest with which the run in ``root`` was started last.
 
     Raises:
         DirectoryProblem: there is no run in ``root``, or its file cannot be read.
@@ -114,12 +112,12 @@ def stored_manifest(root: Path) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise DirectoryProblem(f"{path}: {error}") from error
     if not isinstance(manifest, dict):
-        raise DirectoryProblem(f"{path}: not a run file; start anew with another --dir")
+        raise DirectoryProblem(f"{path}: not a run file; start a new run with another --dir")
     return manifest
 
 
 def in_use(root: Path) -> bool:
-    """Whether the process that last claimed ``root`` is alive. Takes no lock, so that it keeps nobody out."""
+    """Whether the process that locked ``root`` last is alive. Takes no lock itself, which would refuse others."""
     try:
         holder = (root / LOCK_FILE).read_text().strip()
     except (OSError, ValueError):
@@ -128,7 +126,7 @@ def in_use(root: Path) -> bool:
 
 
 def next_directory(parent: Path, name: str) -> Path:
-    """``parent/name-n`` for the smallest n above all there are.
+    """``parent/name-n`` for the smallest n above all that exist.
 
     >>> next_directory(Path("/nowhere"), "tiny").as_posix()
     '/nowhere/tiny-1'
@@ -137,7 +135,7 @@ def next_directory(parent: Path, name: str) -> Path:
 
 
 def latest_directory(parent: Path, name: str) -> Path:
-    """The newest of the directories that :func:`next_directory` gave.
+    """The directory with the largest n (see :func:`next_directory`).
 
     Raises:
         DirectoryProblem: there is none.
@@ -162,7 +160,7 @@ def _is_alive(holder: str) -> bool:
 def _lock(root: Path, *, wait_seconds: float) -> int:
     """Lock the directory; the descriptor. Processes that inherit it share the lock.
 
-    A holder whose main process is dead is on its way out, and is waited for.
+    Waits for holders whose main process is dead: their subreapers are ending them.
     """
     fd = os.open(root / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline = time.monotonic() + wait_seconds
@@ -174,7 +172,7 @@ def _lock(root: Path, *, wait_seconds: float) -> int:
                 holder = os.pread(fd, 32, 0).decode().strip()
                 alive = _is_alive(holder)
                 if alive or time.monotonic() >= deadline:
-                    who = f"process {holder}" if alive else "processes that a killed run has left"
+                    who = f"process {holder}" if alive else "processes of a killed run"
                     raise DirectoryProblem(
                         f"{root}: in use by {who}; wait for that run to end, or give another --dir"
                     ) from None
@@ -188,11 +186,11 @@ def _lock(root: Path, *, wait_seconds: float) -> int:
         raise
 
 
-def _write_whole(path: Path, text: str, mode: int) -> None:
-    aside = path.with_name(path.name + ".new")
-    fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+def _replace(path: Path, text: str, mode: int) -> None:
+    staging = path.with_name(path.name + ".new")
+    fd = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     with os.fdopen(fd, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(aside, path)
+    os.replace(staging, path)

@@ -1,4 +1,4 @@
-"""A run at one moment, as a view shows it; and the rates that only two moments give."""
+"""A run at one moment, as a view shows it, with rates from successive statuses."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Rates:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a view needs, no more.
+    """What a view shows of a run.
 
     elapsed_seconds: since this command started.
-    status: the coordinator's last word; None before the first.
+    status: the coordinator's last; None before the first.
     stopping: why the run is being ended; empty while it is not.
-    eta_seconds: to the end of the budget; None while that cannot be told.
+    eta_seconds: to the end of the budget; None while unknown.
     decision: the autoscaler's last; None without one.
     """
 
@@ -47,22 +47,19 @@ class Snapshot:
 class RateMeter:
     """Rates from successive statuses."""
 
-    _seen: deque[tuple[float, Status]] = field(default_factory=deque)
+    _statuses: deque[tuple[float, Status]] = field(default_factory=deque)
 
     def add(self, status: Status, now: float | None = None) -> Rates:
         now = time.monotonic() if now is None else now
-        # Totals go back when a trainer restarts from a checkpoint; a rate across that means nothing.
-        if self._seen and (status.step < self._seen[-1][1].step):
-            self._seen.clear()
-        self._seen.append((now, status))
-        # Steps come in lumps: the window reaches back past a slow one, so that a rate is never of none.
-        while (
-            len(self._seen) > 2
-            and now - self._seen[1][0] >= _WINDOW_SECONDS
-            and status.step > self._seen[1][1].step
-        ):
-            self._seen.popleft()
-        then, first = self._seen[0]
+        known = self._statuses
+        # Totals decrease when a trainer restarts from a checkpoint; a rate across that is meaningless.
+        if known and status.step < known[-1][1].step:
+            known.clear()
+        known.append((now, status))
+        # A slow step lengthens the window, so that it always has a step.
+        while len(known) > 2 and now - known[1][0] >= _WINDOW_SECONDS and status.step > known[1][1].step:
+            known.popleft()
+        then, first = known[0]
         seconds = now - then
         if seconds <= 0:
             return Rates()
@@ -84,7 +81,7 @@ def eta_seconds(budget: BudgetSpec, status: Status, rates: Rates) -> float | Non
     if budget.max_device_hours is not None and status.wall_seconds > 0 and status.device_seconds > 0:
         devices = status.device_seconds / status.wall_seconds
         left.append(float(budget.max_device_hours) * 3600 / devices - status.wall_seconds)
-    # A step limit far away says more than nothing only once a rate is known.
+    # While the steps' rate is unknown, the step limit may be the first.
     if budget.max_steps is not None and rates.seconds_per_step is None:
         return None
     return max(0.0, min(left)) if left else None

@@ -1,23 +1,19 @@
-"""A subreaper: one tiny process between the runtime and each child, so that no orphan is ever left.
+"""A subreaper: a small process between the runtime and each child, so that no orphan is left.
 
     python -I -S subreaper.py LIFELINE_FD GRACE_SECONDS ORPHAN_GRACE_SECONDS CPUS -- COMMAND...
 
-It adopts whatever its child's descendants leave behind (``PR_SET_CHILD_SUBREAPER``), so they all stay
-below it whatever they do. When the child ends, the rest of the tree is killed and the subreaper ends in
-the same way: same exit code, or by the same signal.
+It adopts the orphans of its child's descendants (``PR_SET_CHILD_SUBREAPER``), so that all of them stay below it. When the
+child ends, it kills the rest of the tree and ends in the same way: with the same exit code, or by the same signal.
 
-    SIGTERM, SIGINT      to the child; whatever is left after GRACE_SECONDS is killed
-    SIGQUIT              kill the whole tree now
-    HUP, USR1, USR2      passed on
-    LIFELINE_FD closed   the runtime is gone (kill -9 too): as SIGTERM, with ORPHAN_GRACE_SECONDS
+    SIGTERM, SIGINT      SIGTERM to the child; what is left after GRACE_SECONDS is killed
+    SIGQUIT              kills the whole tree now
+    LIFELINE_FD closed   the runtime has ended (kill -9 too): as SIGTERM, with ORPHAN_GRACE_SECONDS
 
-The subreaper writes the child's pid to LIFELINE_FD. CPUS is ``-`` or a list like ``0,2``. Standard library
-only, and started without site-packages: it takes 15 ms and a few MiB.
+CPUS is ``-`` or a list like ``0,2``. Standard library only, and started without site-packages: it takes 15 ms and a few MiB.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import select
@@ -28,9 +24,8 @@ import time
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
-_FORWARDED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _SWEEP_SECONDS = 30.0
-"""How long to go on killing a tree; only a process stuck in the kernel outlives the first rounds."""
+"""Limit for killing a tree; only a process stuck in the kernel survives the first rounds."""
 
 
 def descendants(root: int) -> list[int]:
@@ -43,7 +38,7 @@ def descendants(root: int) -> list[int]:
             with open(f"/proc/{entry}/stat", "rb") as file:
                 stat = file.read()
         except OSError:
-            continue  # gone meanwhile
+            continue  # it has ended
         # The command name is in parentheses and may contain anything, also parentheses.
         parent = int(stat[stat.rindex(b")") + 2 :].split()[1])
         children.setdefault(parent, []).append(int(entry))
@@ -66,14 +61,14 @@ def _spawn(command: list[str], cpus: set[int] | None) -> int:
     if pid:
         return pid
     try:
-        # A group of its own: a signal for the child's group must not reach the subreaper.
+        # Its own process group: a signal to the child's group must not reach the subreaper.
         os.setpgid(0, 0)
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != subreaper:
-            os._exit(137)  # the subreaper died before the line above
+            os._exit(137)  # the subreaper died before prctl
         if cpus is not None:
             os.sched_setaffinity(0, cpus)
-        # Python ignores these two, and a process inherits what is ignored.
+        # Python ignores these two, and exec keeps ignored signals.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         os.execvp(command[0], command)  # noqa: S606
@@ -134,7 +129,7 @@ def _end_like(status: int) -> None:
 
 
 def _watch(child: int, lifeline: int, wakeup: int, grace: float, orphan_grace: float) -> int:
-    """Until the child has ended and nothing of its tree is left; its wait status."""
+    """Waits until the child has ended, and kills the rest of its tree; the child's wait status."""
     deadline = None
     inputs = [wakeup, lifeline]
     while True:
@@ -144,28 +139,19 @@ def _watch(child: int, lifeline: int, wakeup: int, grace: float, orphan_grace: f
         if status is not None:
             break
         received = set(os.read(wakeup, 512)) if wakeup in readable else set()
-        stopping = received & {signal.SIGTERM, signal.SIGINT}
-        if lifeline in readable:  # nobody writes to it: it can only have been closed
+        if lifeline in readable:  # nothing is written to it: the runtime's end is closed
             inputs = [wakeup]
-            stopping, grace = {signal.SIGTERM}, orphan_grace
-        if stopping:
-            _signal(child, signal.SIGTERM)
+            received.add(signal.SIGTERM)
+            grace = orphan_grace
+        if received & {signal.SIGTERM, signal.SIGINT}:
+            os.kill(child, signal.SIGTERM)  # not reaped yet, so the pid is the child's
             now = time.monotonic()
             deadline = now + grace if deadline is None else min(deadline, now + grace)
-        for number in received.intersection(_FORWARDED):
-            _signal(child, number)
         if signal.SIGQUIT in received or (deadline is not None and time.monotonic() >= deadline):
             break
     swept = _kill_tree(child)
-    # A child stuck in the kernel has no status; the sweep has said so in the log.
+    # A child stuck in the kernel has no status; the log says so.
     return next((s for s in (status, swept) if s is not None), signal.SIGKILL)
-
-
-def _signal(child: int, number: int) -> None:
-    try:
-        os.kill(child, number)
-    except ProcessLookupError:
-        return  # it has just ended; the next round collects it
 
 
 def main(arguments: list[str]) -> None:
@@ -173,7 +159,7 @@ def main(arguments: list[str]) -> None:
     cpus = None if arguments[3] == "-" else {int(cpu) for cpu in arguments[3].split(",")}
     command = arguments[5:]
     for name in os.listdir("/proc/self/fd"):
-        # The lifeline and the run's lock are the subreaper's, not the child's.
+        # The child inherits neither the lifeline nor the run's lock.
         if int(name) > 2:
             try:
                 os.set_inheritable(int(name), False)
@@ -182,12 +168,9 @@ def main(arguments: list[str]) -> None:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     wakeup, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGCHLD, *_FORWARDED):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
-    child = _spawn(command, cpus)
-    with contextlib.suppress(OSError):  # the runtime is gone already; the loop sees that
-        os.write(lifeline, f"{child}\n".encode())
-    _end_like(_watch(child, lifeline, wakeup, grace, orphan_grace))
+    _end_like(_watch(_spawn(command, cpus), lifeline, wakeup, grace, orphan_grace))
 
 
 if __name__ == "__main__":

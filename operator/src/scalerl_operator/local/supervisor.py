@@ -12,7 +12,7 @@ from typing import Final
 
 from scalerl_api import process as api
 from scalerl_operator.local import devices
-from scalerl_operator.local.ports import Ports
+from scalerl_operator.local.ports import HOST, Ports
 from scalerl_operator.local.process import Command, environment
 from scalerl_operator.local.run_directory import RunDirectory
 from scalerl_operator.local.unit import Event, Failure, Member, Unit, UnitStatus
@@ -20,7 +20,6 @@ from scalerl_operator.policy.restarts import RestartPolicy
 from scalerl_operator.workloads import (
     ADDRESS,
     BIND,
-    MASTER_PORT,
     Container,
     Lifetime,
     Plan,
@@ -30,25 +29,19 @@ from scalerl_operator.workloads import (
     port_variable,
 )
 
-HOST: Final = "127.0.0.1"
-
 _LOOPBACK: Final = {
-    # Without these, libraries guess an interface from the host's name or its default route.
+    # Otherwise libraries choose an interface by the host's name or its default route.
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
     "VLLM_HOST_IP": HOST,
 }
-
-_LAST_TO_STOP = (Role.COORDINATOR,)
-"""The others tell the coordinator that they leave."""
 
 
 @dataclass(frozen=True)
 class LocalSettings:
     """How this machine runs a plan.
 
-    pin: CPUs by role; a role that is not named may run anywhere. Benchmarks give roles cores of
-        their own, as on devices of their own.
+    pin: CPUs by role; other roles may run on all. Benchmarks give each role cores of its own, as it would have devices.
     grace_seconds: from a stop to SIGKILL.
     orphan_grace_seconds: the same when this process has died.
     """
@@ -62,17 +55,12 @@ class LocalSettings:
 class LocalRuntime:
     """Runs a plan until it is complete, a unit fails for good, or it is stopped.
 
-    Parameters
-    ----------
-    plan : what to run.
-    directory : claimed by this process.
-    may_leave : asked when all processes of a unit have exited 0: was it time to (with a gang, is the
-        run complete)? False: they are started again.
-    on_event : told every start, end and restart, in words.
+    directory: claimed by this process.
+    may_exit: see :class:`.Unit`; for a gang: whether the run is complete.
+    on_event: called for each restart, failure and unanswered probe.
 
-    Raises
-    ------
-    NotEnoughDevices : before anything is started.
+    Raises:
+        NotEnoughDevices: nothing was started.
     """
 
     def __init__(
@@ -81,24 +69,23 @@ class LocalRuntime:
         directory: RunDirectory,
         *,
         settings: LocalSettings | None = None,
-        may_leave: Callable[[Lifetime], Awaitable[bool]],
+        may_exit: Callable[[Lifetime], Awaitable[bool]],
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self._plan = plan
         self._directory = directory
         self._settings = settings or LocalSettings()
-        self._may_leave = may_leave
+        self._may_exit = may_exit
         self._on_event = on_event
-        self._ports = Ports(HOST)
+        self._ports = Ports()
         self._devices = devices.Pool(plan)
         self._incarnation = uuid.uuid4().hex[:12]
         self._base = environment()
         self._coordinator_port = self._ports.take()
-        self._stopping = asyncio.Event()
-        self._scaled = asyncio.Event()
+        self._master_ports: dict[Role, tuple[int, int]] = {}  # (start, port)
+        self._is_stopping = False
         self._tasks: dict[asyncio.Task[Failure | None], Unit] = {}
-        self._seen_to: set[asyncio.Task[Failure | None]] = set()
-        self._is_over = False
+        self._ended: asyncio.Queue[asyncio.Task[Failure | None] | None] = asyncio.Queue()
         self._replicas = {workload.role: workload.replicas for workload in plan.workloads}
         self.units: list[Unit] = [unit for workload in plan.workloads for unit in self._units(workload)]
 
@@ -110,19 +97,15 @@ class LocalRuntime:
         return [unit.status for unit in self.units]
 
     async def run(self) -> Failure | None:
-        """Start what the plan says and see it through. Nothing of it runs afterwards.
-
-        Returns None when complete or stopped, else what failed for good.
-        """
+        """Run the plan: None when it is complete or stopped, else what failed for good. No process runs afterwards."""
         try:
-            for unit in self._of(Lifetime.ONCE):
-                failed = await self._until_decided([unit])
-                if failed is not None or self._stopping.is_set():
+            for unit in [unit for unit in self.units if unit.lifetime is Lifetime.ONCE]:
+                failed = await self._supervise([unit])
+                if failed is not None or self._is_stopping:
                     return failed
-            rest = [*self._of(Lifetime.SERVICE), *self._of(Lifetime.GANG)]
-            return await self._until_decided(rest)
+            return await self._supervise([unit for unit in self.units if unit.lifetime is not Lifetime.ONCE])
         finally:
-            self._is_over = True
+            self._is_stopping = True
             await self._tear_down()
             self._ports.close()
 
@@ -132,39 +115,39 @@ class LocalRuntime:
         return f"http://{HOST}:{unit.ports[port]}"
 
     def replicas(self, role: Role) -> int:
-        """How many there are to be."""
+        """The number of replicas requested last."""
         return self._replicas[role]
 
     def most(self, role: Role) -> int | None:
-        """How many replicas this machine's devices are enough for; None where none are asked for."""
+        """The number of replicas for which this machine has devices; None for a role without devices."""
         each = sum(c.resources.devices for c in self._plan.workload(role).containers)
         return self._replicas[role] + self._devices.free // each if each else None
 
-    def leaving(self, role: Role) -> bool:
-        """Whether some that were scaled away are still there."""
+    def draining(self, role: Role) -> bool:
+        """Whether replicas that were scaled down have not ended yet."""
         return any(u.status.role is role and u.index >= self._replicas[role] for u in self.units)
 
     def scale(self, role: Role, replicas: int) -> None:
-        """Have so many replicas of a service from now on: new ones are started, the newest are stopped in order.
+        """Set the number of replicas of a service: starts new ones, or stops the newest in order.
 
-        Call while :meth:`run` supervises services and :meth:`leaving` is false; does nothing once the run is ending.
+        Call while :meth:`run` supervises services and :meth:`draining` is false; does nothing once the run is ending.
 
         Raises:
             NotEnoughDevices, OSError: nothing was changed.
         """
-        if self._is_over or self._stopping.is_set():
+        if self._is_stopping:
             return
         workload = self._plan.workload(role)
         if workload.lifetime is not Lifetime.SERVICE:
-            raise ValueError(f"{role} is no service: its replicas live and die together")
-        if self.leaving(role):
-            raise RuntimeError(f"a {role} is still leaving; its name is not free yet")
-        before = self._replicas[role]
+            raise ValueError(f"{role} is no service: its replicas start and end together")
+        if self.draining(role):
+            raise RuntimeError(f"a {role} is still draining; its name is not free yet")
         new: list[Unit] = []
+        added = range(self._replicas[role], replicas)
         try:
-            for index in range(before, replicas):
+            for index in added:
                 new += self._replica_units(workload, index)
-            self._devices.take(workload, range(before, replicas))
+            self._devices.take(workload, added)
         except BaseException:
             for port in {port for unit in new for port in unit.ports.values()}:
                 self._ports.give_back(port)
@@ -175,64 +158,55 @@ class LocalRuntime:
         for unit in new:
             self.units.append(unit)
             self._start(unit)
-        self._scaled.set()
 
     def stop(self) -> None:
-        """Have :meth:`run` end everything in order (SIGTERM, the grace, SIGKILL) and return."""
-        self._stopping.set()
+        """Have :meth:`run` end all processes in order (SIGTERM, the grace, SIGKILL) and return."""
+        self._is_stopping = True
+        self._ended.put_nowait(None)
 
     def kill(self) -> None:
-        """Have :meth:`run` end everything at once and return."""
-        self._stopping.set()
+        """Have :meth:`run` end all processes at once and return."""
+        self.stop()
         for unit in self.units:
             unit.kill()
 
-    async def _until_decided(self, units: list[Unit]) -> Failure | None:
-        """Supervise ``units`` until one fails, all that can complete have, or a stop is asked for."""
+    async def _supervise(self, units: list[Unit]) -> Failure | None:
+        """Run ``units`` until one fails, only services are left, or a stop is requested."""
         for unit in units:
             self._start(unit)
-        stop = asyncio.create_task(self._stopping.wait())
-        try:
-            while True:
-                self._scaled.clear()
-                scaled = asyncio.create_task(self._scaled.wait())
-                # Also those that have ended already: a unit may fail before it is first waited for.
-                waiting = {task for task in self._tasks if task not in self._seen_to}
-                done, _ = await asyncio.wait({*waiting, stop, scaled}, return_when=asyncio.FIRST_COMPLETED)
-                scaled.cancel()
-                for task in [t for t in waiting if t in done]:
-                    self._seen_to.add(task)
-                    failed = self._ended(task)
-                    if failed is not None:
-                        return failed
-                left = {unit.lifetime for task, unit in self._tasks.items() if not task.done()}
-                if stop in done or not left - {Lifetime.SERVICE}:
-                    return None
-        finally:
-            stop.cancel()
+        while not self._is_stopping:
+            task = await self._ended.get()
+            failed = None if task is None else self._on_end(task)
+            running = {unit.lifetime for task, unit in self._tasks.items() if not task.done()}
+            if failed is not None or running <= {Lifetime.SERVICE}:
+                return failed
+        return None
 
     def _start(self, unit: Unit) -> None:
-        self._tasks[asyncio.create_task(unit.run(), name=unit.name)] = unit
+        task = asyncio.create_task(unit.run(), name=unit.name)
+        self._tasks[task] = unit
+        task.add_done_callback(self._ended.put_nowait)
 
-    def _ended(self, task: asyncio.Task[Failure | None]) -> Failure | None:
-        """What a unit's end means for the run; one that was scaled away is forgotten."""
+    def _on_end(self, task: asyncio.Task[Failure | None]) -> Failure | None:
+        """The failure that ends the run, if the unit's end is one; a unit that was scaled down is removed."""
         unit, failed = self._tasks[task], task.result()
-        if unit.index >= self._replicas[unit.status.role]:
+        role, index = unit.status.role, unit.index
+        if index >= self._replicas[role]:
             del self._tasks[task]
             self.units.remove(unit)
-            if not any(u.status.role is unit.status.role and u.index == unit.index for u in self.units):
-                self._devices.give_back(self._plan.workload(unit.status.role).replica_name(unit.index))
+            if not any(u.status.role is role and u.index == index for u in self.units):
+                self._devices.give_back(self._plan.workload(role).replica_name(index))
             return None
         if failed is not None and not unit.essential:
-            self._on_event(Event(unit.name, f"the run goes on without it: {failed.reason}", True))
+            self._on_event(Event(unit.name, f"the run continues without it: {failed.reason}", True))
             return None
         return failed
 
     async def _tear_down(self) -> None:
-        """Stop all units, those that the others report to last. A cancellation kills instead."""
+        """Stop all units, the coordinator last, since the others report to it. A cancellation kills them."""
         try:
             for last in (False, True):
-                tasks = [t for t, u in self._tasks.items() if (u.status.role in _LAST_TO_STOP) is last]
+                tasks = [t for t, u in self._tasks.items() if (u.status.role is Role.COORDINATOR) is last]
                 for task in tasks:
                     self._tasks[task].stop()
                 if tasks:
@@ -242,46 +216,21 @@ class LocalRuntime:
             await asyncio.wait(self._tasks)
             raise
 
-    def _of(self, lifetime: Lifetime) -> list[Unit]:
-        return [unit for unit in self.units if unit.lifetime is lifetime]
-
     def _units(self, workload: Workload) -> list[Unit]:
-        """A unit for each container of a service, one for all of a gang."""
-        if workload.lifetime is not Lifetime.GANG:
-            return [unit for i in range(workload.replicas) for unit in self._replica_units(workload, i)]
-        shared = {MASTER_PORT: self._ports.take()}
-        members = [m for i in range(workload.replicas) for m in self._members(workload, i, shared)]
-        return [
-            self._unit(
-                workload, str(workload.role), members, 0, on_start=partial(self._new_master_port, shared)
-            )
-        ]
+        """A unit for each container of a service, one for all ranks of a gang."""
+        if workload.lifetime is Lifetime.GANG:
+            members = [m for i in range(workload.replicas) for m in self._members(workload, i)]
+            return [self._unit(str(workload.role), workload, 0, members)]
+        return [unit for i in range(workload.replicas) for unit in self._replica_units(workload, i)]
 
     def _replica_units(self, workload: Workload, index: int) -> list[Unit]:
-        return [self._unit(workload, m.name, [m], index) for m in self._members(workload, index, {})]
+        return [self._unit(m.name, workload, index, [m]) for m in self._members(workload, index)]
 
-    def _unit(
-        self,
-        workload: Workload,
-        name: str,
-        members: list[Member],
-        index: int,
-        on_start: Callable[[int], None] = lambda start: None,
-    ) -> Unit:
-        return Unit(
-            name,
-            workload.role,
-            workload.lifetime,
-            members,
-            self._settings.restart,
-            on_event=self._on_event,
-            may_leave=self._may_leave,
-            on_start=on_start,
-            index=index,
-            essential=workload.essential,
-        )
+    def _unit(self, name: str, workload: Workload, index: int, members: list[Member]) -> Unit:
+        policy = self._settings.restart
+        return Unit(name, workload, index, members, policy, on_event=self._on_event, may_exit=self._may_exit)
 
-    def _members(self, workload: Workload, index: int, shared: dict[str, int]) -> list[Member]:
+    def _members(self, workload: Workload, index: int) -> list[Member]:
         """The processes of one replica."""
         replica = workload.replica_name(index)
         names = [name for container in workload.containers for name in container.ports]
@@ -290,19 +239,23 @@ class LocalRuntime:
         for container in workload.containers:
             name = replica if len(workload.containers) == 1 else f"{replica}-{container.name}"
             name = str(workload.role) if workload.lifetime is Lifetime.ONCE else name
-            command = partial(self._command, workload, index, container, name, ports, shared)
-            members.append(Member(name, container, HOST, ports, command))
+            command = partial(self._command, workload, index, container, name, ports)
+            members.append(Member(name, container, ports, command))
         return members
 
     def _port(self, role: Role, name: str) -> int:
-        # Everyone is told the coordinator's address at start, so it is chosen before all others.
+        # All processes get the coordinator's address at their start, so its port is chosen before all others.
         return self._coordinator_port if role is Role.COORDINATOR and name == "http" else self._ports.take()
 
-    def _new_master_port(self, shared: dict[str, int], start: int) -> None:
-        """A late message of a gang that was killed must not reach the next one."""
-        if start > 1:
-            old, shared[MASTER_PORT] = shared[MASTER_PORT], self._ports.take()
-            self._ports.give_back(old)
+    def _master_port(self, role: Role, start: int) -> int:
+        """The rendezvous port of a gang, another one for each start: a late message of an earlier start must not reach it."""
+        known, port = self._master_ports.get(role, (0, 0))
+        if known != start:
+            if known:
+                self._ports.give_back(port)
+            port = self._ports.take()
+            self._master_ports[role] = (start, port)
+        return port
 
     def _command(
         self,
@@ -311,7 +264,6 @@ class LocalRuntime:
         container: Container,
         name: str,
         ports: dict[str, int],
-        shared: dict[str, int],
         start: int,
     ) -> Command:
         paths = self._directory.paths
@@ -328,22 +280,20 @@ class LocalRuntime:
             variables |= {
                 "RANK": str(index),
                 "WORLD_SIZE": str(workload.replicas),
-                # Each rank sees its own devices only, so the first it sees is the one.
+                # Each rank sees only its own devices, so its device is the first.
                 "LOCAL_RANK": "0",
                 "MASTER_ADDR": HOST,
-                "MASTER_PORT": str(shared[MASTER_PORT]),
+                "MASTER_PORT": str(self._master_port(workload.role, start)),
             }
-        own = {key: expand(value, variables) for key, value in container.env.items()}
-        visible = ",".join(self._devices.of(workload.replica_name(index), container.name))
         return Command(
             argv=[expand(word, variables) for word in container.argv],
             env={
                 **self._base,
                 **_LOOPBACK,
-                devices.VISIBLE: visible,
+                devices.VISIBLE: ",".join(self._devices.of(workload.replica_name(index), container.name)),
                 **self._threads(workload, container),
                 **variables,
-                **own,
+                **{key: expand(value, variables) for key, value in container.env.items()},
             },
             log=paths.logs / f"{name}.log",
             mark=f"{self._incarnation}/{name}/{start}",
@@ -354,7 +304,7 @@ class LocalRuntime:
         )
 
     def _threads(self, workload: Workload, container: Container) -> dict[str, str]:
-        """``OMP_NUM_THREADS``: from the spec; ranks share the cores evenly with the generators; else unset."""
+        """``OMP_NUM_THREADS``: from the spec; else ranks divide the cores with the generators; else unset."""
         threads = container.resources.cpu_threads
         if threads is None and workload.lifetime is Lifetime.GANG:
             pinned = self._settings.pin.get(workload.role)
@@ -366,6 +316,3 @@ class LocalRuntime:
             )
             threads = max(1, cores // computing)
         return {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-
-
-__all__ = ["HOST", "Event", "Failure", "LocalRuntime", "LocalSettings"]

@@ -1,4 +1,4 @@
-"""A unit: the processes that live and die together, restarted with back-off.
+"""A unit: processes that start and end together, restarted with back-off.
 
 A container of a service is a unit of one; the ranks of a trainer are one unit.
 """
@@ -11,14 +11,15 @@ import enum
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from scalerl_api import process as api
 from scalerl_operator.local import probes
 from scalerl_operator.local.process import ChildProcess, Command
 from scalerl_operator.policy import restarts
-from scalerl_operator.workloads import Container, Lifetime, Role
+from scalerl_operator.workloads import Container, Lifetime, Role, Workload
 
-_TELLING = (api.BAD_INPUT_EXIT_CODE, api.DIVERGED_EXIT_CODE)
+_SIGNIFICANT = (api.BAD_INPUT_EXIT_CODE, api.DIVERGED_EXIT_CODE)
 
 
 class State(enum.StrEnum):
@@ -42,7 +43,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Failure:
-    """A unit that is not started again."""
+    """A unit that is not restarted."""
 
     unit: str
     role: Role
@@ -54,18 +55,17 @@ class Failure:
 
 @dataclass(frozen=True)
 class Member:
-    """One process of a unit. ``command`` gets the number of the start and is asked anew for each."""
+    """One process of a unit. command: gets the number of the start, from 1."""
 
     name: str
     container: Container
-    host: str
     ports: dict[str, int]
     command: Callable[[int], Command]
 
 
 @dataclass
 class UnitStatus:
-    """What a view shows of a unit; times are ``time.monotonic()``."""
+    """A unit as a view shows it; times are ``time.monotonic()``."""
 
     name: str
     role: Role
@@ -77,80 +77,73 @@ class UnitStatus:
 
 
 class Unit:
-    """Supervises its members until they are done, failed for good, or told to stop.
+    """Supervises its members until they are done, fail for good, or are stopped.
 
-    index: of the replica; 0 for a gang. essential: whether the run ends when it fails for good.
-    on_start: called before each start with its number (a gang takes its new rendezvous port here).
-    may_leave: asked when all members have exited 0; False means that they left too early.
+    index: of the replica; 0 for a gang.
+    may_exit: called when all members have exited with 0; False: they exited too early, and are restarted.
     """
 
     def __init__(
         self,
         name: str,
-        role: Role,
-        lifetime: Lifetime,
+        workload: Workload,
+        index: int,
         members: Sequence[Member],
         policy: restarts.RestartPolicy,
         *,
         on_event: Callable[[Event], None],
-        may_leave: Callable[[Lifetime], Awaitable[bool]],
-        on_start: Callable[[int], None] = lambda start: None,
-        index: int = 0,
-        essential: bool = True,
+        may_exit: Callable[[Lifetime], Awaitable[bool]],
     ) -> None:
         self.name = name
         self.index = index
-        self.essential = essential
-        self.lifetime = lifetime
-        self.status = UnitStatus(name, role)
-        self._members = tuple(members)
+        self.essential = workload.essential
+        self.lifetime = workload.lifetime
+        self.ports = members[0].ports
+        self.status = UnitStatus(name, workload.role)
+        self._members = members
         self._policy = policy
         self._on_event = on_event
-        self._may_leave = may_leave
-        self._on_start = on_start
+        self._may_exit = may_exit
         self._stopping = asyncio.Event()
         self._processes: list[ChildProcess] = []
         self._ready: dict[str, float] = {}
         self._record = restarts.Record()
-        self._failed: Failure | None = None
 
     async def run(self) -> Failure | None:
-        """Until done or stopped (None), or failed for good. Nothing of the unit runs afterwards."""
+        """Returns None when done or stopped, else the failure. No process of the unit runs afterwards."""
         start = 0
         while not self._stopping.is_set():
             start += 1
             try:
                 end, culprit = await self._once(start)
             except OSError as error:
-                self._to(State.FAILED)
-                reason = f"cannot be started: {error}"
-                self._event(reason, True)
-                return Failure(self.name, self.status.role, reason, False, None, "")
+                return self._fail(
+                    Failure(self.name, self.status.role, f"cannot be started: {error}", False, None, "")
+                )
             finally:
                 await self._end_all()
-            if self._stopping.is_set():
-                break
-            if end.exit_code == 0 and await self._has_finished():
-                break
-            if self._stopping.is_set():
+            if self._stopping.is_set() or (end.exit_code == 0 and await self._is_done()):
                 break
             outcome = restarts.decide(self._policy, self._record, end)
             self.status.last_end = end.describe()
             if isinstance(outcome, restarts.GiveUp):
-                return self._give_up(outcome, end, culprit, start)
+                reason = f"{culprit.name} {end.describe()}; {outcome.reason}"
+                log = str(culprit.command(start).log)
+                return self._fail(
+                    Failure(self.name, self.status.role, reason, outcome.bad_input, end.exit_code, log)
+                )
             self._record = outcome.record
             self.status.restarts += 1
             self._to(State.BACK_OFF)
-            self._event(
-                f"{culprit.name} {end.describe()}; starting again in {outcome.delay_seconds:g} s", True
-            )
+            text = f"{culprit.name} {end.describe()}; restarting in {outcome.delay_seconds:g} s"
+            self._on_event(Event(self.name, text, is_problem=True))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), outcome.delay_seconds)
         self._to(State.DONE)
         return None
 
     def stop(self) -> None:
-        """Ask for an orderly end; :meth:`run` returns once everything is gone."""
+        """Request an orderly end; :meth:`run` returns once all processes have ended."""
         self._stopping.set()
         if self.status.state not in (State.DONE, State.FAILED):
             self._to(State.STOPPING)
@@ -158,89 +151,74 @@ class Unit:
             process.stop()
 
     def kill(self) -> None:
-        """End everything now; :meth:`run` returns once it is gone."""
+        """End all processes now; :meth:`run` returns once they have ended."""
         self._stopping.set()
         for process in self._processes:
             process.kill()
 
-    async def _has_finished(self) -> bool:
-        """Was it time to leave? Asking may take long; a stop does not wait for the answer."""
+    async def _is_done(self) -> bool:
+        """Whether the unit need not be restarted. The answer may take long; a stop does not wait for it."""
         if self.lifetime is Lifetime.ONCE:
             return True
-        asked = asyncio.ensure_future(self._may_leave(self.lifetime))
-        stopped = asyncio.ensure_future(self._stopping.wait())
+        answer = asyncio.ensure_future(self._may_exit(self.lifetime))
+        stop = asyncio.ensure_future(self._stopping.wait())
         try:
-            await asyncio.wait({asked, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            return asked.done() and asked.result()
+            await asyncio.wait({answer, stop}, return_when=asyncio.FIRST_COMPLETED)
+            return stop.done() or answer.result()
         finally:
-            for task in (asked, stopped):
-                task.cancel()
-            await asyncio.gather(asked, stopped, return_exceptions=True)
+            await _cancel(answer, stop)
 
     async def _once(self, start: int) -> tuple[restarts.End, Member]:
-        """Start all members; returns at the first end that decides the unit's fate, and whose it was."""
-        self._on_start(start)
+        """Start all members; returns the first end that ends the unit, and whose it was."""
         self._ready.clear()
         self._to(State.STARTING)
-        waits: dict[asyncio.Task[int | restarts.Cause], Member] = {}
+        tasks: dict[asyncio.Task[restarts.End], Member] = {}
         try:
             for member in self._members:
                 process = ChildProcess.start(member.command(start))
                 self._processes.append(process)
-                waits[asyncio.create_task(process.wait())] = member
-                waits[asyncio.create_task(self._probe(member))] = member
-            return await self._first_end(waits)
+                tasks[asyncio.create_task(self._watch(member, process))] = member
+            pending = set(tasks)
+            while True:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                # Of ends at the same moment, an exit code with a meaning says most, an exit with 0 least.
+                first = min(done, key=lambda task: _significance(task.result()))
+                if first.result().exit_code != 0 or not pending:
+                    return first.result(), tasks[first]
         finally:
-            for task in waits:
-                task.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
+            await _cancel(*tasks)
 
-    async def _first_end(
-        self, waits: dict[asyncio.Task[int | restarts.Cause], Member]
-    ) -> tuple[restarts.End, Member]:
-        pending = set(waits)
-        left = {member.name for member in self._members}
-        while True:
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            # Noticed in the same moment: a code with a meaning tells more than a crash, a crash more than a
-            # clean exit.
-            for task in sorted(done, key=lambda t: (t.result() not in _TELLING, t.result() == 0)):
-                member, result = waits[task], task.result()
-                since = self._ready.get(member.name)
-                ready_seconds = None if since is None else time.monotonic() - since
-                if isinstance(result, restarts.Cause):
-                    return restarts.End(result, None, ready_seconds), member
-                left.discard(member.name)
-                if result != 0 or not left:
-                    return restarts.End(restarts.Cause.EXIT, result, ready_seconds), member
-                # The others go on; nobody must miss the answers of one that has left in order.
-                for other in [t for t in pending if waits[t] is member]:
-                    other.cancel()
-                    pending.discard(other)
+    async def _watch(self, member: Member, process: ChildProcess) -> restarts.End:
+        """How a member ends: it exits, or does not answer a probe."""
+        exited = asyncio.create_task(process.wait())
+        probed = asyncio.create_task(
+            probes.watch(member.container, member.ports, lambda: self._on_ready(member))
+        )
+        try:
+            await asyncio.wait({exited, probed}, return_when=asyncio.FIRST_COMPLETED)
+            since = self._ready.get(member.name)
+            ready_seconds = None if since is None else time.monotonic() - since
+            if exited.done():
+                return restarts.End(restarts.Cause.EXIT, exited.result(), ready_seconds)
+            cause = probed.result()
+            self._on_event(Event(self.name, f"{member.name} does not answer its {cause}", is_problem=True))
+            return restarts.End(cause, None, ready_seconds)
+        finally:
+            await _cancel(exited, probed)
 
-    async def _probe(self, member: Member) -> restarts.Cause:
-        def on_ready(ready: bool) -> None:
-            if ready and self.lifetime is not Lifetime.ONCE:
-                self._ready.setdefault(member.name, time.monotonic())
-                self._update_ready()
-
-        cause = await probes.watch(member.container, member.host, member.ports, on_ready)
-        self._event(f"{member.name} does not answer its {cause}", True)
-        return cause
-
-    def _update_ready(self) -> None:
-        if self._stopping.is_set() or len(self._ready) < len(self._members):
+    def _on_ready(self, member: Member) -> None:
+        if self.lifetime is Lifetime.ONCE:
             return
-        if self.status.state is not State.READY:
+        self._ready[member.name] = time.monotonic()
+        if len(self._ready) == len(self._members) and self.status.state is State.STARTING:
             self._to(State.READY)
             if self.status.first_ready is None:
                 self.status.first_ready = self.status.since
 
     async def _end_all(self) -> None:
-        """See that no process of this start is left: stop, and after the grace the subreaper kills."""
-        asked_to_stop = self._stopping.is_set()
+        """End what is left of this start: in order during a stop, else at once."""
         for process in self._processes:
-            if asked_to_stop:
+            if self._stopping.is_set():
                 process.stop()
             else:
                 process.kill()
@@ -248,25 +226,21 @@ class Unit:
             await process.wait()
         self._processes.clear()
 
-    def _give_up(self, outcome: restarts.GiveUp, end: restarts.End, culprit: Member, start: int) -> Failure:
+    def _fail(self, failure: Failure) -> Failure:
         self._to(State.FAILED)
-        reason = f"{culprit.name} {end.describe()}; {outcome.reason}"
-        self._event(reason, True)
-        log = str(culprit.command(start).log)
-        return Failure(self.name, self.status.role, reason, outcome.bad_input, end.exit_code, log)
-
-    @property
-    def ports(self) -> dict[str, int]:
-        """By name; the containers of a replica share them."""
-        return self._members[0].ports
-
-    def pids(self) -> tuple[int, ...]:
-        """Pids of the members' own processes, as far as known."""
-        return tuple(p.pid for p in self._processes if p.pid is not None and not p.ended)
+        self._on_event(Event(self.name, failure.reason, is_problem=True))
+        return failure
 
     def _to(self, state: State) -> None:
         self.status.state = state
         self.status.since = time.monotonic()
 
-    def _event(self, text: str, is_problem: bool = False) -> None:
-        self._on_event(Event(self.name, text, is_problem))
+
+def _significance(end: restarts.End) -> tuple[bool, bool]:
+    return end.exit_code not in _SIGNIFICANT, end.exit_code == 0
+
+
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
