@@ -1,6 +1,5 @@
 """Subreapers: no process is left, whichever of parent, subreaper and child is killed, even if all ignore SIGTERM."""
 
-# ruff: noqa: ASYNC240
 from __future__ import annotations
 
 import asyncio
