@@ -30,8 +30,10 @@ from kubernetes.aio.client.configuration import Configuration
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from scalerl_api.spec import ScaleRLRun
+from scalerl_operator.autoscaling.decision_log import DecisionRecord
 from scalerl_operator.autoscaling.forecast_request import Sidecar
-from scalerl_operator.controller.autoscaler import ClusterAutoscaler
+from scalerl_operator.autoscaling.loop import AutoscalerLoop
+from scalerl_operator.controller.decision_storage import CoordinatorStorage
 from scalerl_operator.controller.finished_runs import FinishedRuns
 from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.kube import connection
@@ -305,14 +307,13 @@ async def reconciler(parts: Parts) -> AsyncIterator[Reconcile]:
     url = parts.settings.sidecar_url
     sidecar = None if url is None else Sidecar(lambda: url)
 
-    def autoscaler(run: ScaleRLRun, uid: str) -> ClusterAutoscaler:
+    def autoscaler(run: ScaleRLRun, uid: str) -> AutoscalerLoop:
         key = (run.metadata.namespace or "", run.metadata.name)
         assert sidecar is not None
-        return ClusterAutoscaler(
-            run,
-            uid,
-            made.coordinators,
-            parts.api,
+        storage = CoordinatorStorage(run, uid, made.coordinators, parts.api)
+        return AutoscalerLoop(
+            "/".join(key),
+            lambda: DecisionRecord.load(storage),
             sidecar,
             wake=lambda: parts.wake(key),
             on_decision=parts.metrics.decision,

@@ -1,4 +1,4 @@
-"""Steering on a cluster: a look never waits, and what it says follows from the record."""
+"""The autoscaler's loop on a cluster: a reconcile never waits for it, and its report follows from the decision log."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from scalerl_api.conditions import Reason
 from scalerl_api.wire import BROKEN, FORECAST, Counts, EvaluationPoint
 from scalerl_operator.autoscaling import decision_log
 from scalerl_operator.autoscaling.autoscaler import FIRST_RETRY_SECONDS, Autoscaler
-from scalerl_operator.autoscaling.decision_log import as_recorded
+from scalerl_operator.autoscaling.decision_log import DecisionRecord, as_recorded
 from scalerl_operator.autoscaling.forecast_request import Sidecar
+from scalerl_operator.autoscaling.loop import AutoscalerLoop, AutoscalerReport
 from scalerl_operator.autoscaling.models import Generators
 from scalerl_operator.autoscaling.replay import verify
-from scalerl_operator.controller.autoscaler import ClusterAutoscaler
-from scalerl_operator.controller.autoscaler_report import AutoscalerReport
+from scalerl_operator.controller.decision_storage import CoordinatorStorage
 
 ONE = Generators(wanted=1, ready=1)
 
 
 class Stepped:
-    """A steering with its coordinator, its clock and its wakes in hand."""
+    """A loop whose decision log, clock and wakes the test controls."""
 
     def __init__(self, url: str, api: DecisionService | None = None, **autoscaling: Any) -> None:
         self.api = api or DecisionService()
@@ -35,11 +35,10 @@ class Stepped:
         self.now = 0.0
         self.woken = asyncio.Event()
         sidecar = Sidecar(lambda: url, timeout_seconds=20.0, attempts=2, backoff_seconds=0.01)
-        self.steering = ClusterAutoscaler(
-            self.run,
-            UID,
-            self.api,
-            self.api,
+        storage = CoordinatorStorage(self.run, UID, self.api, self.api)
+        self.loop = AutoscalerLoop(
+            "team/test",
+            lambda: DecisionRecord.load(storage),
             sidecar,
             wake=self.woken.set,
             unix=lambda: 1.7e9 + self.now,
@@ -52,7 +51,7 @@ class Stepped:
             autoscaling={"mode": "Auto", "stopAfter": 2} | autoscaling, budget={"maxSeconds": 1_000_000}
         )
 
-    def look(
+    def report(
         self,
         points: list[EvaluationPoint],
         generators: Generators = ONE,
@@ -60,45 +59,45 @@ class Stepped:
         resumed: bool = False,
         **changes: Any,
     ) -> AutoscalerReport:
-        return self.steering.report(self.run, status(points, **changes), generators, resumed=resumed)
+        return self.loop.report(self.run.spec, status(points, **changes), generators, resumed=resumed)
 
     async def settled(
         self, points: list[EvaluationPoint], generators: Generators = ONE, **changes: Any
     ) -> AutoscalerReport:
-        """Look until nothing is new, or nothing is looked at; the word that carries the event, else the last."""
+        """Reports until no step starts or none has news; the report that carries the event, else the last."""
         found: AutoscalerReport | None = None
-        if self.steering._task is not None:
-            await asyncio.wait_for(asyncio.shield(self.steering._task), 120)
+        if self.loop._task is not None:
+            await asyncio.wait_for(asyncio.shield(self.loop._task), 120)
         for _ in range(10):
             self.woken.clear()
-            word = self.look(points, generators, **changes)
-            found = word if word.event or found is None or not found.event else found
-            task = self.steering._task
+            report = self.report(points, generators, **changes)
+            found = report if report.event or found is None or not found.event else found
+            task = self.loop._task
             if task is not None:
                 await asyncio.wait_for(asyncio.shield(task), 120)
             if task is None or not self.woken.is_set():
                 return found
-        raise AssertionError("never at rest")
+        raise AssertionError("steps never end")
 
 
 async def test_a_flat_run_is_stopped_and_says_why(url: str) -> None:
     stepped, curve = Stepped(url), flat_curve()
-    first = stepped.look(curve[:39])
+    first = stepped.report(curve[:39])
     assert (first.known, first.stop, first.decisions) == (False, "", ())
     early = await stepped.settled(curve[:5])
     assert (early.ready, early.reason, early.state) == (False, Reason.TOO_FEW_POINTS, "INSUFFICIENT")
     await stepped.settled(curve[:40])
-    assert not stepped.look(curve[:40]).stop
-    word = await stepped.settled(curve)
-    assert word.event.startswith("STOP: P(gain at 2× the compute > 0.02)")
-    word = stepped.look(curve)
-    assert (word.stop, word.state, word.event) == (FORECAST, "STOP", "")
-    assert (word.ready, word.reason) == (True, Reason.FORECASTING)
-    assert word.forecast is not None
-    assert word.forecast.startswith("0.6")
-    assert word.forecast.count("-") == 1
-    assert [d.sequence for d in word.decisions] == [0, 1, 2]
-    assert (word.decisions[-1].action, word.decisions[-1].time) == ("stop", "2023-11-14T22:13:20Z")
+    assert not stepped.report(curve[:40]).stop
+    report = await stepped.settled(curve)
+    assert report.event.startswith("STOP: P(gain at 2× the compute > 0.02)")
+    report = stepped.report(curve)
+    assert (report.stop, report.state, report.event) == (FORECAST, "STOP", "")
+    assert (report.ready, report.reason) == (True, Reason.FORECASTING)
+    assert report.forecast is not None
+    assert report.forecast.startswith("0.6")
+    assert report.forecast.count("-") == 1
+    assert [d.sequence for d in report.decisions] == [0, 1, 2]
+    assert (report.decisions[-1].action, report.decisions[-1].time) == ("stop", "2023-11-14T22:13:20Z")
     assert verify(stepped.api.content())[1] == []
 
 
@@ -106,14 +105,14 @@ async def test_an_operator_that_starts_anew_knows_as_much(url: str) -> None:
     stepped, curve = Stepped(url), flat_curve()
     for count in (40, 41):
         await stepped.settled(curve[:count])
-    before = stepped.look(curve)
+    before = stepped.report(curve)
     assert before.stop
-    stepped.steering.close()
+    stepped.loop.close()
     again = Stepped(url, stepped.api)
-    again.look(curve, stop_reason=FORECAST)
+    again.report(curve, stop_reason=FORECAST)
     await asyncio.wait_for(again.woken.wait(), 120)
-    assert again.look(curve, stop_reason=FORECAST) == before
-    assert again.steering._task is None, "a run that ends is not steered any more"
+    assert again.report(curve, stop_reason=FORECAST) == before
+    assert again.loop._task is None, "a run that ends needs no decision"
 
 
 async def test_a_stop_of_a_release_without_a_field_stands(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,15 +126,15 @@ async def test_a_stop_of_a_release_without_a_field_stands(url: str, monkeypatch:
         before.setattr(decision_log, "as_recorded", lambda spec: old)
         for count in (40, 41):
             await stepped.settled(curve[:count])
-    stepped.steering.close()
+    stepped.loop.close()
     again = Stepped(url, stepped.api)
-    again.look(curve, stop_reason=FORECAST)
+    again.report(curve, stop_reason=FORECAST)
     await asyncio.wait_for(again.woken.wait(), 120)
-    assert again.look(curve, stop_reason=FORECAST).stop
+    assert again.report(curve, stop_reason=FORECAST).stop
     other = Stepped(url, stepped.api, prior="None")
-    other.look(curve, stop_reason=FORECAST)
+    other.report(curve, stop_reason=FORECAST)
     await asyncio.wait_for(other.woken.wait(), 120)
-    assert not other.look(curve, stop_reason=FORECAST).stop, "made with another prior"
+    assert not other.report(curve, stop_reason=FORECAST).stop, "made with another prior"
 
 
 async def test_a_stop_that_is_taken_back_stays_back(url: str) -> None:
@@ -144,17 +143,17 @@ async def test_a_stop_that_is_taken_back_stays_back(url: str) -> None:
         await stepped.settled(curve[:count])
     # Also by an operator that had nothing to do with the stop.
     for one in (stepped, Stepped(url, stepped.api)):
-        assert one.look(curve, resumed=True, stop_reason=FORECAST).stop == ""
+        assert one.report(curve, resumed=True, stop_reason=FORECAST).stop == ""
         await one.settled(curve, resumed=True, stop_reason=FORECAST)
-        assert one.look(curve, resumed=True, stop_reason=FORECAST).stop == ""
-    stepped.steering.close()
+        assert one.report(curve, resumed=True, stop_reason=FORECAST).stop == ""
+    stepped.loop.close()
     assert not (await one.settled(curve)).stop, "the coordinator knows"
     lines, _ = verify(stepped.api.content())
     assert (lines[-1].observation.resumed, lines[-1].decision.history.streak) == (True, 0)
     longer = evaluations([p.reward for p in curve] + [0.61, 0.61])
     assert not (await one.settled(longer[:42])).stop
     await one.settled(longer)
-    assert one.look(longer).stop
+    assert one.report(longer).stop
 
 
 async def test_a_broken_run_is_held(url: str) -> None:
@@ -169,11 +168,11 @@ async def test_a_broken_run_is_held(url: str) -> None:
             for p in cut[30:]
         ),
     ]
-    word = await stepped.settled(cut[:31])
-    assert (word.reason, word.alarming, word.event[:7]) == (Reason.BROKEN, True, "BROKEN:")
+    report = await stepped.settled(cut[:31])
+    assert (report.reason, report.alarming, report.event[:7]) == (Reason.BROKEN, True, "BROKEN:")
     await stepped.settled(cut[:32])
-    word = stepped.look(cut[:32])
-    assert (word.stop, word.decisions[-1].action) == (BROKEN, "hold")
+    report = stepped.report(cut[:32])
+    assert (report.stop, report.decisions[-1].action) == (BROKEN, "hold")
 
 
 async def test_another_spec_is_another_question(url: str) -> None:
@@ -181,12 +180,12 @@ async def test_another_spec_is_another_question(url: str) -> None:
     stepped, curve = Stepped(url), flat_curve()
     for count in (40, 41):
         await stepped.settled(curve[:count])
-    assert stepped.look(curve).stop
+    assert stepped.report(curve).stop
     for rules in ({"minGain": "0.001"}, {"mode": "Advisory"}, {"mode": "Off"}):
         stepped.run = Stepped.as_run(**rules)
-        assert not stepped.look(curve).stop
+        assert not stepped.report(curve).stop
     stepped.run = Stepped.as_run(mode="Off")
-    assert stepped.look(curve) == AutoscalerReport()
+    assert stepped.report(curve) == AutoscalerReport()
 
 
 @pytest.mark.parametrize("mode", ["Auto", "Advisory"])
@@ -196,7 +195,7 @@ async def test_a_number_that_was_chosen_is_handed_out_until_the_next_decision(ur
     seen: list[tuple[int, int | None]] = []
     for second in range(0, 140, 5):
         wall = 2000.0 + second
-        word = await stepped.settled(
+        report = await stepped.settled(
             curve,
             generators,
             wall_seconds=wall,
@@ -206,16 +205,16 @@ async def test_a_number_that_was_chosen_is_handed_out_until_the_next_decision(ur
             generator_busy_fraction=(0.9 * 2000 + 0.95 * second) / wall,
             counts=Counts(**dict.fromkeys(Counts.__struct_fields__, 0)),
         )
-        if word.generators not in (None, generators.wanted):
-            seen.append((second, word.generators))
-            assert word.event.startswith("1 → 2 generators: the trainer waits")
+        if report.generators not in (None, generators.wanted):
+            seen.append((second, report.generators))
+            assert report.event.startswith("1 → 2 generators: the trainer waits")
             # Before anything else is decided: the one who has to act on it may die first.
             again = Stepped(url, stepped.api, mode=mode, generators={"max": 2}, cooldownSeconds=60)
-            again.look(curve)
+            again.report(curve)
             await asyncio.wait_for(again.woken.wait(), 120)
-            assert again.look(curve).generators == 2
-            assert again.steering._task is None, "the number comes first"
-            again.steering.close()
+            assert again.report(curve).generators == 2
+            assert again.loop._task is None, "the number comes first"
+            again.loop.close()
             generators = Generators(wanted=2, ready=2)
     assert seen == ([(60, 2)] if mode == "Auto" else [])
     lines, _ = verify(stepped.api.content())
@@ -236,24 +235,24 @@ async def test_a_slow_sidecar_holds_nothing_up(serve: Any) -> None:
     application = web.Application(client_max_size=wire.MAX_BODY_BYTES)
     application.router.add_post(wire.FORECAST, answer)
     stepped = Stepped(await serve(application))
-    stepped.look([])
+    stepped.report([])
     await stepped.woken.wait()
     for _ in range(20):
-        word = stepped.look(flat_curve())
-        assert not word.stop
+        report = stepped.report(flat_curve())
+        assert not report.stop
         await asyncio.sleep(0.005)
     assert asked == 1
     gate.set()
-    word = await stepped.settled(flat_curve())
-    assert (word.ready, word.reason) == (False, Reason.SIDECAR_UNREACHABLE)
-    assert "after 2 attempts" in word.message
-    stepped.steering.close()
+    report = await stepped.settled(flat_curve())
+    assert (report.ready, report.reason) == (False, Reason.SIDECAR_UNREACHABLE)
+    assert "after 2 attempts" in report.message
+    stepped.loop.close()
 
 
 async def test_without_a_sidecar_nothing_is_stopped_and_it_is_said(url: str) -> None:
     stepped = Stepped(f"http://127.0.0.1:{unused_port()}")
-    word = await stepped.settled(flat_curve())
-    assert (word.stop, word.ready, word.reason, word.forecast) == (
+    report = await stepped.settled(flat_curve())
+    assert (report.stop, report.ready, report.reason, report.forecast) == (
         "",
         False,
         Reason.SIDECAR_UNREACHABLE,
@@ -265,12 +264,12 @@ async def test_a_record_that_cannot_be_read_is_said_and_read_later(url: str) -> 
     api = DecisionService([DOWN, DOWN])
     stepped = Stepped(url, api)
     for _ in range(2):
-        stepped.look(flat_curve())
+        stepped.report(flat_curve())
         await stepped.woken.wait()
-        word = stepped.look(flat_curve())
-        assert (word.known, word.reason) == (False, Reason.NOT_RECORDED)
-        assert "decisions.jsonl of team/test cannot be read" in word.message
-        assert stepped.steering._task is None, "not before its time"
+        report = stepped.report(flat_curve())
+        assert (report.known, report.reason) == (False, Reason.NOT_RECORDED)
+        assert "decisions.jsonl of team/test cannot be read" in report.message
+        assert stepped.loop._task is None, "not before its time"
         stepped.woken.clear()
         stepped.now += 2 * FIRST_RETRY_SECONDS
     assert (await stepped.settled(flat_curve())).known
@@ -282,14 +281,14 @@ async def test_a_decision_that_cannot_be_written_is_not_acted_on(url: str, fate:
     stepped, curve = Stepped(url), flat_curve()
     await stepped.settled(curve[:40])
     stepped.api.fate = [fate]
-    word = await stepped.settled(curve)
-    word = stepped.look(curve)
-    assert (word.ready, word.reason) == (False, Reason.NOT_RECORDED)
-    assert bool(word.stop) == (fate == LOST)
+    report = await stepped.settled(curve)
+    report = stepped.report(curve)
+    assert (report.ready, report.reason) == (False, Reason.NOT_RECORDED)
+    assert bool(report.stop) == (fate == LOST)
     stepped.now += FIRST_RETRY_SECONDS
     await stepped.settled(curve)
-    word = stepped.look(curve)
-    assert (word.stop, word.ready) == (FORECAST, True)
+    report = stepped.report(curve)
+    assert (report.stop, report.ready) == (FORECAST, True)
     assert verify(stepped.api.content())[1] == []
 
 
@@ -303,9 +302,9 @@ async def test_a_fault_of_its_own_is_said_and_the_run_goes_on(
 
     with monkeypatch.context() as patched:
         patched.setattr(Autoscaler, "step", fail)
-        word = await stepped.settled(curve[:12])
-        word = stepped.look(curve[:12])
-    assert (word.stop, word.reason, word.message) == (
+        report = await stepped.settled(curve[:12])
+        report = stepped.report(curve[:12])
+    assert (report.stop, report.reason, report.message) == (
         "",
         Reason.AUTOSCALER_FAILED,
         "ZeroDivisionError: so",
@@ -317,10 +316,10 @@ async def test_a_fault_of_its_own_is_said_and_the_run_goes_on(
 
 async def test_closing_ends_what_is_under_way(url: str) -> None:
     stepped = Stepped(url)
-    stepped.look(flat_curve())
-    task = stepped.steering._task
+    stepped.report(flat_curve())
+    task = stepped.loop._task
     assert task is not None
-    stepped.steering.close()
+    stepped.loop.close()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not stepped.woken.is_set()
@@ -329,13 +328,13 @@ async def test_closing_ends_what_is_under_way(url: str) -> None:
 async def test_each_decision_is_counted_by_the_operator_that_made_it(url: str) -> None:
     counted: list[str] = []
     stepped, curve = Stepped(url), flat_curve()
-    stepped.steering._on_decision = counted.append
+    stepped.loop._on_decision = counted.append
     await stepped.settled(curve[:5])
     await stepped.settled(curve[:40])
-    assert counted == ["INSUFFICIENT", stepped.look(curve[:40]).state]
+    assert counted == ["INSUFFICIENT", stepped.report(curve[:40]).state]
     again = Stepped(url, stepped.api)
-    again.steering._on_decision = counted.append
-    again.look(curve[:40])
+    again.loop._on_decision = counted.append
+    again.report(curve[:40])
     await asyncio.wait_for(again.woken.wait(), 120)
-    assert again.look([]).known
+    assert again.report([]).known
     assert len(counted) == 2, "what it reads in the log was counted before"

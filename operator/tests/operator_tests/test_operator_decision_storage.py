@@ -45,7 +45,7 @@ async def test_lines_follow_each_other_and_are_read_again() -> None:
     assert verify(service.content()) == (lines, [])
     again = await opened(service)
     assert (again.known.sequence, again.known.history) == (3, lines[-1].decision.history)
-    assert [brief.sequence for brief in again.known.recent] == [0, 1, 2]
+    assert [line.sequence for line in again.known.recent] == [0, 1, 2]
     assert service.patches == [], "the reconcile writes the status"
 
 

@@ -34,7 +34,7 @@ from scalerl_operator.build.scope import Images
 from scalerl_operator.build.storage import curve_config_map
 from scalerl_operator.controller.finished_runs import FinishedRuns
 from scalerl_operator.kube.cache import Cache
-from scalerl_operator.local.finished_runs import FinishedRuns as LocalFinishedRuns
+from scalerl_operator.local.run_directory import DirectoryRuns
 from scalerl_operator.main import Parts, reconciler
 from scalerl_operator.metrics import Metrics
 from scalerl_operator.settings import Settings
@@ -190,7 +190,7 @@ async def test_a_run_that_is_deleted_meanwhile_is_left_out() -> None:
     newest = await reader._newest()
     assert newest == ["goes", "stays"]
     there.cache.observe("DELETED", there.cache.run("team", "goes") or {})
-    assert await reader._consider("goes", cluster_run().spec) == ""
+    assert [name for name, _ in reader._loaders(newest)] == ["stays"]
     assert await there.names() == ["stays"]
 
 
@@ -234,7 +234,7 @@ async def test_the_operator_asks_with_the_runs_of_its_cache(url: str) -> None:
         autoscaler = made._make_autoscaler(run, UID)
         for _ in ("opens the record", "asks"):
             woken.clear()
-            autoscaler.report(run, status(curve), Generators(wanted=1, ready=1))
+            autoscaler.report(run.spec, status(curve), Generators(wanted=1, ready=1))
             await asyncio.wait_for(woken.wait(), 120)
         autoscaler.close()
     (line,), differences = verify(api.content())
@@ -269,7 +269,7 @@ async def test_finished_runs_beside_a_runs_directory(tmp_path: Path) -> None:
     (tmp_path / "a-file").write_text("")
     (tmp_path / "latest").symlink_to(tmp_path / "tiny-2")
     said: list[str] = []
-    found = await LocalFinishedRuns(own, said.append)(run_spec().spec)
+    found = await DirectoryRuns(own, said.append)(run_spec().spec)
     assert [one.name for one in found] == ["tiny-2", "tiny-1"]
     (text,) = said
     assert text.startswith("2 finished runs may be a prior of the forecast: tiny-2, tiny-1; 4 left out: ")
@@ -278,7 +278,7 @@ async def test_finished_runs_beside_a_runs_directory(tmp_path: Path) -> None:
 
 async def test_a_first_run_has_nothing_to_say(tmp_path: Path) -> None:
     said: list[str] = []
-    assert await LocalFinishedRuns(finished(tmp_path / "tiny-1"), said.append)(run_spec().spec) == []
+    assert await DirectoryRuns(finished(tmp_path / "tiny-1"), said.append)(run_spec().spec) == []
     assert said == []
 
 

@@ -12,8 +12,8 @@ from operator_tests.scaling import evaluations, run, spec, status
 from scalerl_operator.autoscaling.decision_log import DecisionRecord
 from scalerl_operator.autoscaling.models import Action, Decision, Generators, History, State
 from scalerl_operator.autoscaling.observation import observe, point
-from scalerl_operator.local.autoscaler import gone_on_with
 from scalerl_operator.local.devices import VISIBLE
+from scalerl_operator.local.local_autoscaler import resumed_plan
 from scalerl_operator.plan import plan
 from scalerl_operator.workloads import Role
 
@@ -47,16 +47,16 @@ async def test_a_run_begins_with_the_generators_that_were_chosen(
 ) -> None:
     record = await recorded(tmp_path, recorded_mode, wanted, to)
     made = run_spec(autoscaling={"mode": "Auto", "generators": {"max": 4}} | rules)
-    found, word = gone_on_with(plan(made), made.spec, record)
+    found, message = resumed_plan(plan(made), made.spec, record)
     assert found.workload(Role.GENERATOR).replicas == expected
     assert found.workload(Role.TRAINER) == plan(made).workload(Role.TRAINER)
-    assert bool(word) == (expected != 1)
+    assert bool(message) == (expected != 1)
 
 
 async def test_a_first_start_is_the_specs(tmp_path: Path) -> None:
     made = run_spec(autoscaling={"mode": "Auto", "generators": {"max": 4}})
     record = DecisionRecord.open(tmp_path / "decisions.jsonl")
-    assert gone_on_with(plan(made), made.spec, record) == (plan(made), "")
+    assert resumed_plan(plan(made), made.spec, record) == (plan(made), "")
 
 
 @pytest.mark.parametrize(("devices", "expected"), [("0,1,2,3,4", 4), ("0,1,2", 1)])
@@ -70,6 +70,6 @@ async def test_devices_that_are_gone_are_not_waited_for(
         generator={"devices": 1},
         trainer={"devices": 1},
     )
-    found, word = gone_on_with(plan(made), made.spec, record)
+    found, message = resumed_plan(plan(made), made.spec, record)
     assert found.workload(Role.GENERATOR).replicas == expected
-    assert ("3 found on this machine" in word) == (expected == 1)
+    assert ("3 found on this machine" in message) == (expected == 1)

@@ -78,8 +78,8 @@ class Autoscaler:
         self._meter = LoadMeter(spec)
         self._seen: object = None
         # Apart: a sidecar that is down holds up no balance, and a balance that went well no question.
-        self._asking = _Patience(monotonic)
-        self._balancing = _Patience(monotonic)
+        self._asking = Backoff(monotonic)
+        self._balancing = Backoff(monotonic)
 
     @property
     def resumed(self) -> bool:
@@ -103,7 +103,7 @@ class Autoscaler:
         load = self._meter.look(status, generators)
         resumed = self._resumed
         what = (status.points, self.spec.autoscaling, self.spec.budget, resumed)
-        if points and (what != self._seen or self._asking.again):
+        if points and (what != self._seen or self._asking.is_due):
             step = await self._autoscale(status, generators, points)
             if step is None:
                 return None
@@ -181,8 +181,8 @@ class Autoscaler:
         return observe(self.spec, status, points, generators, unix_seconds=self._unix())
 
 
-class _Patience:
-    """When to try again after failures in a row."""
+class Backoff:
+    """When to try again after consecutive failures."""
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self._monotonic = monotonic
@@ -191,18 +191,16 @@ class _Patience:
 
     @property
     def waits(self) -> bool:
-        """Whether it failed too short a time ago."""
+        """Whether the next attempt is still to come."""
         return self._failures > 0 and self._monotonic() < self._retry_at
 
     @property
-    def again(self) -> bool:
-        """Whether it failed long enough ago."""
+    def is_due(self) -> bool:
+        """Whether a failure is to be tried again now."""
         return self._failures > 0 and not self.waits
 
     def note(self, *, failed: bool) -> None:
-        """How it went."""
-        self._failures = self._failures + 1 if failed else 0
-        if not failed:
-            return
-        pause = FIRST_RETRY_SECONDS * 2.0 ** min(self._failures - 1, 10)
+        """Counts a failure; a success resets the count."""
+        pause = FIRST_RETRY_SECONDS * 2.0 ** min(self._failures, 10)
         self._retry_at = self._monotonic() + min(pause, LAST_RETRY_SECONDS)
+        self._failures = self._failures + 1 if failed else 0

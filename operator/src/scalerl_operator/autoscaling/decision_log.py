@@ -19,13 +19,14 @@ from typing import Any, Final, Literal, Self
 import msgspec
 
 from scalerl_api.autoscaling import AutoscalingSpec
+from scalerl_api.status import RECENT_DECISIONS, DecisionStatus
 from scalerl_operator.autoscaling.log_storage import FileStorage, RecordError, RecordLost, Storage
-from scalerl_operator.autoscaling.models import Action, Decision, Fact, History, Observation, State
+from scalerl_operator.autoscaling.models import Decision, Fact, History, Observation
 from scalerl_operator.autoscaling.observation import Point
 
 FORMAT: Final = 2
-RECENT: Final = 5
-"""Decisions that are kept in mind to be shown."""
+REASON_CHARACTERS: Final = 1000
+"""Of a reason in the status."""
 
 Policy = Literal["autoscale", "balance"]
 
@@ -48,16 +49,6 @@ class Line(Fact, frozen=True, kw_only=True, forbid_unknown_fields=False):
     decision: Decision
 
 
-class Brief(Fact, frozen=True, kw_only=True):
-    """One decision in short."""
-
-    sequence: int
-    time: str
-    state: State
-    action: Action
-    reason: str
-
-
 @dataclass(frozen=True)
 class Read:
     """A line as it stands in a record. line: None if it is none, and then ``problem`` says why; newer: a program of
@@ -74,15 +65,15 @@ class Read:
 class Known:
     """What the lines so far come to: the next sequence number, points, history.
 
-    last: the newest line. looked: the newest on an evaluation, not on the balance. recent: the newest few, oldest first.
+    last: the newest line. last_evaluated: the newest on an evaluation, not on the balance. recent: the newest few, oldest first.
     """
 
     sequence: int = 0
     points: list[Point] = field(default_factory=list)
     history: History = field(default_factory=History)
     last: Line | None = None
-    looked: Line | None = None
-    recent: deque[Brief] = field(default_factory=lambda: deque(maxlen=RECENT))
+    last_evaluated: Line | None = None
+    recent: deque[Line] = field(default_factory=lambda: deque(maxlen=RECENT_DECISIONS))
 
     @property
     def generators(self) -> int | None:
@@ -97,23 +88,24 @@ class Known:
         """Take one more line in."""
         self.last = line
         if line.policy == "autoscale":
-            self.looked = line
-        self.recent.append(brief(line))
+            self.last_evaluated = line
+        self.recent.append(line)
         self.sequence = line.sequence + 1
         del self.points[line.kept :]
         self.points.extend(line.added)
         self.history = line.decision.history
 
 
-def brief(line: Line) -> Brief:
-    """The line's decision in short."""
-    decision = line.decision
-    return Brief(
+def decision_status(line: Line) -> DecisionStatus:
+    """The line's decision as the status has it."""
+    decision, action = line.decision, line.decision.action
+    moment = datetime.fromisoformat(line.time).astimezone(UTC)
+    return DecisionStatus(
         sequence=line.sequence,
-        time=line.time,
-        state=decision.state,
-        action=decision.action,
-        reason=decision.reasons[0] if decision.reasons else "",
+        time=moment.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        state=decision.state.value,
+        action=f"scale to {action.generators}" if action.kind == "scale" else action.kind,
+        reason=decision.reasons[0][:REASON_CHARACTERS] if decision.reasons else "",
     )
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from scalerl_api.comparable import comparable
 from scalerl_api.curve import curve_points
-from scalerl_api.forecast import EarlierRun, Points
+from scalerl_api.forecast import MAX_EARLIER_RUNS, EarlierRun, Points
 from scalerl_api.spec import RunSpec
 from scalerl_operator.autoscaling.observation import point, usable
 
@@ -41,8 +42,33 @@ def consider(name: str, load: Callable[[], tuple[RunSpec, str]], run: RunSpec) -
         return f"it cannot be read: {error}"
 
 
-def words(runs: Sequence[EarlierRun], left_out: Mapping[str, str]) -> str:
-    """What a person reads of the runs considered, once."""
+async def select(
+    candidates: Iterable[tuple[str, Callable[[], tuple[RunSpec, str]]]],
+    run: RunSpec,
+    on_read: Callable[[str], None],
+) -> list[EarlierRun]:
+    """The finished runs that may be a prior of ``run``, at most ``MAX_EARLIER_RUNS``.
+
+    candidates: names of finished runs and what loads them, see :func:`consider`; the newest first.
+    on_read: called with a summary of what was found.
+    """
+    runs, left_out = list[EarlierRun](), dict[str, str]()
+    for name, load in itertools.islice(candidates, MOST_EXAMINED):
+        # In a thread: a curve has up to 16 MiB.
+        found = await asyncio.to_thread(consider, name, load, run)
+        if isinstance(found, EarlierRun):
+            runs.append(found)
+        else:
+            left_out[name] = found
+        if len(runs) == MAX_EARLIER_RUNS:
+            break
+    if runs or left_out:
+        on_read(_summary(runs, left_out))
+    return runs
+
+
+def _summary(runs: Sequence[EarlierRun], left_out: Mapping[str, str]) -> str:
+    """The runs considered, in a sentence."""
     names = ", ".join(run.name for run in runs[:_SHOWN]) + (", …" if len(runs) > _SHOWN else "")
     count = f"{len(runs)} finished run{'s' if len(runs) != 1 else ''}"
     found = f"{count} may be a prior of the forecast" + (f": {names}" if runs else "")

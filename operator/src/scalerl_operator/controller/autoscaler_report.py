@@ -1,58 +1,30 @@
-"""What a run's autoscaler wants, and what it says of the run. Plain data."""
+"""The autoscaler's back end at a reconcile: makes its observation, and reads which number of generators it requests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from scalerl_api.conditions import ConditionType, Reason
 from scalerl_api.spec import ScaleRLRun
-from scalerl_api.status import DecisionStatus
+from scalerl_operator.autoscaling.loop import AutoscalerLoop, AutoscalerReport
 from scalerl_operator.autoscaling.models import Generators
 from scalerl_operator.names import SCALED_BY
 from scalerl_operator.workloads import Role
 
 if TYPE_CHECKING:
-    from scalerl_operator.controller.autoscaler import ClusterAutoscaler
     from scalerl_operator.controller.run_context import RunContext
 
 
-@dataclass(frozen=True)
-class AutoscalerReport:
-    """The autoscaler of one run at one reconcile.
-
-    known: the decision log was read; until then the status keeps what it has.
-    stop: the reason for which the run is to end, ``FORECAST`` or ``BROKEN``; empty while it is not to.
-    generators: the number that the last decision set; None: it set none. decision: that decision's number.
-    decisions: the last few, newest last. state: of the newest. forecast: reward at the horizon with its 90 % interval.
-    ready, reason, message: of the condition ForecastReady.
-    event: for an Event, once; empty mostly. alarming: the Event is a warning.
-    """
-
-    known: bool = False
-    stop: str = ""
-    generators: int | None = None
-    decision: int = -1
-    decisions: tuple[DecisionStatus, ...] = ()
-    state: str | None = None
-    forecast: str | None = None
-    ready: bool = False
-    reason: Reason = Reason.AUTOSCALING_OFF
-    message: str = ""
-    event: str = ""
-    alarming: bool = False
-
-
 def autoscaler_report(
-    context: RunContext, make: Callable[[ScaleRLRun, str], ClusterAutoscaler] | None
+    context: RunContext, make: Callable[[ScaleRLRun, str], AutoscalerLoop] | None
 ) -> AutoscalerReport:
     """The report of the run's autoscaler, which ``make`` makes; the last one while the coordinator does not answer."""
-    state, run, told = context.state, context.accepted, context.coordinator
+    state, run, status = context.state, context.accepted, context.coordinator
     if run is None:
         return AutoscalerReport()
     off = run.spec.autoscaling.mode == "Off"
-    if told is None or context.memory.outcome is not None:
+    if status is None or context.memory.outcome is not None:
         condition = context.before.condition(ConditionType.FORECAST_READY)
         if condition is None or off:
             return AutoscalerReport()
@@ -65,7 +37,7 @@ def autoscaler_report(
     ready = context.observed.service(Role.GENERATOR).ready
     wanted, each = run.spec.generator.replicas, max(1, run.spec.generator.devices)
     generators = Generators(wanted=wanted, ready=ready, devices_each=each)
-    return state.autoscaler.report(run, told, generators, resumed=context.memory.resumed)
+    return state.autoscaler.report(run.spec, status, generators, resumed=context.memory.resumed)
 
 
 def wanted_generators(context: RunContext) -> int | None:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator
-from datetime import UTC, datetime
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from scalerl_api.spec import KIND, ScaleRLRun
 from scalerl_api.status import RECENT_DECISIONS, DecisionStatus
 from scalerl_api.wire import DecisionLines
-from scalerl_operator.autoscaling.decision_log import Brief, Line, brief
+from scalerl_operator.autoscaling.decision_log import Line, decision_status
 from scalerl_operator.autoscaling.log_storage import RecordError, RecordLost
 from scalerl_operator.coordinator_client import (
     CoordinatorRefused,
@@ -26,9 +25,6 @@ from scalerl_operator.coordinator_client import (
 )
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.types import Object
-
-REASON_CHARACTERS: Final = 1000
-"""Of a reason in the status."""
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +120,7 @@ class CoordinatorStorage:
         """Nothing is held."""
 
     async def _append_to_status(self, content: bytes) -> None:
-        decided = shown(brief(msgspec.json.decode(content, type=Line)))
+        decided = decision_status(msgspec.json.decode(content, type=Line))
         recent = [*self._recent, decided][-RECENT_DECISIONS:]
         status = {"decisions": [one.model_dump(mode="json", by_alias=True) for one in recent]}
         patch = {"status": status, "metadata": {"uid": self._uid}}
@@ -134,17 +130,3 @@ class CoordinatorStorage:
             raise RecordError(f"{self.name} cannot be written: {error}") from error
         self._recent = recent
         self._kept += content
-
-
-def shown(decided: Brief) -> DecisionStatus:
-    """A decision as the status has it."""
-    action = decided.action
-    words = f"scale to {action.generators}" if action.kind == "scale" else action.kind
-    moment = datetime.fromisoformat(decided.time).astimezone(UTC)
-    return DecisionStatus(
-        sequence=decided.sequence,
-        time=moment.strftime("%Y-%m-%dT%H:%M:%SZ"),
-        state=decided.state.value,
-        action=words,
-        reason=decided.reason[:REASON_CHARACTERS],
-    )

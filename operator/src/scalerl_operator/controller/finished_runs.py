@@ -6,13 +6,14 @@ import asyncio
 import functools
 import json
 import logging
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from scalerl_api.conditions import Phase
-from scalerl_api.forecast import MAX_EARLIER_RUNS, EarlierRun
+from scalerl_api.forecast import EarlierRun
 from scalerl_api.load import accepted_run
 from scalerl_api.spec import RunSpec
-from scalerl_operator.autoscaling.history import MOST_EXAMINED, consider, words
+from scalerl_operator.autoscaling.history import select
 from scalerl_operator.build.storage import CURVE_KEY
 from scalerl_operator.controller.accept import with_spec
 from scalerl_operator.kube.cache import Cache
@@ -38,18 +39,15 @@ class FinishedRuns:
 
     async def __call__(self, spec: RunSpec) -> list[EarlierRun]:
         """Those that may be a prior of a run of this spec: the newest first, at most ``MAX_EARLIER_RUNS``."""
-        runs, left_out = list[EarlierRun](), dict[str, str]()
-        for name in (await self._newest())[:MOST_EXAMINED]:
-            found = await self._consider(name, spec)
-            if isinstance(found, EarlierRun):
-                runs.append(found)
-            elif found:
-                left_out[name] = found
-            if len(runs) == MAX_EARLIER_RUNS:
-                break
-        if runs or left_out:
-            log.info("namespace %s: %s", self._namespace, words(runs, left_out))
-        return runs
+        runs = self._loaders(await self._newest())
+        return await select(runs, spec, lambda text: log.info("namespace %s: %s", self._namespace, text))
+
+    def _loaders(self, names: list[str]) -> Iterator[tuple[str, Callable[[], tuple[RunSpec, str]]]]:
+        for name in names:
+            run = self._cache.run(self._namespace, name)
+            if run is not None:  # else deleted meanwhile
+                curve = self._cache.get("ConfigMap", self._namespace, Names(name).curve)
+                yield name, functools.partial(_load, run, curve)
 
     async def _newest(self) -> list[str]:
         """The names of all that are finished, the newest first."""
@@ -65,14 +63,6 @@ class FinishedRuns:
                 finished.append((str(status.get("completionTime", "")), name))
             await asyncio.sleep(0)
         return [name for _, name in sorted(finished, reverse=True)]
-
-    async def _consider(self, name: str, spec: RunSpec) -> EarlierRun | str:
-        run = self._cache.run(self._namespace, name)
-        if run is None:
-            return ""  # deleted meanwhile
-        curve = self._cache.get("ConfigMap", self._namespace, Names(name).curve)
-        # In a thread: a curve has up to 900 KiB.
-        return await asyncio.to_thread(consider, name, functools.partial(_load, run, curve), spec)
 
 
 def _load(run: Object, curve: Object | None) -> tuple[RunSpec, str]:

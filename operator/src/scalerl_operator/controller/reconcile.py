@@ -16,10 +16,10 @@ from typing import Final
 from scalerl_api.conditions import Phase, Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import RunStatus
+from scalerl_operator.autoscaling.loop import AutoscalerLoop
 from scalerl_operator.build.scope import Images
 from scalerl_operator.controller.accept import accept, adopt_spec_hashes, generators_of_earlier_release
 from scalerl_operator.controller.apply import Applier
-from scalerl_operator.controller.autoscaler import ClusterAutoscaler
 from scalerl_operator.controller.autoscaler_report import autoscaler_report, wanted_generators
 from scalerl_operator.controller.coordinator_access import ask_coordinator, request_stop
 from scalerl_operator.controller.diagnosis import next_start_check, queue_problem
@@ -59,7 +59,7 @@ class Reconciler:
         images: Images,
         operator_namespace: str,
         namespaced: bool = False,
-        autoscaler: Callable[[ScaleRLRun, str], ClusterAutoscaler] | None = None,
+        autoscaler: Callable[[ScaleRLRun, str], AutoscalerLoop] | None = None,
         on_status: Callable[[Key, RunStatus | None], None] = lambda key, status: None,
         wake: Callable[[Key], None] = lambda key: None,
         background: bool = True,

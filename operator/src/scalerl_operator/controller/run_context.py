@@ -10,8 +10,8 @@ from scalerl_api.conditions import Phase
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import Status
+from scalerl_operator.autoscaling.loop import AutoscalerReport
 from scalerl_operator.build.scope import spec_hash
-from scalerl_operator.controller.autoscaler_report import AutoscalerReport
 from scalerl_operator.controller.observe import RunObservation, belongs, label
 from scalerl_operator.controller.run_state import RunState
 from scalerl_operator.kube.types import Object

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from scalerl_operator.controller.autoscaler import ClusterAutoscaler
+from scalerl_operator.autoscaling.loop import AutoscalerLoop
 from scalerl_operator.kube.types import Key, Object
 from scalerl_operator.policy.problems import Problem
 from scalerl_operator.workloads import Role
@@ -67,7 +67,7 @@ class RunState:
     events_asked: tuple[float, Problem | None] = (0.0, None)
     queue_asked: tuple[float, str] = (0.0, "")
 
-    autoscaler: ClusterAutoscaler | None = None
+    autoscaler: AutoscalerLoop | None = None
 
     def may_repair(self, what: ObjectName, now: float) -> bool:
         """Whether an object that somebody else changed may be repaired now; if so, the repair is counted."""

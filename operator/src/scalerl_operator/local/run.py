@@ -19,10 +19,9 @@ from scalerl_api.wire import BROKEN, FORECAST, INTERRUPTED, Phase, Status
 from scalerl_operator.autoscaling.decision_log import DecisionRecord
 from scalerl_operator.autoscaling.models import Decision
 from scalerl_operator.coordinator_client import CoordinatorClient, CoordinatorUnreachable
-from scalerl_operator.local.autoscaler import Steering, gone_on_with
-from scalerl_operator.local.finished_runs import FinishedRuns
+from scalerl_operator.local.local_autoscaler import LocalAutoscaler, resumed_plan
 from scalerl_operator.local.procfs import tree_memory_bytes
-from scalerl_operator.local.run_directory import RunDirectory
+from scalerl_operator.local.run_directory import DirectoryRuns, RunDirectory
 from scalerl_operator.local.snapshot import RateMeter, Rates, Snapshot, eta_seconds
 from scalerl_operator.local.supervisor import LocalRuntime, LocalSettings
 from scalerl_operator.local.unit import Event, Failure
@@ -118,21 +117,21 @@ class LocalRun:
         record = None
         if run.spec.autoscaling.mode != "Off":
             record = DecisionRecord.open(directory.paths.decisions)
-            plan, word = gone_on_with(plan, run.spec, record)
+            plan, message = resumed_plan(plan, run.spec, record)
             plan = replace(plan, workloads=(*plan.workloads, forecaster(run.spec)))
-            if word:
-                on_event(Event("autoscaler", word))
+            if message:
+                on_event(Event("autoscaler", message))
         self._runtime = LocalRuntime(
             plan, directory, settings=settings, may_exit=self._may_exit, on_event=on_event
         )
-        self._steering = None
+        self._autoscaler = None
         if record is not None:
-            self._steering = Steering(
+            self._autoscaler = LocalAutoscaler(
                 run.spec,
                 self._runtime,
                 record,
                 token=directory.token,
-                earlier=FinishedRuns(directory.paths.root, lambda text: on_event(Event("autoscaler", text))),
+                earlier=DirectoryRuns(directory.paths.root, lambda text: on_event(Event("autoscaler", text))),
                 on_event=on_event,
             )
         # A run that its forecast has completed is over; one that was suspended continues when it is resumed.
@@ -158,8 +157,8 @@ class LocalRun:
             asyncio.create_task(self._observe(), name="observe"),
             asyncio.create_task(self._measure_memory(), name="memory"),
         ]
-        if self._steering is not None:
-            watchers.append(asyncio.create_task(self._steering.run(), name="steering"))
+        if self._autoscaler is not None:
+            watchers.append(asyncio.create_task(self._autoscaler.run(), name="autoscaler"))
         try:
             await asyncio.wait({runtime, *watchers}, return_when=asyncio.FIRST_COMPLETED)
             for watcher in watchers:
@@ -190,7 +189,7 @@ class LocalRun:
 
     @property
     def _decision(self) -> Decision | None:
-        return None if self._steering is None else self._steering.decision
+        return None if self._autoscaler is None else self._autoscaler.decision
 
     def interrupt(self) -> None:
         """The first call drains the run (checkpoint, end), the second kills it."""
@@ -221,8 +220,8 @@ class LocalRun:
         except CoordinatorUnreachable:
             return False
         self._rates = self._meter.add(self._status)
-        if self._steering is not None:
-            self._steering.see(self._status)
+        if self._autoscaler is not None:
+            self._autoscaler.observe(self._status)
         self._report_warnings(self._status)
         return True
 
@@ -263,7 +262,7 @@ class LocalRun:
         limit = budget.decide(self._run.spec.budget, usage)
         if limit is not None:
             return limit.reason
-        return (self._steering.stop or None) if self._steering is not None else None
+        return (self._autoscaler.stop or None) if self._autoscaler is not None else None
 
     def _nothing_to_drain(self) -> bool:
         """True before the first lease: nothing was trained since the last checkpoint."""

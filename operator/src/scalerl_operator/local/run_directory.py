@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
+import functools
 import os
 import secrets
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, Self
 
 import yaml
 
 from scalerl_api import process as api
-from scalerl_api.load import to_yaml
+from scalerl_api.forecast import EarlierRun
+from scalerl_api.load import accepted_run, to_yaml
 from scalerl_api.paths import RunPaths
-from scalerl_api.spec import ScaleRLRun
+from scalerl_api.spec import RunSpec, ScaleRLRun
+from scalerl_operator.autoscaling.history import select
 from scalerl_operator.local.procfs import kill_marked
 from scalerl_operator.policy.immutable_fields import forbidden_changes
 
 LOCK_FILE: Final = "lock"
+MAX_CURVE_BYTES: Final = 16 * 1024 * 1024
+"""Of a finished run's curve that is read: 100,000 evaluations."""
 LEFTOVER_SECONDS: Final = 45.0
 """How long a killed run's processes may take to end: their subreapers' grace and sweep."""
 
@@ -194,3 +201,40 @@ def _replace(path: Path, text: str, mode: int) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(staging, path)
+
+
+class DirectoryRuns:
+    """Reads the finished runs in the parent of ``root``, the directory of the run that asks, as a prior of its forecast.
+
+    A run is finished once a command has left its ``summary.json`` and no process works on it.
+    on_read: called with a summary of what was found.
+    """
+
+    def __init__(self, root: Path, on_read: Callable[[str], None]) -> None:
+        self._root = root
+        self._on_read = on_read
+
+    async def __call__(self, spec: RunSpec) -> list[EarlierRun]:
+        """Those that may be a prior of a run of this spec: the newest first, at most ``MAX_EARLIER_RUNS``."""
+        roots = await asyncio.to_thread(lambda: sorted(self._finished(), reverse=True))
+        runs = ((root.name, functools.partial(_load_finished, root)) for _, root in roots)
+        return await select(runs, spec, self._on_read)
+
+    def _finished(self) -> Iterator[tuple[float, Path]]:
+        """When they ended, and where they are."""
+        for root in self._root.parent.iterdir():
+            if root.is_symlink():  # such as runs/latest: the run would count twice
+                continue
+            try:
+                ended = RunPaths(root).summary.stat().st_mtime
+            except OSError:
+                continue
+            if root != self._root and not in_use(root):
+                yield ended, root
+
+
+def _load_finished(root: Path) -> tuple[RunSpec, str]:
+    path = RunPaths(root).curve
+    if path.stat().st_size > MAX_CURVE_BYTES:
+        raise ValueError(f"its curve has more than {MAX_CURVE_BYTES} bytes")
+    return accepted_run(stored_manifest(root)).spec, path.read_text(encoding="utf-8")

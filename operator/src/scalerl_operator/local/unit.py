@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scalerl_api import process as api
-from scalerl_operator.local import probes
+from scalerl_operator.local import prober
 from scalerl_operator.local.process import ChildProcess, Command
 from scalerl_operator.policy import restarts
 from scalerl_operator.workloads import Container, Lifetime, Role, Workload
@@ -192,7 +192,7 @@ class Unit:
         """How a member ends: it exits, or does not answer a probe."""
         exited = asyncio.create_task(process.wait())
         probed = asyncio.create_task(
-            probes.watch(member.container, member.ports, lambda: self._on_ready(member))
+            prober.watch(member.container, member.ports, lambda: self._on_ready(member))
         )
         try:
             await asyncio.wait({exited, probed}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,0 +1,140 @@
+"""The autoscaler's back end for a local run: observes the run each second, and carries out what the autoscaler requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from scalerl_api.conditions import Reason
+from scalerl_api.spec import RunSpec
+from scalerl_api.wire import BROKEN, FORECAST, Status
+from scalerl_operator.autoscaling.decision_log import DecisionRecord
+from scalerl_operator.autoscaling.forecast_request import Sidecar
+from scalerl_operator.autoscaling.history import ReadEarlier
+from scalerl_operator.autoscaling.loop import AutoscalerLoop, AutoscalerReport
+from scalerl_operator.autoscaling.models import Decision, Generators
+from scalerl_operator.local.devices import NotEnoughDevices, check, machine_devices
+from scalerl_operator.local.supervisor import LocalRuntime
+from scalerl_operator.local.unit import Event
+from scalerl_operator.workloads import Plan, Role
+
+_TICK_SECONDS = 1.0
+
+
+def resumed_plan(plan: Plan, spec: RunSpec, record: DecisionRecord) -> tuple[Plan, str]:
+    """The plan with the number of generators that the autoscaler chose last, and a message where it differs from the spec.
+
+    A machine that no longer has the devices for them starts with the spec's number.
+    """
+    given, allowed, number = spec.generator.replicas, spec.autoscaling.generators, record.known.generators
+    if spec.autoscaling.mode != "Auto" or allowed is None or number is None:
+        return plan, ""
+    number = min(max(number, allowed.min), allowed.max)
+    if number == given:
+        return plan, ""
+    changed = tuple(
+        replace(workload, replicas=number) if workload.role is Role.GENERATOR else workload
+        for workload in plan.workloads
+    )
+    scaled = replace(plan, workloads=changed)
+    try:
+        check(scaled, machine_devices() if scaled.devices() else ())
+    except NotEnoughDevices as problem:
+        return plan, f"{number} generators were chosen before, {given} are started: {problem}"
+    return scaled, f"generators: {number}, as chosen before ({given} in the spec)"
+
+
+class LocalAutoscaler:
+    """The autoscaler of one local run. It closes ``record``.
+
+    earlier: reads the finished runs that are a prior of the forecast.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        runtime: LocalRuntime,
+        record: DecisionRecord,
+        *,
+        token: str,
+        earlier: ReadEarlier | None = None,
+        on_event: Callable[[Event], None],
+    ) -> None:
+        async def opened() -> DecisionRecord:
+            return record
+
+        sidecar = Sidecar(lambda: runtime.url(Role.FORECASTER), token=token)
+        self._loop = AutoscalerLoop("this run", opened, sidecar, earlier=earlier)
+        self._record = record
+        self._spec = spec
+        self._runtime = runtime
+        self._on_event = on_event
+        self._status: Status | None = None
+        self._was_stopped = False
+        self._applied = record.known.sequence - 1  # by resumed_plan
+        self._problem = ""
+        for note in record.notes:
+            self._event(note, is_problem=True)
+
+    @property
+    def stop(self) -> str:
+        """Why the run is to end; empty while it is not to."""
+        return self._loop.stop
+
+    @property
+    def decision(self) -> Decision | None:
+        """The last one of this process; None before the first."""
+        return self._loop.decision
+
+    def observe(self, status: Status) -> None:
+        """Takes the coordinator's newest status. The first one shows whether a stopped run is resumed."""
+        if self._status is None:
+            self._was_stopped = status.stop_reason in (FORECAST, BROKEN)
+        self._status = status
+
+    async def run(self) -> None:
+        """Decides and acts until cancelled."""
+        try:
+            while True:
+                await asyncio.sleep(_TICK_SECONDS)
+                if self._status is not None:
+                    self._apply(self._report(self._status))
+        finally:
+            self._loop.close()
+            self._record.close()
+
+    def _report(self, status: Status) -> AutoscalerReport:
+        generators = Generators(
+            wanted=self._runtime.replicas(Role.GENERATOR),
+            ready=sum(member.weight_version >= 0 for member in status.members),
+            quota=self._runtime.most(Role.GENERATOR),
+            devices_each=max(1, self._spec.generator.devices),
+        )
+        return self._loop.report(self._spec, status, generators, resumed=self._was_stopped)
+
+    def _apply(self, report: AutoscalerReport) -> None:
+        failed = report.reason in (Reason.NOT_RECORDED, Reason.AUTOSCALER_FAILED)
+        problem = report.message if failed else ""
+        if problem and problem != self._problem:
+            self._event(problem, is_problem=True)
+        self._problem = problem
+        if report.event:
+            self._event(report.event, is_problem=report.alarming)
+        if report.generators is not None and report.decision != self._applied:
+            self._applied = report.decision
+            self._scale(report.generators)
+
+    def _scale(self, wanted: int) -> None:
+        now = self._runtime.replicas(Role.GENERATOR)
+        if wanted == now or self._runtime.draining(Role.GENERATOR):
+            return
+        try:
+            self._runtime.scale(Role.GENERATOR, wanted)
+        except (NotEnoughDevices, OSError) as problem:
+            self._event(f"{wanted} generators wanted, {now} stay: {problem}", is_problem=True)
+        else:
+            self._event(f"generators: {now} → {wanted}")
+
+    def _event(self, text: str, *, is_problem: bool = False) -> None:
+        self._on_event(Event("autoscaler", text, is_problem))
