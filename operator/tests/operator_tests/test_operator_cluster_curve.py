@@ -14,7 +14,7 @@ RUN = cluster_run()
 POINTS = evaluations([0.2, 0.31, 0.4])
 
 
-def test_it_holds_the_table_and_is_the_runs_own() -> None:
+def test_curve_config_map_holds_the_table_and_is_owned_by_the_run() -> None:
     made = curve_config_map(RUN, UID, POINTS)
     assert made["data"] == {"curve.csv": curve_csv(POINTS)}
     header, *rows = made["data"]["curve.csv"].splitlines()
@@ -26,7 +26,7 @@ def test_it_holds_the_table_and_is_the_runs_own() -> None:
     assert CURVE_LEFT_OUT not in metadata["annotations"]
 
 
-def test_its_digest_tells_whether_to_write() -> None:
+def test_curve_digest_changes_with_the_points() -> None:
     made = curve_config_map(RUN, UID, POINTS)
     assert curve_digest(made) == curve_digest(curve_config_map(RUN, UID, list(POINTS))) != ""
     changed = [*POINTS[:2], replace(POINTS[2], reward=0.41)]
@@ -35,7 +35,7 @@ def test_its_digest_tells_whether_to_write() -> None:
     assert curve_digest(made) == curve_digest(None) == ""
 
 
-def test_a_curve_too_long_for_an_object_is_thinned_out_and_says_so() -> None:
+def test_curve_config_map_thins_out_a_long_curve() -> None:
     points = evaluations([0.5] * 30_000)
     made = curve_config_map(RUN, UID, points)
     table = made["data"]["curve.csv"]

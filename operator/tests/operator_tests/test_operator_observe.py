@@ -148,7 +148,7 @@ async def test_no_answer_and_a_slow_answer_are_unreachable() -> None:
             await client.status()
 
 
-def test_rates_are_differences_and_a_replay_starts_them_anew() -> None:
+def test_rates_are_differences_and_restart_after_a_replay() -> None:
     meter = RateMeter()
     assert meter.add(status(step=10, tokens_generated=100, tokens_trained=50), 0.0) == Rates()
     rates = meter.add(status(step=14, tokens_generated=500, tokens_trained=90), 8.0)
@@ -156,7 +156,7 @@ def test_rates_are_differences_and_a_replay_starts_them_anew() -> None:
     assert meter.add(status(step=5, tokens_generated=600, tokens_trained=90), 9.0) == Rates()
 
 
-def test_the_window_forgets_but_never_loses_a_slow_step() -> None:
+def test_rate_window_is_limited_but_covers_a_slow_step() -> None:
     meter = RateMeter()
     for second in range(200):
         rates = meter.add(status(step=second // 60, tokens_generated=second), float(second))

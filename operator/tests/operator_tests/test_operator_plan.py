@@ -18,7 +18,7 @@ GIVEN = {
 }
 
 
-def test_command_lines_are_what_the_roles_take() -> None:
+def test_roles_accept_the_command_lines() -> None:
     workloads = plan(run_spec()).workloads
     lines = {
         container.name: " ".join(expand(word, GIVEN) for word in container.argv)
@@ -37,7 +37,7 @@ def test_command_lines_are_what_the_roles_take() -> None:
     }
 
 
-def test_lifetimes_replicas_and_order() -> None:
+def test_plan_sets_lifetimes_replicas_and_order() -> None:
     made = plan(run_spec(generator={"replicas": 3}, trainer={"replicas": 2}))
     assert [(w.role, w.lifetime, w.replicas, w.after) for w in made.workloads] == [
         (Role.PREPARE, Lifetime.ONCE, 1, ()),
@@ -84,7 +84,7 @@ def test_trainer_has_a_rank_per_device_of_each_node(
     ("model", "prepare_offline"),
     [({"scratch": {}}, True), ({"path": "/m"}, True), ({"hub": {"name": "a/b"}}, False)],
 )
-def test_only_preparing_a_hub_model_may_go_online(model: dict[str, object], prepare_offline: bool) -> None:
+def test_only_prepare_of_a_hub_model_is_online(model: dict[str, object], prepare_offline: bool) -> None:
     for workload in plan(run_spec(model=model)).workloads:
         for container in workload.containers:
             offline = container.env.get("HF_HUB_OFFLINE") == "1"
@@ -93,14 +93,14 @@ def test_only_preparing_a_hub_model_may_go_online(model: dict[str, object], prep
             assert container.env["TOKENIZERS_PARALLELISM"] == "false"
 
 
-def test_the_cpu_trainer_is_told_so() -> None:
+def test_cpu_trainer_has_its_accelerator_variable() -> None:
     on_cpu = plan(run_spec()).workload(Role.TRAINER).containers[0].env
     on_gpu = plan(run_spec(trainer={"devices": 1})).workload(Role.TRAINER).containers[0].env
     assert on_cpu["DS_ACCELERATOR"] == "cpu"
     assert "DS_ACCELERATOR" not in on_gpu
 
 
-def test_every_probe_asks_a_port_of_its_container_and_every_word_can_be_expanded() -> None:
+def test_probes_name_ports_and_arguments_can_be_expanded() -> None:
     for workload in plan(run_spec()).workloads:
         for container in workload.containers:
             variables = {k: v for k, v in GIVEN.items() if not k.startswith("SCALERL_PORT")}
@@ -112,11 +112,11 @@ def test_every_probe_asks_a_port_of_its_container_and_every_word_can_be_expanded
                 assert probe is None or probe.port in container.ports
 
 
-def test_the_same_spec_gives_the_same_plan() -> None:
+def test_plan_is_deterministic() -> None:
     assert plan(run_spec(seed=3)) == plan(run_spec(seed=3))
 
 
-def test_the_plan_knows_no_runtime() -> None:
+def test_plan_is_independent_of_the_runtime() -> None:
     text = repr(plan(run_spec()))
     assert "0.0.0.0" not in text
     assert "/usr" not in text
@@ -125,18 +125,18 @@ def test_the_plan_knows_no_runtime() -> None:
 @given(
     st.dictionaries(st.from_regex(r"[A-Z_][A-Z0-9_]{0,8}", fullmatch=True), st.text(max_size=8)), st.text()
 )
-def test_expansion_replaces_what_it_is_given_once(variables: dict[str, str], tail: str) -> None:
+def test_expand_replaces_each_variable_once(variables: dict[str, str], tail: str) -> None:
     text = "|".join(f"$({name})" for name in variables) + literal(tail)
     assert expand(text, variables) == "|".join(variables.values()) + tail
 
 
-def test_what_a_user_wrote_is_never_a_variable() -> None:
+def test_literal_text_is_never_expanded() -> None:
     argv = (
         plan(run_spec(generator={"extraArgs": ["--x=$(HOME)$"]})).workload(Role.GENERATOR).containers[0].argv
     )
     assert expand(argv[-1], {}) == "--x=$(HOME)$"
 
 
-def test_an_unknown_variable_is_an_error_that_names_it() -> None:
+def test_expand_refuses_an_unknown_variable() -> None:
     with pytest.raises(UnknownVariable, match=r"\$\(NOPE\) in 'x\$\(NOPE\)'; known: A"):
         expand("x$(NOPE)", {"A": ""})

@@ -1,4 +1,4 @@
-"""What exists of a run: its objects, their names, and what they say to each other."""
+"""The objects of a run: which exist, their names, and their references to each other."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from scalerl_trainer.launch import rank_environments
         (Desired(trainer_attempt=2), ["Service/coordinator", "Service/trainer", "Job/trainer"]),
     ],
 )
-def test_there_is_what_is_desired_and_what_every_run_has(desired: Desired, more: list[str]) -> None:
+def test_render_returns_the_desired_objects(desired: Desired, more: list[str]) -> None:
     always = ["PersistentVolumeClaim/run", "ConfigMap/run", "NetworkPolicy/run"]
     assert list(rendered(cluster_run(), desired)) == always + more
 
 
-def test_the_same_run_gives_the_same_objects_and_they_share_nothing_with_it() -> None:
+def test_render_is_pure() -> None:
     run = cluster_run(podTemplate={"env": [{"name": "A", "value": "1"}], "tolerations": [{"key": "a"}]})
     first = rendered(run)
     before = json.dumps(first)
@@ -52,12 +52,12 @@ def test_the_same_run_gives_the_same_objects_and_they_share_nothing_with_it() ->
     assert json.dumps(rendered(run)) == before
 
 
-def test_objects_are_plain_json_and_valid_yaml() -> None:
+def test_render_returns_json_that_is_valid_yaml() -> None:
     for obj in rendered(cluster_run()).values():
         assert yaml.safe_load(yaml.safe_dump(obj)) == obj
 
 
-def test_every_object_names_its_run_and_goes_with_it_but_a_claim_to_keep() -> None:
+def test_render_sets_labels_and_owner_except_of_a_retained_claim() -> None:
     for key, obj in rendered(cluster_run()).items():
         metadata = obj["metadata"]
         assert metadata["namespace"] == "ml"
@@ -68,14 +68,14 @@ def test_every_object_names_its_run_and_goes_with_it_but_a_claim_to_keep() -> No
         assert owners == ([] if key == "PersistentVolumeClaim/run" else [(UID, True, True)])
 
 
-def test_a_run_without_a_namespace_is_no_clusters() -> None:
+def test_render_refuses_a_run_without_a_namespace() -> None:
     run = cluster_run()
     homeless = run.model_copy(update={"metadata": run.metadata.model_copy(update={"namespace": None})})
     with pytest.raises(ValueError, match="math has no namespace"):
         render(homeless, UID, Desired(), IMAGES, operator_namespace="x")
 
 
-def test_a_long_name_fits_everywhere() -> None:
+def test_render_shortens_a_long_name() -> None:
     for obj in rendered(cluster_run("r" * 253)).values():
         metadata = obj["metadata"]
         assert len(metadata["name"]) <= 63
@@ -83,14 +83,14 @@ def test_a_long_name_fits_everywhere() -> None:
 
 
 @pytest.mark.parametrize("claim", [None, "shared"])
-def test_all_names_are_known_before_anything_is_made(claim: str | None) -> None:
+def test_names_of_equals_the_rendered_names(claim: str | None) -> None:
     run = cluster_run(storage={"claimName": claim} if claim else {})
     objects = [*rendered(run).values(), secret(run, UID, "")]
     named = sorted((obj["kind"], obj["metadata"]["name"]) for obj in objects)
     assert sorted(names_of(run)) == named
 
 
-def test_the_claim_is_as_the_spec_says() -> None:
+def test_claim_has_the_fields_of_the_spec() -> None:
     storage = {
         "size": "2048Gi",
         "storageClassName": "nfs",
@@ -106,7 +106,7 @@ def test_the_claim_is_as_the_spec_says() -> None:
     assert claim["metadata"]["ownerReferences"]
 
 
-def test_a_claim_that_exists_is_used_in_a_folder_of_the_run() -> None:
+def test_existing_claim_is_mounted_at_a_folder_of_the_run() -> None:
     objects = rendered(cluster_run(storage={"claimName": "shared"}))
     assert "PersistentVolumeClaim/run" not in objects
     for key in PODS:
@@ -115,7 +115,7 @@ def test_a_claim_that_exists_is_used_in_a_folder_of_the_run() -> None:
         assert all(c["volumeMounts"][0]["subPath"] == "math" for c in spec["containers"])
 
 
-def test_roles_read_the_run_as_it_was_accepted() -> None:
+def test_spec_map_holds_the_accepted_run() -> None:
     run = cluster_run(seed=3)
     data = rendered(run)["ConfigMap/run"]["data"]
     assert list(data) == ["run.yaml"]
@@ -124,7 +124,7 @@ def test_roles_read_the_run_as_it_was_accepted() -> None:
     assert "temperature" in data["run.yaml"]
 
 
-def test_roles_read_a_run_that_only_an_earlier_release_accepted_as_its_operator_does(tmp_path: Path) -> None:
+def test_spec_map_of_a_run_that_only_an_earlier_release_accepted(tmp_path: Path) -> None:
     obj = cluster_run().to_manifest()
     obj["metadata"]["namespace"] = "ml"
     obj["spec"]["recipe"]["optimizer"]["learningRate"] = "1e5"
@@ -137,14 +137,14 @@ def test_roles_read_a_run_that_only_an_earlier_release_accepted_as_its_operator_
     assert load_accepted_run(file).to_manifest()["spec"] == run.to_manifest()["spec"]
 
 
-def test_labels_and_annotations_of_the_run_do_not_change_what_roles_read() -> None:
+def test_spec_map_leaves_out_labels_and_annotations() -> None:
     assert (
         rendered(cluster_run(labels={"team": "a"}))["ConfigMap/run"]
         == rendered(cluster_run())["ConfigMap/run"]
     )
 
 
-def test_the_token_is_apart() -> None:
+def test_secret_holds_the_token() -> None:
     made = secret(cluster_run(), UID, "hush")
     assert base64.b64decode(made["data"]["token"]) == b"hush"
     assert made["metadata"]["name"] == "math-token"
@@ -152,7 +152,7 @@ def test_the_token_is_apart() -> None:
     assert "hush" not in json.dumps(rendered(cluster_run()))
 
 
-def test_the_trainer_is_a_gang_that_ends_as_one() -> None:
+def test_trainer_job_fails_as_a_whole() -> None:
     job = rendered(cluster_run(trainer={"replicas": 3}), Desired(trainer_attempt=7))["Job/trainer"]
     assert job["metadata"]["name"] == "math-trainer-7"
     assert job["metadata"]["labels"][names.ATTEMPT] == "7"
@@ -221,9 +221,7 @@ def test_trainer_pod_with_one_rank_is_that_rank() -> None:
     ("devices", "queue", "surge", "unavailable"),
     [(0, {}, 1, 0), (1, {}, 0, 1), (0, {names.QUEUE: "q"}, 0, 1)],
 )
-def test_a_new_generator_comes_first_where_there_is_room(
-    devices: int, queue: dict[str, str], surge: int, unavailable: int
-) -> None:
+def test_generator_update_strategy(devices: int, queue: dict[str, str], surge: int, unavailable: int) -> None:
     run = cluster_run(labels=queue, generator={"devices": devices})
     deployment = rendered(run, Desired(generators=3))["Deployment/generator"]
     assert deployment["spec"]["replicas"] == 3
@@ -233,7 +231,7 @@ def test_a_new_generator_comes_first_where_there_is_room(
     }
 
 
-def test_selectors_find_the_pods_and_no_others() -> None:
+def test_selectors_match_the_pods_of_their_role() -> None:
     objects = rendered(cluster_run())
     templates = {key: objects[key]["spec"]["template"]["metadata"]["labels"] for key in PODS}
     selectors: dict[str, dict[str, str]] = {
@@ -252,7 +250,7 @@ def test_selectors_find_the_pods_and_no_others() -> None:
     assert all(everyone.items() <= labels.items() for labels in templates.values())
 
 
-def test_kueues_queue_goes_on_to_what_it_queues_and_jobs_never_say_suspend() -> None:
+def test_queue_labels_are_on_workloads_and_jobs_do_not_set_suspend() -> None:
     label = "kueue.x-k8s.io/queue-name"
     objects = rendered(cluster_run(labels={label: "team", "other": "x"}))
     with_queue = {key for key, obj in objects.items() if obj["metadata"]["labels"].get(label) == "team"}
@@ -261,7 +259,7 @@ def test_kueues_queue_goes_on_to_what_it_queues_and_jobs_never_say_suspend() -> 
     assert all("suspend" not in objects[key]["spec"] for key in PODS)
 
 
-def test_who_gets_in() -> None:
+def test_network_policy_ingress() -> None:
     policy = rendered(cluster_run())["NetworkPolicy/run"]["spec"]
     assert policy["policyTypes"] == ["Ingress"]
     own, operator, prometheus = policy["ingress"]
@@ -274,14 +272,14 @@ def test_who_gets_in() -> None:
     assert [port["port"] for port in prometheus["ports"]] == [8080, 8081]
 
 
-def test_a_drain_always_goes_on() -> None:
+def test_disruption_budget_never_blocks_a_drain() -> None:
     objects = rendered(cluster_run())
     budgets = [obj for obj in objects.values() if obj["kind"] == "PodDisruptionBudget"]
     assert [b["spec"]["maxUnavailable"] for b in budgets] == ["25%"]  # rounded up
     assert budgets[0]["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
 
 
-def test_metrics_are_where_the_annotations_say() -> None:
+def test_scrape_annotations_name_a_port_with_metrics() -> None:
     objects = rendered(cluster_run())
     for key in PODS[1:]:
         annotations = objects[key]["spec"]["template"]["metadata"]["annotations"]

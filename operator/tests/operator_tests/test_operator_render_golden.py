@@ -1,4 +1,7 @@
-"""All objects of two runs, word for word but for the run file, which every new field of a spec changes. After a change that is meant: ``UPDATE_GOLDEN=1 pytest <this file>``."""
+"""All objects of two runs, compared with stored files; without the run file, which every new field of a spec changes.
+
+After an intended change: ``UPDATE_GOLDEN=1 pytest <this file>``.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_objects_are_as_they_were(name: str) -> None:
+def test_render_equals_the_golden_file(name: str) -> None:
     run: ScaleRLRun = RUNS[name]
     objects = render(run, UID, EVERYTHING, IMAGES, operator_namespace="scalerl-system")
     for obj in objects:

@@ -1,4 +1,4 @@
-"""What of a run's spec has its pods made anew, and what has them tried."""
+"""``spec_hash`` and ``raw_hash``: which fields replace pods, and which repeat the preflight."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def hashes(**spec: Any) -> dict[Role, str]:
         ({"trainer": {}, "generator": {"replicas": 1}}, set()),
     ],
 )
-def test_a_change_rolls_the_pods_that_read_it(change: dict[str, Any], rolled: set[Role]) -> None:
+def test_spec_hash_changes_for_roles_that_an_edit_restarts(change: dict[str, Any], rolled: set[Role]) -> None:
     before, after = hashes(), hashes(**change)
     assert {role for role in before if before[role] != after[role]} == rolled
 
 
-def test_pods_and_jobs_say_for_which_spec_they_were_made() -> None:
+def test_pods_and_jobs_carry_the_spec_hash() -> None:
     run = cluster_run()
     objects = rendered(run)
     for key in PODS:
@@ -83,8 +83,8 @@ def test_pods_and_jobs_say_for_which_spec_they_were_made() -> None:
         )
 
 
-def test_a_change_of_what_the_hash_is_taken_over_has_another_version() -> None:
-    """If this fails, every run under way is held against another hash: raise SPEC_HASH_VERSION, then write these anew."""
+def test_spec_hash_keeps_its_values() -> None:
+    """If this fails, the input of the hash has changed: raise SPEC_HASH_VERSION, then update these values."""
     assert [spec_hash(cluster_run(), role) for role in ROLES] == [
         "3-e8e0f5c2aaa0177d",
         "3-ce16489e945bc2c1",
@@ -99,7 +99,7 @@ def test_a_change_of_what_the_hash_is_taken_over_has_another_version() -> None:
     ]
 
 
-def test_another_release_of_the_operator_makes_no_new_hash() -> None:
+def test_spec_hash_does_not_depend_on_the_operator() -> None:
     run = cluster_run()
     old = {o["kind"]: o for o in render(run, UID, RUNNING, IMAGES, operator_namespace="a")}
     new = {
@@ -115,7 +115,7 @@ def test_another_release_of_the_operator_makes_no_new_hash() -> None:
     )
 
 
-def test_what_decides_whether_pods_are_taken_is_not_what_they_train() -> None:
+def test_raw_hash_covers_pods_and_not_the_recipe() -> None:
     same = raw_hash(cluster_run("a", budget={"maxSteps": 3}))
     assert raw_hash(cluster_run("b", budget={"maxSteps": 4})) == same
     others = [

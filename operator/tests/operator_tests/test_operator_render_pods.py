@@ -1,4 +1,4 @@
-"""The pods of a run: what every container has, what a user adds to it, and how it is asked whether it works."""
+"""The pods of a run: what all containers have, podTemplate, and probes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from scalerl_operator.plan import plan
 from scalerl_operator.workloads import Role, expand
 
 
-def test_every_pod_meets_the_restricted_standard() -> None:
+def test_pods_meet_the_restricted_standard() -> None:
     for pod, each in every_container(rendered(cluster_run(trainer={"devices": 1}))):
         security = pod["securityContext"]
         assert security["runAsNonRoot"] is True
@@ -42,7 +42,7 @@ def test_every_pod_meets_the_restricted_standard() -> None:
         assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
 
 
-def test_every_mount_has_its_volume_and_containers_share_no_temporary_folder() -> None:
+def test_mounts_have_volumes_and_containers_share_no_tmp() -> None:
     objects = rendered(cluster_run())
     tmp = []
     for pod, each in every_container(objects):
@@ -57,7 +57,7 @@ def test_every_mount_has_its_volume_and_containers_share_no_temporary_folder() -
         assert container(generators, name)["volumeMounts"][0]["readOnly"] is True
 
 
-def test_what_grades_hostile_text_cannot_fill_its_nodes_disk() -> None:
+def test_actor_tmp_has_a_size_limit() -> None:
     pod = rendered(cluster_run())["Deployment/generator"]["spec"]["template"]["spec"]
     actor = container(rendered(cluster_run())["Deployment/generator"], "actor")
     (mount,) = (m["name"] for m in actor["volumeMounts"] if m["mountPath"] == "/tmp")
@@ -69,7 +69,7 @@ def test_what_grades_hostile_text_cannot_fill_its_nodes_disk() -> None:
     assert volumes[mount]["emptyDir"] == {}
 
 
-def test_every_command_and_variable_can_be_expanded_from_those_before_it() -> None:
+def test_variables_refer_only_to_those_before_them() -> None:
     run = cluster_run(generator={"extraArgs": ["--x=$(HOME)"]}, trainer={"replicas": 2})
     for _, each in every_container(rendered(run)):
         known: dict[str, str] = {}
@@ -85,7 +85,7 @@ def test_every_command_and_variable_can_be_expanded_from_those_before_it() -> No
     assert expand(server["command"][-1], {}) == "--x=$(HOME)"
 
 
-def test_a_command_is_the_plans() -> None:
+def test_commands_are_the_plans() -> None:
     run = cluster_run()
     objects = rendered(run)
     for workload in plan(run).workloads:
@@ -94,7 +94,7 @@ def test_a_command_is_the_plans() -> None:
             assert tuple(found["command"]) == each.argv
 
 
-def test_names_of_the_replicas() -> None:
+def test_replicas_have_names() -> None:
     objects = rendered(cluster_run())
     assert (
         environment(container(objects["StatefulSet/coordinator"], "coordinator"))["SCALERL_NAME"]
@@ -104,7 +104,7 @@ def test_names_of_the_replicas() -> None:
     assert environment(container(objects["Job/trainer"], "trainer"))["SCALERL_NAME"] == "trainer-$(RANK)"
 
 
-def test_only_a_hub_models_preparation_keeps_a_cache_on_the_volume() -> None:
+def test_prepare_caches_on_the_volume_for_a_hub_model_only() -> None:
     hub = rendered(cluster_run(model={"hub": {"name": "a/b"}}))
     env = environment(container(hub["Job/prepare"], "prepare"))
     assert env["HF_HOME"] == "/run/scalerl/run/hub"
@@ -113,7 +113,7 @@ def test_only_a_hub_models_preparation_keeps_a_cache_on_the_volume() -> None:
     assert "HF_HOME" not in environment(container(rendered(cluster_run())["Job/prepare"], "prepare"))
 
 
-def test_images_are_the_runs_then_the_operators() -> None:
+def test_images_of_the_run_override_the_operators() -> None:
     objects = rendered(cluster_run(images={"trainer": "own:2", "pullPolicy": "Always"}))
     found = {each["name"]: (each["image"], each["imagePullPolicy"]) for _, each in every_container(objects)}
     assert found == {
@@ -127,7 +127,7 @@ def test_images_are_the_runs_then_the_operators() -> None:
     assert pulled == {"IfNotPresent"}
 
 
-def test_what_is_for_all_roles_and_what_is_for_one_come_together() -> None:
+def test_pod_templates_of_run_and_role_are_merged() -> None:
     run = cluster_run(
         podTemplate={
             "nodeSelector": {"pool": "all"},
@@ -173,7 +173,7 @@ def test_what_is_for_all_roles_and_what_is_for_one_come_together() -> None:
     assert "team" not in generator["metadata"]["labels"]
 
 
-def test_a_users_variable_wins_but_over_where_a_process_stands() -> None:
+def test_user_variables_override_the_plans_not_the_runtimes() -> None:
     env = [
         {"name": "USER", "value": "me"},
         {"name": "HF_HUB_OFFLINE", "value": "0"},
@@ -183,8 +183,8 @@ def test_a_users_variable_wins_but_over_where_a_process_stands() -> None:
     assert [entry for entry in trainer["env"] if entry["name"] in ("USER", "HF_HUB_OFFLINE", "C")] == env
 
 
-def test_what_says_where_a_process_stands_cannot_be_given_by_a_user() -> None:
-    """What the operator sets over a user's word, and what the definition refuses, are the same names."""
+def test_runtime_variables_are_refused_in_pod_templates() -> None:
+    """The variables that the operator sets and those that the CRD refuses are the same."""
     objects = rendered(cluster_run(podTemplate={"env": [{"name": "ZZZ", "value": "theirs"}]}))
     for _, each in every_container(objects):
         names = [entry["name"] for entry in each["env"]]
@@ -195,7 +195,7 @@ def test_what_says_where_a_process_stands_cannot_be_given_by_a_user() -> None:
                 cluster_run(podTemplate={"env": [{"name": name, "value": "x"}]})
 
 
-def test_everything_of_the_tiny_examples_is_there() -> None:
+def test_tiny_examples_render_completely() -> None:
     for path in ("tiny", "tiny-autostop"):
         here, cluster = example(f"{path}/run.yaml").spec, example(f"{path}/run-kubernetes.yaml").spec
         assert cluster.task.jsonl
@@ -207,7 +207,7 @@ def test_everything_of_the_tiny_examples_is_there() -> None:
             assert cluster.task.jsonl.path.startswith(each["volumeMounts"][-1]["mountPath"] + "/")
 
 
-def test_probes_are_asked_less_often_than_on_one_machine_and_give_up_after_the_same_time() -> None:
+def test_probes_have_longer_periods_and_the_same_time_limit() -> None:
     run = cluster_run()
     for workload in plan(run).workloads:
         for each in workload.containers:
@@ -243,7 +243,7 @@ def server() -> Iterator[int]:
         thread.join(120)
 
 
-def test_a_port_on_loopback_is_asked_from_inside(server: int) -> None:
+def test_loopback_port_has_an_exec_probe(server: int) -> None:
     each = container(rendered(cluster_run())["Deployment/generator"], "server")
     command = each["livenessProbe"]["exec"]["command"]
     assert command[0] == "python"

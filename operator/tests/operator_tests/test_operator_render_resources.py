@@ -1,4 +1,4 @@
-"""What pods of a run ask for, in the form in which the API server gives it back."""
+"""Resource requests and limits of pods, in the form in which the API server returns them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scalerl_operator.build.resources import canonical, value
 from scalerl_operator.kube.types import Object
 
 
-def test_devices_are_limited_and_requested_by_their_resources_name() -> None:
+def test_devices_are_requested_and_limited_by_resource_name() -> None:
     run = cluster_run(
         deviceResource="amd.com/gpu", generator={"devices": 4}, trainer={"devices": 1, "cpuThreads": 6}
     )
@@ -65,7 +65,7 @@ def shared_memory(workload: Object) -> Object:
     return found
 
 
-def test_threads_are_cores_and_told_to_the_process() -> None:
+def test_cpu_threads_set_the_request_and_omp_num_threads() -> None:
     objects = rendered(cluster_run(generator={"cpuThreads": 3, "kvCache": "512Mi"}))
     server = container(objects["Deployment/generator"], "server")
     assert server["resources"] == {"requests": {"cpu": "3", "memory": "1536Mi"}}
@@ -73,7 +73,7 @@ def test_threads_are_cores_and_told_to_the_process() -> None:
     assert "OMP_NUM_THREADS" not in environment(container(objects["Job/trainer"], "trainer"))
 
 
-def test_what_the_user_says_of_resources_wins_on_the_main_container() -> None:
+def test_pod_template_resources_override_those_of_the_main_container() -> None:
     given = {"requests": {"cpu": "0.5"}, "limits": {"memory": "2048Mi", "rdma/ib": 1}}
     objects = rendered(cluster_run(podTemplate={"resources": given}, trainer={"devices": 1}))
     assert container(objects["Job/trainer"], "trainer")["resources"] == {
@@ -99,17 +99,17 @@ def test_what_the_user_says_of_resources_wins_on_the_main_container() -> None:
         *[("0.1n", "1n"), ("100k", "100k"), ("0.3m", "300u"), ("1000Mi", "1000Mi"), ("1023", "1023")],
     ],
 )
-def test_quantities_are_written_as_the_api_server_gives_them_back(given: str, back: str) -> None:
+def test_canonical_is_what_the_api_server_returns(given: str, back: str) -> None:
     assert canonical(given) == back
 
 
 @given(st.from_regex(r"([0-9]{1,9}(\.[0-9]{0,3})?)(m|k|M|G|T|Ki|Mi|Gi|Ti|e[0-9])?", fullmatch=True))
-def test_the_canonical_form_is_the_same_amount_and_stays(quantity: str) -> None:
+def test_canonical_keeps_the_amount_and_is_idempotent(quantity: str) -> None:
     assert value(canonical(quantity)) == value(quantity)
     assert canonical(canonical(quantity)) == canonical(quantity)
 
 
 @pytest.mark.parametrize("text", ["", "1 Gi", "1gb", "one", "1Gii", "--1"])
-def test_what_is_no_quantity_is_refused(text: str) -> None:
+def test_canonical_refuses_other_text(text: str) -> None:
     with pytest.raises(ValueError, match="is no quantity"):
         canonical(text)

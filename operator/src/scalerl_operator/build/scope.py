@@ -177,10 +177,10 @@ def raw_hash(run: ScaleRLRun) -> str:
     other recipes may have the same hash.
     """
     spec = run.spec
-    said = [pod_template_of(spec, role).model_dump(mode="json", exclude_defaults=True) for role in _PODS]
+    templates = [pod_template_of(spec, role).model_dump(mode="json", exclude_defaults=True) for role in _PODS]
     amounts = [[c.name, asdict(c.resources)] for work in plan(run).workloads for c in work.containers]
     queue = {name: text for name, text in run.metadata.labels.items() if name in names.QUEUE_LABELS}
-    return _digest([said, amounts, spec.device_resource, spec.images.model_dump(mode="json"), queue])
+    return _digest([templates, amounts, spec.device_resource, spec.images.model_dump(mode="json"), queue])
 
 
 def finished(rendered: Object) -> Object:
