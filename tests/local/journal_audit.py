@@ -1,4 +1,4 @@
-"""What a run's journal says became of every slot and every lease, counted apart from the coordinator's own counters."""
+"""Counts the outcome of every slot and lease from a run's journal, independently of the coordinator's counters."""
 
 from __future__ import annotations
 

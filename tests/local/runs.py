@@ -1,4 +1,4 @@
-"""Whole runs for the tests: start one, watch it, hurt it, and look at what it left."""
+"""Whole runs for the tests: start one, observe it, kill its processes, and read its results."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ LEAST_TOKENS = 2000
 pytestmark = [pytest.mark.full, pytest.mark.timeout(2400)]
 
 
-def test_mismatch_does_not_grow_with_the_position(tmp_path: Path) -> None:
+def test_bfloat16_mismatch_does_not_grow_with_position(tmp_path: Path) -> None:
     """With the trainer's rotary tables rounded to bfloat16 it is 1.9e-4 in the first bucket and 1.8e-3 in the last."""
     spec = yaml.safe_load(EXAMPLE.read_text())
     spec["spec"]["task"]["jsonl"]["path"] = str(EXAMPLE.with_name("data.jsonl"))

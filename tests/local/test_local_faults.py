@@ -1,4 +1,4 @@
-"""Kill -9 of every role at random moments, bad items in the data: the run goes on, and everything is accounted for."""
+"""Kill -9 of each role at random moments, bad items in the data: the run continues, and every slot is accounted for."""
 
 from __future__ import annotations
 
@@ -228,21 +228,21 @@ def check_journal(
     assert counts["invalid"] == counts["timed_out_leases"] == 0
 
 
-def test_every_role_may_die_at_any_moment(tmp_path: Path) -> None:
+def test_run_survives_kill_9_of_every_role(tmp_path: Path) -> None:
     """Each role once, in random order, at random moments (some fall inside a publish: updates take most of a step)."""
     run_with_faults(tmp_path, Counter([*ROLES, VERIFIER]), steps=50, steps_between=5, seconds=800)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-def test_fifty_kills_with_bad_items_among_the_good(tmp_path: Path) -> None:
+def test_run_survives_fifty_kills_with_bad_items(tmp_path: Path) -> None:
     """The run ends at its budget, and every slot and every lease is accounted for."""
     victims = Counter(FIFTY_KILLS | {VERIFIER: 10})
     run_with_faults(tmp_path, victims, steps=90, steps_between=1, seconds=3300)
 
 
 @pytest.mark.full
-def test_kill_everything_and_resume_trains_the_same_prompts(tmp_path: Path) -> None:
+def test_resume_after_kill_9_of_everything_trains_the_same_prompts(tmp_path: Path) -> None:
     spec = small_spec(budget__maxSteps=16, checkpoint__everySteps=4)
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -261,7 +261,7 @@ def test_kill_everything_and_resume_trains_the_same_prompts(tmp_path: Path) -> N
 
 
 @pytest.mark.full
-def test_parent_killed_leaves_no_orphan(tmp_path: Path) -> None:
+def test_kill_9_of_the_command_leaves_no_process(tmp_path: Path) -> None:
     with start_run(tmp_path, small_spec()) as run:
         engines: list[int] = []
 
@@ -277,7 +277,7 @@ def test_parent_killed_leaves_no_orphan(tmp_path: Path) -> None:
         assert not any(Path(f"/proc/{pid}").exists() for pid in engines)
 
 
-def test_second_ctrl_c_exits_now(tmp_path: Path) -> None:
+def test_second_ctrl_c_ends_everything_now(tmp_path: Path) -> None:
     with start_run(tmp_path, small_spec(budget__maxSteps=10000)) as run:
         run.until(lambda: run.find("vllm_server"), 120, "a vLLM process")
         run.process.send_signal(signal.SIGINT)

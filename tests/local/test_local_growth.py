@@ -1,4 +1,4 @@
-"""A trainer that waits for its one generator gets a second: decided, carried out and recorded in a real run."""
+"""The autoscaler adds a generator to a run whose trainer waits for its only one."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def pace(rows: list[dict[str, Any]], generators: int) -> float:
     return float(walls[-1] - walls[0]) / max(1, len(walls) - 1)
 
 
-def test_a_trainer_that_waits_gets_a_second_generator(tmp_path: Path) -> None:
+def test_autoscaler_adds_a_generator_for_a_waiting_trainer(tmp_path: Path) -> None:
     spec = hungry(counting(tmp_path / "counting.jsonl"))
     with start_run(tmp_path, spec) as run:
         run.until(lambda: run.step() >= 1, START_SECONDS, "a step")

@@ -1,4 +1,4 @@
-"""One undisturbed run, as `make run` does it but shorter, and the same run interrupted, killed and resumed."""
+"""One undisturbed run, as `make run` but shorter, and the same run interrupted, killed and resumed."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> LocalRun:
     return run
 
 
-def test_it_runs_to_its_budget_without_a_compiler(finished: LocalRun) -> None:
+def test_run_reaches_its_budget_without_a_compiler(finished: LocalRun) -> None:
     summary = finished.summary()
     assert summary.keys() >= SUMMARY_KEYS
     assert summary["steps"] == 20
@@ -170,7 +170,7 @@ def test_it_runs_to_its_budget_without_a_compiler(finished: LocalRun) -> None:
     assert_counts_add_up(summary, RUN)
 
 
-def test_staleness_is_bounded_and_the_two_sides_agree(finished: LocalRun) -> None:
+def test_run_bounds_staleness_and_mismatch(finished: LocalRun) -> None:
     summary = finished.summary()
     assert 0 <= summary["max_staleness_steps"] <= 3
     for source in ("sampled", "probe"):
@@ -178,7 +178,7 @@ def test_staleness_is_bounded_and_the_two_sides_agree(finished: LocalRun) -> Non
         assert summary["mismatch_by_position"][source].keys() == {"0_256"}
 
 
-def test_it_leaves_what_a_person_can_look_at(finished: LocalRun) -> None:
+def test_run_writes_its_results(finished: LocalRun) -> None:
     for name in ("curve.png", "curve.csv", "metrics.jsonl", "summary.json", "run.yaml"):
         assert (finished.directory / name).stat().st_size > 0, name
     assert [row["version"] for row in finished.curve()] == ["0", "10", "20"]
@@ -194,9 +194,7 @@ def test_it_leaves_what_a_person_can_look_at(finished: LocalRun) -> None:
     assert any(n.startswith("coordinator") for n in names)
 
 
-def test_an_export_of_the_last_checkpoint_is_the_one_that_the_run_made(
-    finished: LocalRun, tmp_path: Path
-) -> None:
+def test_export_of_the_last_checkpoint_equals_the_runs_export(finished: LocalRun, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "scalerl_cli.main", "export", str(finished.directory)]
     subprocess.run([*command, "--to", str(tmp_path / "out")], check=True, timeout=100, env=os.environ)
     made = finished.directory / f"checkpoints/hf/step-{STEPS:08d}"
@@ -205,9 +203,7 @@ def test_an_export_of_the_last_checkpoint_is_the_one_that_the_run_made(
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
 
 
-def test_plain_vllm_answers_with_the_exported_model_as_the_generator_did(
-    finished: LocalRun, tmp_path: Path
-) -> None:
+def test_plain_vllm_with_the_export_answers_as_the_generator(finished: LocalRun, tmp_path: Path) -> None:
     """``vllm serve`` of it, too: the same engine behind another front."""
     (tmp_path / "asked.json").write_text(json.dumps(ASKED))
     done = subprocess.run(
@@ -228,7 +224,7 @@ def test_plain_vllm_answers_with_the_exported_model_as_the_generator_did(
         np.testing.assert_allclose(a["logprobs"], b["logprobs"], rtol=0, atol=1e-5)
 
 
-def test_plot_draws_it_again(finished: LocalRun) -> None:
+def test_plot_redraws_the_curve(finished: LocalRun) -> None:
     picture = finished.directory / "curve.png"
     picture.unlink()
     command = [sys.executable, "-m", "scalerl_cli.main", "plot", str(finished.directory)]
@@ -236,13 +232,13 @@ def test_plot_draws_it_again(finished: LocalRun) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_directory_is_not_used_twice(finished: LocalRun) -> None:
+def test_run_refuses_a_used_directory(finished: LocalRun) -> None:
     with start_run(finished.directory.parent, RUN) as again:
         assert again.finish(120) == 2
     assert "--resume" in again.output.read_text()
 
 
-def test_interrupted_killed_and_resumed_it_trains_the_same_prompts(
+def test_run_trains_the_same_prompts_after_interrupt_kill_and_resume(
     finished: LocalRun, tmp_path: Path
 ) -> None:
     with start_run(tmp_path, RUN) as first:

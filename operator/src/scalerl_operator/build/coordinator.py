@@ -27,13 +27,12 @@ def stateful_set(scope: Scope) -> Object:
         metrics_port="http",
         annotations=NEVER_EVICT,
     )
-    metadata = scope.metadata(scope.names.coordinator, Role.COORDINATOR)
-    metadata["labels"] |= scope.queue_labels
-    metadata["annotations"][names.IMAGE] = scope.images.coordinator
     return {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
-        "metadata": metadata,
+        "metadata": scope.workload_metadata(
+            scope.names.coordinator, Role.COORDINATOR, scope.images.coordinator
+        ),
         "spec": {
             "replicas": 1,
             "serviceName": scope.names.coordinator,

@@ -29,13 +29,10 @@ def deployment(scope: Scope, replicas: int) -> Object:
         extra={"server": {"VLLM_HOST_IP": f"$({ADDRESS})"}},
         metrics_port="control",
     )
-    metadata = scope.metadata(scope.names.generator, Role.GENERATOR)
-    metadata["labels"] |= scope.queue_labels
-    metadata["annotations"][names.IMAGE] = scope.images.generator
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": metadata,
+        "metadata": scope.workload_metadata(scope.names.generator, Role.GENERATOR, scope.images.generator),
         "spec": {
             "replicas": replicas,
             "strategy": {

@@ -32,9 +32,7 @@ def job(scope: Scope) -> Object:
         extra={"prepare": extra},
         pod={"restartPolicy": "Never"},
     )
-    metadata = scope.metadata(scope.names.prepare, Role.PREPARE)
-    metadata["labels"] |= scope.queue_labels
-    metadata["annotations"][names.IMAGE] = scope.images.trainer
+    metadata = scope.workload_metadata(scope.names.prepare, Role.PREPARE, scope.images.trainer)
     metadata["annotations"][names.SPEC_HASH] = scope.spec_hash(Role.PREPARE)
     return {
         "apiVersion": "batch/v1",

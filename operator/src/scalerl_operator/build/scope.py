@@ -120,6 +120,13 @@ class Scope:
             ]
         return metadata
 
+    def workload_metadata(self, name: str, role: Role, image: str) -> Object:
+        """Metadata of a workload. image: the operator's own, which an upgrade does not replace during the run."""
+        metadata = self.metadata(name, role)
+        metadata["labels"] |= self.queue_labels
+        metadata["annotations"][names.IMAGE] = image
+        return metadata
+
 
 def pod_template_of(spec: RunSpec, role: Role) -> PodTemplate:
     """``podTemplate`` of a role, merged with the run's; the preparation has the trainer's."""

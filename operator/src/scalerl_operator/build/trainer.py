@@ -50,9 +50,8 @@ def job(scope: Scope, attempt: int) -> Object:
         annotations=NEVER_EVICT,
         pod={"restartPolicy": "Never", "subdomain": scope.names.trainer},
     )
-    metadata = scope.metadata(scope.names.trainer_job(attempt), Role.TRAINER)
-    metadata["labels"] |= label | scope.queue_labels
-    metadata["annotations"][names.IMAGE] = scope.images.trainer
+    metadata = scope.workload_metadata(scope.names.trainer_job(attempt), Role.TRAINER, scope.images.trainer)
+    metadata["labels"] |= label
     metadata["annotations"][names.SPEC_HASH] = scope.spec_hash(Role.TRAINER)
     return {
         "apiVersion": "batch/v1",
