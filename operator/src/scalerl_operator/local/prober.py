@@ -7,8 +7,6 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable
 
-import aiohttp
-
 from scalerl_operator.local.ports import HOST
 from scalerl_operator.policy.restarts import Cause
 from scalerl_operator.workloads import Container, Probe
@@ -16,6 +14,8 @@ from scalerl_operator.workloads import Container, Probe
 
 async def succeeds(probe: Probe, port: int) -> bool:
     """One ``GET``: True on a 2xx within the probe's timeout."""
+    import aiohttp  # takes half a second, by which the first child of a run would start later
+
     timeout = aiohttp.ClientTimeout(total=probe.timeout_seconds)
     try:
         async with (

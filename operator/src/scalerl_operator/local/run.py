@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable
@@ -142,7 +143,7 @@ class LocalRun:
         self._meter = RateMeter()
         self._rates = Rates()
         self._interrupts = 0
-        self._drain_until: float | None = None
+        self._drain_until = math.inf
         self._wake = asyncio.Event()
         self._startup = Startup()
         self._is_resumed: bool | None = None
@@ -240,29 +241,26 @@ class LocalRun:
                 self._reported[name] = counts[name]
 
     async def _apply(self) -> None:
-        if self._interrupts and (self._nothing_to_drain() or time.monotonic() > (self._drain_until or 0)):
+        if self._interrupts and (self._nothing_to_drain() or time.monotonic() > self._drain_until):
             self._runtime.stop()
-            return
-        if self._status is None:
-            return
-        wanted, given = self._wanted_stop() or "", self._status.stop_reason
-        if not must_notify(wanted, given, self._revocable):
-            return
-        # Without an answer, the status keeps its stop_reason, and the next tick sends the request again.
-        with contextlib.suppress(CoordinatorUnreachable):
-            await (await self._coordinator()).stop(wanted)
-            self._on_event(Event("run", f"stopping: {wanted}" if wanted else f"resumed after: {given}"))
+        elif self._status is not None:
+            wanted, given = self._stop_reason(self._status), self._status.stop_reason
+            if must_notify(wanted, given, self._revocable):
+                # Without an answer, the status keeps its stop_reason, and the next tick sends the request again.
+                with contextlib.suppress(CoordinatorUnreachable):
+                    await (await self._coordinator()).stop(wanted)
+                    self._on_event(
+                        Event("run", f"stopping: {wanted}" if wanted else f"resumed after: {given}")
+                    )
 
-    def _wanted_stop(self) -> str | None:
+    def _stop_reason(self, status: Status) -> str:
+        """Why the run is to end now; empty while it is not."""
         if self._interrupts:
             return INTERRUPTED
-        if self._status is None:
-            return None
-        usage = budget.Usage(self._status.wall_seconds, self._status.device_seconds)
-        limit = budget.decide(self._run.spec.budget, usage)
+        limit = budget.decide(self._run.spec.budget, budget.Usage(status.wall_seconds, status.device_seconds))
         if limit is not None:
             return limit.reason
-        return (self._autoscaler.stop or None) if self._autoscaler is not None else None
+        return "" if self._autoscaler is None else self._autoscaler.stop
 
     def _nothing_to_drain(self) -> bool:
         """True before the first lease: nothing was trained since the last checkpoint."""
