@@ -58,6 +58,7 @@ from scalerl_curvefit.sidecar.answers import answer_forecast, error_code
 from scalerl_curvefit.simulate import ar1_noise
 from scalerl_operator.autoscaling import vote
 from scalerl_operator.autoscaling.decide import decide
+from scalerl_operator.autoscaling.forecast_request import question
 from scalerl_operator.autoscaling.models import (
     RECENT,
     Generators,
@@ -72,7 +73,6 @@ from scalerl_operator.autoscaling.models import (
     State,
 )
 from scalerl_operator.autoscaling.observation import Point, point_set
-from scalerl_operator.autoscaling.question import question
 
 DATA = Path(__file__).parents[1] / "curvefit" / "data"
 SIGMAS, RHOS = (0.004, 0.0075, 0.012), (0.0, 0.3, 0.6)

@@ -12,8 +12,8 @@ from scalerl_cli.output import say
 from scalerl_cli.records import RecordProblem, recorded
 from scalerl_operator.autoscaling.decision_log import Line
 from scalerl_operator.autoscaling.models import Decision
-from scalerl_operator.autoscaling.prior_summary import counted
 from scalerl_operator.autoscaling.replay import Other, under, verify
+from scalerl_operator.autoscaling.vote import counted
 
 _SHOWN = 20
 """Differences in full; a record written over from some line on has them in all that follow."""

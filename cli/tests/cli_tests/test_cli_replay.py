@@ -20,9 +20,9 @@ from scalerl_curvefit.sidecar.answers import answer_forecast
 from scalerl_curvefit.simulate import simulated
 from scalerl_operator.autoscaling.decide import decide
 from scalerl_operator.autoscaling.decision_log import DecisionRecord, Line
+from scalerl_operator.autoscaling.forecast_request import question
 from scalerl_operator.autoscaling.models import Generators, History
 from scalerl_operator.autoscaling.observation import observe, point
-from scalerl_operator.autoscaling.question import question
 from scalerl_operator.autoscaling.replay import verify
 
 RUN = """

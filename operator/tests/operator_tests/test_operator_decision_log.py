@@ -26,10 +26,10 @@ from scalerl_curvefit import CurveError
 from scalerl_curvefit.sidecar.answers import answer_forecast
 from scalerl_operator.autoscaling.decide import decide
 from scalerl_operator.autoscaling.decision_log import DecisionRecord, Line
+from scalerl_operator.autoscaling.forecast_request import question
 from scalerl_operator.autoscaling.log_storage import PAGE_BYTES, FileStorage, RecordError
 from scalerl_operator.autoscaling.models import Generators, History, State
 from scalerl_operator.autoscaling.observation import observe, point
-from scalerl_operator.autoscaling.question import question
 from scalerl_operator.autoscaling.replay import under, verify
 
 RULES = spec(stopAfter=2)

@@ -28,8 +28,8 @@ from scalerl_operator.autoscaling.forecast_request import unbelievable
 from scalerl_operator.autoscaling.generator_memory import rules
 from scalerl_operator.autoscaling.history import MOST_EXAMINED, MOST_POINTS, earlier_run, evenly
 from scalerl_operator.autoscaling.models import Generators, State
-from scalerl_operator.autoscaling.prior_summary import with_earlier
 from scalerl_operator.autoscaling.replay import under, verify
+from scalerl_operator.autoscaling.vote import with_earlier
 from scalerl_operator.build.scope import Images
 from scalerl_operator.build.storage import curve_config_map
 from scalerl_operator.controller.finished_runs import FinishedRuns

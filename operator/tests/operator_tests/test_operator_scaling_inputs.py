@@ -10,12 +10,12 @@ from msgspec.structs import replace
 from operator_tests.scaling import EVERY, TOKENS, evaluations, flat_curve, progress, run, seen, spec, status
 from scalerl_api.forecast import ForecastRequest
 from scalerl_api.wire import EvaluationPoint
+from scalerl_operator.autoscaling.balance import LoadMeter
 from scalerl_operator.autoscaling.decide import decide
+from scalerl_operator.autoscaling.forecast_request import question
 from scalerl_operator.autoscaling.models import Change, Generators, History, Pace, Progress
 from scalerl_operator.autoscaling.observation import observe, point
-from scalerl_operator.autoscaling.question import question
 from scalerl_operator.autoscaling.throughput import Left, pace, reach
-from scalerl_operator.autoscaling.utilisation import LoadMeter
 
 ONE = Generators(wanted=1, ready=1)
 NOW = Pace(tokens_per_second=1000.0, devices=4.0, tokens_per_step=500.0, intervals=3)
@@ -117,7 +117,7 @@ def test_without_a_measured_pace_there_is_no_price_and_no_reach() -> None:
 
 def look(meter: LoadMeter, seconds: float, generators: Generators = ONE, **changes: Any) -> Any:
     values = {"wall_seconds": seconds, "device_seconds": 2 * seconds, "step": int(seconds)} | changes
-    return meter.look(status(evaluations([0.2]), **values), generators)
+    return meter.measure(status(evaluations([0.2]), **values), generators)
 
 
 def test_a_load_is_of_a_window_and_begins_anew() -> None:

@@ -1,9 +1,15 @@
-"""Decides from a run's reward curve whether to stop it, grow it or balance its generators, and records each decision.
+"""Decides from a run's reward curve whether to stop it, scale or balance its generators, and records each decision.
 
-Lives here: the observation of a run (:mod:`.observation`) and of how busy it is (:mod:`.utilisation`), the question to the
-forecast (:mod:`.question`), finished runs as its prior (:mod:`.history`), the request (:mod:`.forecast_request`,
-:mod:`.forecast_client`), the rules (:mod:`.decide`, :mod:`.vote`, :mod:`.alarm`, :mod:`.balance`, all pure), the decision log
-(:mod:`.decision_log`), its replay (:mod:`.replay`), and the step that joins them (:mod:`.autoscaler`).
+::
 
-Never lives here: a curve fit, or anything that carries an action out: the wanted action is returned as data.
+    loop.AutoscalerLoop.report ─ one step in the background
+      └─ autoscaler.Autoscaler.step
+           ├─ observation.observe, balance.LoadMeter     the run's status as data
+           ├─ forecast_request.question                  the points and the spec's questions, with history.select as a prior
+           ├─ forecast_request.Sidecar ─▶ curve-fit sidecar
+           ├─ decide.decide (alarm, vote, throughput) or balance.balance     pure: the same input, the same decision
+           └─ decision_log.DecisionRecord.append ─▶ log_storage.Storage      before anything is acted on
+
+Lives here: the above, and the replay of recorded decisions (:mod:`.replay`). Never lives here: a curve fit, or anything that
+carries a decision out: it is returned as data.
 """

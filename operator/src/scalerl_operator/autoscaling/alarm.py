@@ -7,12 +7,16 @@ from typing import Final
 import msgspec
 
 from scalerl_api.autoscaling import AutoscalingSpec
-from scalerl_operator.autoscaling import method_1
+from scalerl_api.forecast import GuardAnswer
 from scalerl_operator.autoscaling.models import Alarm, History, Observation
 
 MOST_TRUNCATED: Final = 0.10
 HEALTHY_TRUNCATED: Final = 0.05
 """Truncation above 10 % precedes collapse, below 5 % is healthy (ScaleRL, §A [P])."""
+METHOD_1_LEAST_FALL: Final = 0.5
+"""Of minGain: how far under the forecast the newest evaluation had to lie."""
+METHOD_1_EVALUATIONS: Final = 3
+"""That were compared together."""
 
 
 def alarm(spec: AutoscalingSpec, seen: Observation, history: History) -> tuple[Alarm | None, str]:
@@ -48,6 +52,11 @@ def is_healthy(seen: Observation) -> bool:
     return latest is not None and latest.truncated is not None and latest.truncated < HEALTHY_TRUNCATED
 
 
+def too_small_fall(guard: GuardAnswer) -> str:
+    """Why method 1 gave no outlook for a run whose fall was too small for an alarm; empty if it had not fallen."""
+    return f"{'; '.join(guard.reasons)}, too little for an alarm" if guard.broken and guard.reasons else ""
+
+
 def _fallen(spec: AutoscalingSpec, seen: Observation, history: History) -> tuple[Alarm | None, str]:
     standing, answer = history.alarm, seen.forecast
     if answer is None:
@@ -59,7 +68,52 @@ def _fallen(spec: AutoscalingSpec, seen: Observation, history: History) -> tuple
             return standing, "the alarm stands until a forecast can be made again"
         return None, ""
     if answer.method is msgspec.UNSET:
-        return method_1.fallen(spec, seen, history, answer.guard)
+        return _fallen_method_1(spec, seen, history, answer.guard)
     if answer.guard.fall is msgspec.UNSET:
         return None, ""
     return Alarm(kind="curve", eval_version=seen.points.eval_version), "; ".join(answer.guard.reasons)
+
+
+def _fallen_method_1(
+    spec: AutoscalingSpec, seen: Observation, history: History, guard: GuardAnswer
+) -> tuple[Alarm | None, str]:
+    """By the rules of method 1, so that its records replay.
+
+    It compared the last three evaluations with the 5 % quantile of a forecast made without them.
+    """
+    standing = history.alarm
+    if (
+        standing is not None
+        and standing.kind == "curve"
+        and standing.eval_version == seen.points.eval_version
+    ):
+        return _still_fallen(seen, standing, guard)
+    new = sum(progress.version > history.forgiven for progress in seen.recent)
+    if (
+        guard.broken
+        and new >= METHOD_1_EVALUATIONS
+        and _fall(guard) >= METHOD_1_LEAST_FALL * float(spec.min_gain)
+    ):
+        floor = guard.floor[-1] if guard.floor else None
+        return Alarm(kind="curve", floor=floor, eval_version=seen.points.eval_version), _reasons(guard)
+    return None, ""
+
+
+def _still_fallen(seen: Observation, standing: Alarm, guard: GuardAnswer) -> tuple[Alarm | None, str]:
+    if guard.broken:
+        return standing, _reasons(guard)
+    reward = None if seen.latest is None else seen.latest.reward
+    if standing.floor is not None and reward is not None and reward < standing.floor:
+        return standing, (
+            f"the reward, {reward:.3f}, has not come back to {standing.floor:.3f}, where it fell below its forecast"
+        )
+    return None, ""
+
+
+def _fall(guard: GuardAnswer) -> float:
+    """How far the newest evaluation lay under the forecast; all the way where the guard did not say."""
+    return guard.floor[-1] - guard.seen[-1] if guard.floor and guard.seen else 1.0
+
+
+def _reasons(guard: GuardAnswer) -> str:
+    return "; ".join(guard.reasons) or "the curve fell below its forecast"

@@ -13,16 +13,14 @@ from msgspec.structs import replace
 from scalerl_api.forecast import EarlierRun
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import Status
-from scalerl_operator.autoscaling.balance import LEAST_STEPS, balance
+from scalerl_operator.autoscaling.balance import LEAST_STEPS, LoadMeter, balance
 from scalerl_operator.autoscaling.decide import decide
 from scalerl_operator.autoscaling.decision_log import DecisionRecord, Policy
-from scalerl_operator.autoscaling.forecast_request import Sidecar
+from scalerl_operator.autoscaling.forecast_request import Sidecar, question
 from scalerl_operator.autoscaling.history import ReadEarlier
 from scalerl_operator.autoscaling.log_storage import RecordError
 from scalerl_operator.autoscaling.models import Action, Decision, Generators, Load, Observation
 from scalerl_operator.autoscaling.observation import Point, observe, point
-from scalerl_operator.autoscaling.question import question
-from scalerl_operator.autoscaling.utilisation import LoadMeter
 
 FIRST_RETRY_SECONDS: Final = 15.0
 LAST_RETRY_SECONDS: Final = 600.0
@@ -100,7 +98,7 @@ class Autoscaler:
         if self.spec.autoscaling.mode == "Off":
             return None
         points = [point(evaluation) for evaluation in status.points]
-        load = self._meter.look(status, generators)
+        load = self._meter.measure(status, generators)
         resumed = self._resumed
         what = (status.points, self.spec.autoscaling, self.spec.budget, resumed)
         if points and (what != self._seen or self._asking.is_due):

@@ -19,13 +19,19 @@ from typing import Final
 from msgspec.structs import replace
 
 from scalerl_api.autoscaling import AutoscalingSpec
-from scalerl_operator.autoscaling.advice import advice
 from scalerl_operator.autoscaling.alarm import alarm, is_healthy
 from scalerl_operator.autoscaling.generator_memory import remember, scaled, why_not
-from scalerl_operator.autoscaling.models import Action, Alarm, Decision, History, Observation, State
-from scalerl_operator.autoscaling.prior_summary import with_earlier
+from scalerl_operator.autoscaling.models import (
+    Action,
+    Alarm,
+    Decision,
+    History,
+    Observation,
+    Recipe,
+    State,
+)
 from scalerl_operator.autoscaling.throughput import left, pace, pace_now, reach
-from scalerl_operator.autoscaling.vote import Side, Vote, doubts, flat_vote, if_wrong, vote
+from scalerl_operator.autoscaling.vote import Side, Vote, doubts, flat_vote, if_wrong, vote, with_earlier
 
 LEAST_ELASTICITY: Final = 0.7
 """d ln(tokens/s) / d ln(devices) under which more devices are mostly wasted."""
@@ -33,6 +39,8 @@ LEAST_MORE: Final = 1.01
 """Growing has to bring at least this many times the compute."""
 MOST_GROWTH: Final = 2
 """A measured elasticity is believed up to so many times the generators it was measured with."""
+LARGE_BATCH: Final = 2048
+LONG_CONTEXT: Final = 32_768
 
 
 def decide(spec: AutoscalingSpec, seen: Observation, history: History) -> Decision:
@@ -208,3 +216,37 @@ def _decided(
 ) -> Decision:
     history = replace(history, state=state, unix_seconds=seen.unix_seconds)
     return Decision(state=state, reasons=reasons, action=action or Action(), history=history)
+
+
+def advice(recipe: Recipe) -> list[str]:
+    """What raises the asymptote of a curve that has become flat and this recipe does not do yet, cheapest first.
+
+    More devices do not. Figures from ScaleRL, arXiv 2510.13786: [P] read in the paper, [S] reported by others about it.
+
+    >>> advice(Recipe(batch_completions=2048, context_tokens=32768, fp32_head=True, loss="CISPO"))[0]
+    'a larger model: A .610 → .710 with the Scout mixture of experts, Cmid 2,542 → 4,242 GPU-hours (ScaleRL [P])'
+    """
+    found = []
+    if not recipe.fp32_head:
+        found.append("recipe.fp32Head: A .52 → .61 (ScaleRL [P])")
+    if recipe.loss != "CISPO":
+        found.append(
+            "recipe.loss CISPO in place of a clipped one: A .520 → .595 against DAPO's (ScaleRL [S])"
+        )
+    if recipe.batch_completions < LARGE_BATCH:
+        found.append(
+            f"a batch of {LARGE_BATCH} completions ({recipe.batch_completions} now): A .610 → .645 from 768 to 2048, "
+            "with Cmid 2,542 → 10,909 GPU-hours (ScaleRL [P])"
+        )
+    if recipe.context_tokens < LONG_CONTEXT:
+        found.append(
+            f"a context of {LONG_CONTEXT} tokens ({recipe.context_tokens} now): A .610 → .645 from 14k to 32k, "
+            "with Cmid 2,542 → 11,272 GPU-hours (ScaleRL [P])"
+        )
+    found.append(
+        "a larger model: A .610 → .710 with the Scout mixture of experts, Cmid 2,542 → 4,242 GPU-hours (ScaleRL [P])"
+    )
+    return [
+        *found,
+        "a new recipe is a new curve with a later midpoint: compare none before it has passed its own",
+    ]

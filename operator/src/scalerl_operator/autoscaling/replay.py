@@ -15,10 +15,10 @@ from scalerl_api.forecast import ForecastAnswer, ForecastRequest
 from scalerl_operator.autoscaling.balance import balance
 from scalerl_operator.autoscaling.decide import decide
 from scalerl_operator.autoscaling.decision_log import Known, Line, read
+from scalerl_operator.autoscaling.forecast_request import question
 from scalerl_operator.autoscaling.models import Decision, Fact, History, Observation
 from scalerl_operator.autoscaling.observation import point_set
-from scalerl_operator.autoscaling.prior_summary import counted
-from scalerl_operator.autoscaling.question import question
+from scalerl_operator.autoscaling.vote import counted
 
 _LONGEST = 60
 

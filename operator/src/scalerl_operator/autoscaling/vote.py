@@ -11,7 +11,7 @@ import msgspec
 
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.forecast import ForecastAnswer, Outlook
-from scalerl_operator.autoscaling import method_1
+from scalerl_operator.autoscaling.alarm import too_small_fall
 from scalerl_operator.autoscaling.models import Observation
 
 ENOUGH_POINTS: Final = 10
@@ -39,6 +39,12 @@ FIT_EXPECTS_GAIN: Final = 0.7
 that gains speed has a low mean trend too."""
 WORTH_MORE_DEVICES: Final = 0.5
 """P(gain at the horizon > minGain), or P(A > target), from which going on is worth more devices."""
+EARLIER_COUNT: Final = 0.1
+"""Weight in all from which on the method uses earlier runs; one of its own is named from there on, or where none has so much."""
+MOST_NAMES: Final = 5
+METHOD_1_STOP_BELOW: Final = 0.1
+METHOD_1_RELEASE_AT: Final = 0.2
+"""As above, for answers of method 1, which had no late rises in P."""
 
 
 class Side(enum.IntEnum):
@@ -82,7 +88,7 @@ def doubts(spec: AutoscalingSpec, seen: Observation) -> list[str]:
     if not found and not fit.identifiable:
         found.extend(fit.doubts or ["the asymptote is not identifiable"])
     if answer.outlook is None:
-        found.append(method_1.too_little(answer.guard) or "the answer has no outlook")
+        found.append(too_small_fall(answer.guard) or "the answer has no outlook")
     elif spec.price_per_device_hour is not None and answer.outlook.best_block is None:
         found.append("what a device-hour buys is not known yet, so nothing can be said in money")
     return found
@@ -99,7 +105,7 @@ def vote(spec: AutoscalingSpec, answer: ForecastAnswer, outlook: Outlook) -> Vot
         p = outlook.p_gain_above_min
         words = f"P(gain at {spec.horizon}× the compute > {spec.min_gain}) is {p:.2f}"
         if answer.method is msgspec.UNSET:
-            said = [(_by_probability(p, method_1.STOP_BELOW, method_1.RELEASE_AT), words)]
+            said = [(_by_probability(p, METHOD_1_STOP_BELOW, METHOD_1_RELEASE_AT), words)]
         else:
             said = [_by_gain(spec, answer, outlook, words)]
         valuable, pays = p >= WORTH_MORE_DEVICES, ahead
@@ -158,6 +164,27 @@ def if_wrong(answer: ForecastAnswer) -> list[str]:
     return [
         f"where this is wrong: the forecast's 95th percentile is {outlook.gain.high:+.3f}{known}; resuming takes it back"
     ]
+
+
+def counted(answer: ForecastAnswer | None) -> list[str]:
+    """Names of the earlier runs that counted, by weight."""
+    if answer is None or answer.earlier is msgspec.UNSET:
+        return []
+    if sum(use.weight for use in answer.earlier) < EARLIER_COUNT:
+        return []
+    uses = sorted(answer.earlier, key=lambda use: -use.weight)
+    heavy = [use.name for use in uses if use.weight >= EARLIER_COUNT]
+    return heavy or [use.name for use in uses if use.weight > 0]
+
+
+def with_earlier(answer: ForecastAnswer | None) -> str:
+    """``with 3 earlier runs as prior: a, b, c``; empty where none counted."""
+    names = counted(answer)
+    if not names:
+        return ""
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    runs = "run" if len(names) == 1 else "runs"
+    return f"with {len(names)} earlier {runs} as prior: {', '.join(names[:MOST_NAMES])}{more}"
 
 
 def _by_gain(spec: AutoscalingSpec, answer: ForecastAnswer, outlook: Outlook, words: str) -> tuple[Side, str]:
