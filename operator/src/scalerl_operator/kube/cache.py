@@ -197,6 +197,8 @@ class Cache:
             return False
         if (metadata.labels or {}).get(names.COMPONENT) == names.DECISIONS:
             item.data = msgspec.UNSET
+        if item.kind == "Pod":  # applied by others: nobody asks who wrote it
+            metadata.managedFields = None
         entry = _Entry(metadata.uid, version, msgspec.json.encode(item), (at[1], label))
         if known is not None and known.group != entry.group:
             self._leave(at, known)
