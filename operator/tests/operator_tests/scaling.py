@@ -16,7 +16,6 @@ from scalerl_api.wire import Counts, EvaluationPoint, Phase, Status
 from scalerl_curvefit.simulate import simulated
 from scalerl_operator.autoscaling.models import (
     Decision,
-    Fact,
     Generators,
     History,
     Latest,
@@ -25,6 +24,7 @@ from scalerl_operator.autoscaling.models import (
     PointSet,
     Progress,
     Recipe,
+    Recorded,
     Spent,
     Staleness,
 )
@@ -145,7 +145,7 @@ def states(decisions: list[Decision]) -> list[str]:
     return [decision.state.value for decision in decisions]
 
 
-def round_trips(fact: Fact) -> bool:
+def round_trips(fact: Recorded) -> bool:
     """Whether JSON gives back exactly what it was given, and the same JSON again."""
     text = msgspec.json.encode(fact)
     again = msgspec.json.decode(text, type=type(fact))

@@ -24,7 +24,7 @@ from scalerl_api.spec import RunSpec
 from scalerl_api.status import Phase, RunStatus
 from scalerl_operator.autoscaling.decide import decide
 from scalerl_operator.autoscaling.decision_log import as_recorded
-from scalerl_operator.autoscaling.forecast_request import unbelievable
+from scalerl_operator.autoscaling.forecast_request import implausibility
 from scalerl_operator.autoscaling.generator_memory import rules
 from scalerl_operator.autoscaling.history import MOST_EXAMINED, MOST_POINTS, earlier_run, evenly
 from scalerl_operator.autoscaling.models import Generators, State
@@ -343,7 +343,7 @@ async def test_a_failure_to_read_them_costs_no_forecast(
     assert uses(watched) == []
     assert reader.calls == 1
     (record,) = caplog.records
-    assert "the forecast goes on without them as a prior" in record.getMessage()
+    assert "the forecast is made without them as a prior" in record.getMessage()
 
 
 async def test_another_policy_without_a_prior_asks_anew(tmp_path: Path, url: str) -> None:
@@ -415,9 +415,9 @@ def asked_with(*names: str) -> ForecastRequest:
 def test_an_answer_weighs_exactly_the_runs_that_were_asked(
     weights: tuple[float, ...], names: tuple[str, ...], says: str
 ) -> None:
-    assert unbelievable(asked_with(*names), with_uses(*weights)) == says
+    assert implausibility(asked_with(*names), with_uses(*weights)) == says
 
 
 def test_an_answer_that_says_nothing_of_them_is_not_believed() -> None:
-    assert unbelievable(asked_with(), answer()) == ""
-    assert unbelievable(asked_with("a"), answer()) == "it weighs the earlier runs (none), asked with a"
+    assert implausibility(asked_with(), answer()) == ""
+    assert implausibility(asked_with("a"), answer()) == "it weighs the earlier runs (none), asked with a"

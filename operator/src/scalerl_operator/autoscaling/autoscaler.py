@@ -1,4 +1,4 @@
-"""The autoscaler's step: look, ask, decide, record; and only then hand back what is to be done."""
+"""One step of the autoscaler: observes, requests a forecast, decides, records, and only then returns the action."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from scalerl_operator.autoscaling.observation import Point, observe, point
 
 FIRST_RETRY_SECONDS: Final = 15.0
 LAST_RETRY_SECONDS: Final = 600.0
-"""After a failure the same evaluation is looked at again: first after so long, then twice that, up to the last."""
+"""Pauses after consecutive failures: the first, doubled each time, up to the last."""
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +49,8 @@ class Autoscaler:
     """Decides for one run. Owns its record; carries nothing out.
 
     spec: the run as it is now; assign a new one when its budget or autoscaling has changed.
-    record: open, see :meth:`DecisionRecord.open`; its history is gone on with.
-    resumed: the user has asked a run to go on that the forecast had stopped.
+    record: open; decisions continue from its history.
+    resumed: the user has resumed a run that the forecast had stopped.
     earlier: reads the finished runs that are a prior of the forecast; None: no run is.
     unix: the machine's clock. monotonic: one that only goes forward, for retries.
     """
@@ -89,7 +89,7 @@ class Autoscaler:
         self._resumed = True
 
     async def step(self, status: Status, generators: Generators) -> Step | None:
-        """Decide if there is something to decide on: a new evaluation, a retry, or a full look at the load.
+        """Decide if there is something to decide on: a new evaluation, a retry, or a full window of load.
 
         Call it once a second or so, one call at a time, apart from what must not wait: a slow sidecar
         makes it take up to :data:`.forecast_request.BOUND_SECONDS`. Raises nothing that the run's own state,
@@ -113,9 +113,9 @@ class Autoscaler:
             and load.seconds >= self.spec.autoscaling.cooldown_seconds
             and self._may_balance(load, generators)
         ):
-            seen = self._observe(status, generators, points)
+            observation = self._observe(status, generators, points)
             self._meter.restart()
-            step = await self._finish("balance", points, replace(seen, load=load))
+            step = await self._finish("balance", points, replace(observation, load=load))
             self._balancing.note(failed=bool(step.trouble))
             return step
         return None
@@ -130,15 +130,15 @@ class Autoscaler:
     async def _autoscale(self, status: Status, generators: Generators, points: list[Point]) -> Step | None:
         """One decision; None where the rules changed while its forecast was awaited: the next step asks by the new ones."""
         resumed, rules = self._resumed, (self.spec.autoscaling, self.spec.budget)
-        seen = replace(self._observe(status, generators, points), resumed=resumed)
-        asked = question(self.spec.autoscaling, points, seen, self._record.known.history)
+        observation = replace(self._observe(status, generators, points), resumed=resumed)
+        asked = question(self.spec.autoscaling, points, observation, self._record.known.history)
         answer, trouble = None, asked if isinstance(asked, str) else ""
         if not isinstance(asked, str):
             asked = replace(asked, earlier=list(await self._prior()))
             answer, trouble = await self._sidecar.forecast(asked)
             if rules != (self.spec.autoscaling, self.spec.budget):
                 return None
-        step = await self._finish("autoscale", points, replace(seen, forecast=answer, trouble=trouble))
+        step = await self._finish("autoscale", points, replace(observation, forecast=answer, trouble=trouble))
         # Points that cannot be used are no failure: asking again would change nothing before there are others.
         self._asking.note(failed=bool(step.trouble) or (answer is None and not isinstance(asked, str)))
         if resumed and not step.trouble:
@@ -158,16 +158,16 @@ class Autoscaler:
                 self._earlier = await self._read_earlier(self.spec)
             except Exception:
                 # What other runs left behind must not cost this one its forecast.
-                log.exception("finished runs cannot be read; the forecast goes on without them as a prior")
+                log.exception("finished runs cannot be read; the forecast is made without them as a prior")
                 self._earlier = []
         return self._earlier
 
-    async def _finish(self, policy: Policy, points: list[Point], seen: Observation) -> Step:
+    async def _finish(self, policy: Policy, points: list[Point], observation: Observation) -> Step:
         spec, before = self.spec.autoscaling, self._record.known.history
-        decision = (decide if policy == "autoscale" else balance)(spec, seen, before)
+        decision = (decide if policy == "autoscale" else balance)(spec, observation, before)
         changed = decision.state is not before.state
         try:
-            await self._record.append(policy, spec, points, seen, decision)
+            await self._record.append(policy, spec, points, observation, decision)
         except RecordError as error:
             trouble = f"the decision could not be recorded, so it is not acted upon: {error}"
             return Step(policy, decision, Action(), False, trouble)

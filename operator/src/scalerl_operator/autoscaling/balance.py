@@ -1,6 +1,6 @@
 """Balance: as many generators as the trainer needs, by how busy both sides are. Pure, and no forecast in it.
 
-| seen over a cooldown | then |
+| observed over a cooldown | then |
 |---|---|
 | the trainer waits, nothing is queued for it, the generators are at work | one more |
 | rollouts become too old to be trained on | one less |
@@ -43,20 +43,22 @@ MOST_STALE: Final = 0.05
 """Share of delivered rollouts dropped because they were too old."""
 
 
-def balance(spec: AutoscalingSpec, seen: Observation, history: History) -> Decision:
-    """One generator more or less, or none, from ``seen.load``.
+def balance(spec: AutoscalingSpec, observation: Observation, history: History) -> Decision:
+    """One generator more or less, or none, from ``observation.load``.
 
     Does nothing while a run is broken or is to stop, and never adds one while a forecast's trial
     step is still being measured.
     """
-    history = remember(spec, seen, history)
-    kept = Decision(state=history.state, reasons=[], history=replace(history, unix_seconds=seen.unix_seconds))
-    if spec.generators is None or seen.load is None:
+    history = remember(spec, observation, history)
+    kept = Decision(
+        state=history.state, reasons=[], history=replace(history, unix_seconds=observation.unix_seconds)
+    )
+    if spec.generators is None or observation.load is None:
         return replace(kept, reasons=["nothing to balance"])
     if history.state in (State.STOP, State.BROKEN):
         return replace(kept, reasons=[f"the run is {history.state}"])
-    wanted = seen.generators.wanted
-    step, why = _step(seen.load, wanted)
+    wanted = observation.generators.wanted
+    step, why = _step(observation.load, wanted)
     if not spec.generators.min <= wanted <= spec.generators.max:
         step = 1 if wanted < spec.generators.min else -1
         why = f"outside autoscaling.generators ({spec.generators.min} to {spec.generators.max})"
@@ -65,14 +67,14 @@ def balance(spec: AutoscalingSpec, seen: Observation, history: History) -> Decis
     if history.change is not None and history.change.exploratory and history.change.measuring:
         return replace(kept, reasons=[f"{why}; but the last step up is still being measured"])
     to = wanted + step
-    refused = why_not(spec, seen, history, to)
+    refused = why_not(spec, observation, history, to)
     if refused:
         return replace(kept, reasons=[f"{why}; but {refused}"])
     return replace(
         kept,
         reasons=[f"{wanted} → {to} generators: {why}"],
         action=Action(kind="scale", generators=to),
-        history=replace(scaled(seen, history, to), unix_seconds=seen.unix_seconds),
+        history=replace(scaled(observation, history, to), unix_seconds=observation.unix_seconds),
     )
 
 
@@ -118,7 +120,7 @@ class LoadMeter:
         self._generators: Generators | None = None
 
     def restart(self) -> None:
-        """Forget what was measured."""
+        """Starts a new window."""
         self._start = None
 
     def measure(self, status: Status, generators: Generators) -> Load | None:

@@ -1,14 +1,13 @@
-"""Autoscale: stop a run that no longer pays, grow one that time would cut short, and say when nobody knows. Pure.
+"""Stops a run that no longer pays, scales one that time would cut short, and reports when the curve does not tell. Pure.
 
-``decide`` is told the spec, what is seen and what was remembered, and gives a decision with what to
-remember next. The same three give the same decision, bit for bit: that is what replay rests on.
+The same spec, observation and history give the same decision, bit for bit: replay rests on that.
 
 | state | when |
 |---|---|
 | BROKEN | an alarm stands (:mod:`.alarm`); ``stopAfter`` new evaluations in a row of it hold the run |
 | INSUFFICIENT | no believable forecast (:func:`.vote.doubts`) |
 | STOP | ``stopAfter`` new evaluations in a row voted for it (:mod:`.vote`), by the fit or because nothing happens, and none has voted against it since |
-| GROW | the vote is to go on, budget or deadline end before it has paid off, and more generators help |
+| GROW | the vote is to continue, budget or deadline end before it has paid off, and more generators help |
 | CONTINUE | otherwise |
 """
 
@@ -43,153 +42,160 @@ LARGE_BATCH: Final = 2048
 LONG_CONTEXT: Final = 32_768
 
 
-def decide(spec: AutoscalingSpec, seen: Observation, history: History) -> Decision:
-    """What to do about the run as it is seen now.
+def decide(spec: AutoscalingSpec, observation: Observation, history: History) -> Decision:
+    """The decision on one observation, and the history for the next.
 
-    A stop or a hold is given again for as long as it stands, so that nothing depends on its having been heard;
-    an evaluation counts once, however often it is seen.
+    A stop or a hold is repeated while it stands, so that nothing depends on its delivery; an evaluation counts once, however
+    often it is observed.
     """
-    history = remember(spec, seen, history)
-    standing, why = alarm(spec, seen, history)
-    if (standing is not None) != (history.state is State.BROKEN):
+    history = remember(spec, observation, history)
+    active, why = alarm(spec, observation, history)
+    if (active is not None) != (history.state is State.BROKEN):
         # What was counted is another thing from here on.
         history = replace(history, streak=0)
-    history = replace(history, alarm=standing, was_healthy=history.was_healthy or is_healthy(seen))
-    if standing is not None:
-        return _broken(spec, seen, history, standing, why)
-    unsure = doubts(spec, seen)
+    history = replace(history, alarm=active, was_healthy=history.was_healthy or is_healthy(observation))
+    if active is not None:
+        return _broken(spec, observation, history, active, why)
+    unsure = doubts(spec, observation)
     if unsure:
-        flat = None if seen.forecast is None else flat_vote(spec, seen.forecast)
+        flat = None if observation.forecast is None else flat_vote(spec, observation.forecast)
         if flat is not None:
-            return _voted_flat(spec, seen, history, flat, unsure)
-        if seen.forecast is not None:
-            # This evaluation was looked at and did not agree. One that could not be looked at did neither.
-            history = replace(history, streak=0, version=max(history.version, seen.points.version))
-        return _or_take_back(spec, seen, history, State.INSUFFICIENT, unsure)
-    assert seen.forecast is not None
-    assert seen.forecast.outlook is not None
-    cast = vote(spec, seen.forecast, seen.forecast.outlook)
-    history = _counted(seen, history, cast)
+            return _voted_flat(spec, observation, history, flat, unsure)
+        if observation.forecast is not None:
+            # This evaluation has a forecast and did not agree. One without a forecast does neither.
+            history = replace(history, streak=0, version=max(history.version, observation.points.version))
+        return _or_revert(spec, observation, history, State.INSUFFICIENT, unsure)
+    assert observation.forecast is not None
+    assert observation.forecast.outlook is not None
+    cast = vote(spec, observation.forecast, observation.forecast.outlook)
+    history = _counted(observation, history, cast)
     if history.streak >= spec.stop_after:
-        return _stop(spec, seen, history, cast)
+        return _stop(spec, observation, history, cast)
     if cast.side is Side.STOP:
         reasons = [*cast.reasons, f"{history.streak} of {spec.stop_after} new evaluations in a row agree"]
         return replace(
-            _or_take_back(spec, seen, history, State.CONTINUE, reasons), advice=advice(seen.recipe)
+            _or_revert(spec, observation, history, State.CONTINUE, reasons), advice=advice(observation.recipe)
         )
-    return _grow(spec, seen, history, cast)
+    return _grow(spec, observation, history, cast)
 
 
-def _stop(spec: AutoscalingSpec, seen: Observation, history: History, cast: Vote) -> Decision:
-    assert seen.forecast is not None
+def _stop(spec: AutoscalingSpec, observation: Observation, history: History, cast: Vote) -> Decision:
+    assert observation.forecast is not None
     agree = ", ".join(
-        filter(None, [f"{history.streak} new evaluations in a row agree", with_earlier(seen.forecast)])
+        filter(None, [f"{history.streak} new evaluations in a row agree", with_earlier(observation.forecast)])
     )
-    reasons = [*cast.reasons, agree, *if_wrong(seen.forecast)]
-    decision = _decided(seen, history, State.STOP, reasons, Action(kind="stop", on_stop=spec.on_stop))
-    return replace(decision, advice=advice(seen.recipe), pays=0.0)
+    reasons = [*cast.reasons, agree, *if_wrong(observation.forecast)]
+    decision = _decided(observation, history, State.STOP, reasons, Action(kind="stop", on_stop=spec.on_stop))
+    return replace(decision, advice=advice(observation.recipe), pays=0.0)
 
 
 def _voted_flat(
-    spec: AutoscalingSpec, seen: Observation, history: History, cast: Vote, unsure: list[str]
+    spec: AutoscalingSpec, observation: Observation, history: History, cast: Vote, unsure: list[str]
 ) -> Decision:
     """Of a run that no fit can be believed of because nothing happens."""
-    history = _counted(seen, history, cast)
+    history = _counted(observation, history, cast)
     if history.streak >= spec.stop_after:
-        return _stop(spec, seen, history, cast)
+        return _stop(spec, observation, history, cast)
     agree = f"{history.streak} of {spec.stop_after} new evaluations in a row agree"
-    return _or_take_back(spec, seen, history, State.INSUFFICIENT, [*unsure, *cast.reasons, agree])
+    return _or_revert(spec, observation, history, State.INSUFFICIENT, [*unsure, *cast.reasons, agree])
 
 
 def _broken(
-    spec: AutoscalingSpec, seen: Observation, history: History, standing: Alarm, why: str
+    spec: AutoscalingSpec, observation: Observation, history: History, active: Alarm, why: str
 ) -> Decision:
     """An alarm that stands, and whether it has stood long enough to hold the run."""
-    if standing.kind == "curve" and seen.forecast is None:
-        # Nobody could be asked about this evaluation: it neither agrees nor disagrees.
-        return _decided(seen, history, State.BROKEN, [why])
-    latest = -1 if seen.latest is None else seen.latest.version
-    version = seen.points.version if standing.kind == "curve" else latest
-    if standing.kind == "truncated" and not history.was_healthy:
+    if active.kind == "curve" and observation.forecast is None:
+        # Without a forecast this evaluation neither agrees nor disagrees.
+        return _decided(observation, history, State.BROKEN, [why])
+    latest = -1 if observation.latest is None else observation.latest.version
+    version = observation.points.version if active.kind == "curve" else latest
+    if active.kind == "truncated" and not history.was_healthy:
         # Models begin like that, before training has taught them to come to an end: nothing has gone bad yet.
         known = replace(history, version=max(version, history.version))
-        return _decided(seen, known, State.BROKEN, [why, "it never was better, so the run is not held"])
+        return _decided(
+            observation, known, State.BROKEN, [why, "it never was better, so the run is not held"]
+        )
     streak = history.streak + (version > history.version)
     history = replace(history, streak=streak, version=max(version, history.version))
     if streak < spec.stop_after:
         count = f"{streak} of {spec.stop_after} new evaluations in a row find it so"
-        return _decided(seen, history, State.BROKEN, [why, count])
+        return _decided(observation, history, State.BROKEN, [why, count])
     count = f"{streak} new evaluations in a row find it so"
     action = Action(kind="hold" if spec.on_broken == "Hold" else "none")
-    return _decided(seen, history, State.BROKEN, [why, count], action)
+    return _decided(observation, history, State.BROKEN, [why, count], action)
 
 
-def _counted(seen: Observation, history: History, cast: Vote) -> History:
-    version = seen.points.version
+def _counted(observation: Observation, history: History, cast: Vote) -> History:
+    version = observation.points.version
     streak = history.streak
-    if cast.side is Side.GO_ON:
+    if cast.side is Side.CONTINUE:
         streak = 0
     elif cast.side is Side.STOP and version > history.version:
         streak += 1
     return replace(history, streak=streak, version=max(version, history.version))
 
 
-def _grow(spec: AutoscalingSpec, seen: Observation, history: History, cast: Vote) -> Decision:
+def _grow(spec: AutoscalingSpec, observation: Observation, history: History, cast: Vote) -> Decision:
     """More generators, if they bring the compute that pays within reach, or one fewer than were tried."""
-    rest, now = left(spec, seen, history), pace_now(seen, history)
+    rest, now = left(spec, observation, history), pace_now(observation, history)
     have = None if now is None else reach(now, rest)
     reasons = [*cast.reasons, *([rest.doubt] if rest.doubt else [])]
 
-    def goes_on(*why: str) -> Decision:
-        decision = _or_take_back(spec, seen, history, State.CONTINUE, [*reasons, *why])
+    def continued(*why: str) -> Decision:
+        decision = _or_revert(spec, observation, history, State.CONTINUE, [*reasons, *why])
         return replace(decision, reach=have, pays=cast.pays)
 
     if not cast.valuable:
-        return goes_on()
+        return continued()
     if now is None or have is None:
-        return goes_on(
+        return continued(
             "how much compute is left is not known" if now is None else "nothing limits the compute"
         )
     if have >= cast.pays:
-        return goes_on()
+        return continued()
     binds = f"{have:.3g} more tokens are within reach, {cast.pays:.3g} would pay"
     if history.elasticity is not None and history.elasticity < LEAST_ELASTICITY:
-        return goes_on(
+        return continued(
             binds, f"the last change had an elasticity of {history.elasticity:.2f}, under {LEAST_ELASTICITY}"
         )
-    if seen.staleness.most > seen.staleness.allowed:
-        return goes_on(
-            binds, f"rollouts are {seen.staleness.most} steps old, {seen.staleness.allowed} are allowed"
+    if observation.staleness.most > observation.staleness.allowed:
+        return continued(
+            binds,
+            f"rollouts are {observation.staleness.most} steps old, {observation.staleness.allowed} are allowed",
         )
-    wanted = seen.generators.wanted
-    refused = why_not(spec, seen, history, wanted + 1)
+    wanted = observation.generators.wanted
+    refused = why_not(spec, observation, history, wanted + 1)
     if refused:
-        return goes_on(binds, refused)
-    if history.elasticity is None and (history.settled is None or pace(seen.recent, history.settled) is None):
-        return goes_on(binds, "too few evaluations with these generators to tell later what more of them did")
+        return continued(binds, refused)
+    if history.elasticity is None and (
+        history.settled is None or pace(observation.recent, history.settled) is None
+    ):
+        return continued(
+            binds, "too few evaluations with these generators to tell later what more of them did"
+        )
 
     def with_generators(count: int) -> float:
-        more = (count - wanted) * seen.generators.devices_each
+        more = (count - wanted) * observation.generators.devices_each
         return reach(now, rest, more, 1.0 if history.elasticity is None else history.elasticity) or 0.0
 
     most = wanted + 1 if history.elasticity is None else MOST_GROWTH * wanted
-    possible = [n for n in range(wanted + 1, most + 1) if not why_not(spec, seen, history, n)]
+    possible = [n for n in range(wanted + 1, most + 1) if not why_not(spec, observation, history, n)]
     to = next((n for n in possible if with_generators(n) >= cast.pays), max(possible, key=with_generators))
     if with_generators(to) < LEAST_MORE * have:
-        return goes_on(binds, "more generators would not bring more compute within this budget")
+        return continued(binds, "more generators would not bring more compute within this budget")
     basis = (
         "elasticity not measured yet: one step, taken back if it does not help"
         if history.elasticity is None
         else f"measured elasticity {history.elasticity:.2f}"
     )
     reasons = [f"{wanted} → {to} generators: {binds}", basis, *reasons]
-    grown = scaled(seen, history, to, exploratory=history.elasticity is None)
-    decision = _decided(seen, grown, State.GROW, reasons, Action(kind="scale", generators=to))
+    grown = scaled(observation, history, to, exploratory=history.elasticity is None)
+    decision = _decided(observation, grown, State.GROW, reasons, Action(kind="scale", generators=to))
     return replace(decision, reach=have, pays=cast.pays)
 
 
-def _or_take_back(
-    spec: AutoscalingSpec, seen: Observation, history: History, state: State, reasons: list[str]
+def _or_revert(
+    spec: AutoscalingSpec, observation: Observation, history: History, state: State, reasons: list[str]
 ) -> Decision:
     """The decision as it is, unless the last step up was a trial that did not help."""
     change = history.change
@@ -197,24 +203,24 @@ def _or_take_back(
         change is None
         or not change.exploratory
         or change.measuring
-        or seen.generators.wanted != change.after
+        or observation.generators.wanted != change.after
         or history.elasticity is None
         or history.elasticity >= LEAST_ELASTICITY
     ):
-        return _decided(seen, history, state, reasons)
-    refused = why_not(spec, seen, history, change.before)
+        return _decided(observation, history, state, reasons)
+    refused = why_not(spec, observation, history, change.before)
     what = f"an elasticity of {history.elasticity:.2f} was measured, under {LEAST_ELASTICITY}"
     if refused:
-        return _decided(seen, history, state, [*reasons, f"{what}; {refused}"])
+        return _decided(observation, history, state, [*reasons, f"{what}; {refused}"])
     action = Action(kind="scale", generators=change.before)
     back = f"{change.after} → {change.before} generators: {what}"
-    return _decided(seen, scaled(seen, history, change.before), state, [back, *reasons], action)
+    return _decided(observation, scaled(observation, history, change.before), state, [back, *reasons], action)
 
 
 def _decided(
-    seen: Observation, history: History, state: State, reasons: list[str], action: Action | None = None
+    observation: Observation, history: History, state: State, reasons: list[str], action: Action | None = None
 ) -> Decision:
-    history = replace(history, state=state, unix_seconds=seen.unix_seconds)
+    history = replace(history, state=state, unix_seconds=observation.unix_seconds)
     return Decision(state=state, reasons=reasons, action=action or Action(), history=history)
 
 

@@ -21,7 +21,7 @@ import msgspec
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.status import RECENT_DECISIONS, DecisionStatus
 from scalerl_operator.autoscaling.log_storage import FileStorage, RecordError, RecordLost, Storage
-from scalerl_operator.autoscaling.models import Decision, Fact, History, Observation
+from scalerl_operator.autoscaling.models import Decision, History, Observation, Recorded
 from scalerl_operator.autoscaling.observation import Point
 
 FORMAT: Final = 2
@@ -31,7 +31,7 @@ REASON_CHARACTERS: Final = 1000
 Policy = Literal["autoscale", "balance"]
 
 
-class Line(Fact, frozen=True, kw_only=True, forbid_unknown_fields=False):
+class Line(Recorded, frozen=True, kw_only=True, forbid_unknown_fields=False):
     """One decision. time: of this machine, for people. spec: ``spec.autoscaling`` as it was then.
 
     Unknown fields are ignored: earlier releases wrote a digest with each line.
@@ -135,7 +135,7 @@ class _Format(msgspec.Struct):
 class DecisionRecord:
     """The record of one run; one process and one caller at a time appends to it.
 
-    notes: what had to be mended at an opening, for a person to know.
+    notes: what was repaired when it was opened, for the user.
     known: what its lines come to.
     """
 
@@ -157,9 +157,9 @@ class DecisionRecord:
                 content.add(page)
                 offset += len(page)
             if content.problem:
-                record._begin_anew(content.problem, storage.move_aside())
+                record._restart(content.problem, storage.move_aside())
             else:
-                record._go_on(content)
+                record._resume(content)
             storage.write(b"", record._size)
         except BaseException:
             storage.close()
@@ -192,12 +192,12 @@ class DecisionRecord:
         """Write one decision, made from ``known.history``, and have it kept.
 
         Raises:
-            RecordError: it is not in the record. Where somebody else has written meanwhile, the record was read again,
-                and with ``known`` as it is now the decision has to be made anew.
+            RecordError: it is not in the record. Where another operator has written meanwhile, the record was read again,
+                and the decision has to be made again from the new ``known``.
         """
         if self._lost:
             await self._load()
-            raise RecordLost(f"{self._storage.name}: read again; the decision has to be made anew")
+            raise RecordLost(f"{self._storage.name}: read again; the decision has to be made again")
         line = self._line(policy, spec, points, observation, decision)
         content = msgspec.json.encode(line) + b"\n"
         self._lost = True  # also for a caller that is cancelled meanwhile
@@ -224,23 +224,23 @@ class DecisionRecord:
                 if content.problem:
                     break
         if content.problem:
-            self._begin_anew(content.problem, await self._storage.set_aside(content.problem))
+            self._restart(content.problem, await self._storage.set_aside(content.problem))
         else:
             if content.partial:
                 await self._storage.append(b"", content.size)
-            self._go_on(content)
+            self._resume(content)
         self._lost = False
 
-    def _go_on(self, content: _Reader) -> None:
+    def _resume(self, content: _Reader) -> None:
         self._size, self.known = content.size, content.known
         if content.partial:
             cut = len(content.partial)
             self.notes.append(f"{self._storage.name}: cut off {cut} bytes of an unfinished last line")
 
-    def _begin_anew(self, problem: str, aside: str) -> None:
+    def _restart(self, problem: str, aside: str) -> None:
         self._size, self.known = 0, Known()
         self.notes.append(
-            f"{self._storage.name}: {problem}; set aside as {aside}, and decisions begin anew: nothing that cannot be "
+            f"{self._storage.name}: {problem}; moved to {aside}, and decisions restart: nothing that cannot be "
             "trusted is acted on"
         )
 

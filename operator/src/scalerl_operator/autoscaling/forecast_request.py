@@ -25,14 +25,14 @@ AT_ONCE: Final = 8
 NO_ANSWER: Final = "no forecast"
 UNBELIEVABLE: Final = "the forecast cannot be believed"
 REFUSED: Final = "the forecast was refused"
-"""How the reasons begin for which there is none: nobody answers as one should, or the points are the matter."""
+"""How the reasons for no forecast begin: no usable answer, or unusable points."""
 _LONGEST: Final = 80
 SAME: Final = 1e-9
 """Relative difference of two computes that are one."""
 
 
 def question(
-    spec: AutoscalingSpec, points: Sequence[Point], seen: Observation, history: History
+    spec: AutoscalingSpec, points: Sequence[Point], observation: Observation, history: History
 ) -> ForecastRequest | str:
     """The request, or why there is nothing to ask.
 
@@ -41,20 +41,20 @@ def question(
     """
     used = usable(points)
     if not used:
-        left_out = f"{seen.points.mixed} of several weight versions, {seen.points.not_finite} not finite"
+        left_out = f"{observation.points.mixed} of several weight versions, {observation.points.not_finite} not finite"
         return f"none of {len(points)} evaluations can be used ({left_out}); see evaluation.holdSeconds"
-    history = remember(spec, seen, history)
-    now = pace_now(seen, history)
+    history = remember(spec, observation, history)
+    now = pace_now(observation, history)
     value = price = most = budget = None
     if now is not None:
-        ahead = reach(now, left(spec, seen, history))
+        ahead = reach(now, left(spec, observation, history))
         budget = None if ahead is None else used[-1].tokens + ahead
         if spec.price_per_device_hour is not None and spec.value_per_point is not None:
             value = 100.0 * float(spec.value_per_point)
             tokens_per_device_hour = 3600.0 * now.tokens_per_second / now.devices
             price = float(spec.price_per_device_hour) / tokens_per_device_hour
         if spec.target is not None:
-            ahead = _most_reach(spec, seen, history)
+            ahead = _most_reach(spec, observation, history)
             most = None if ahead is None else used[-1].tokens + ahead
     return ForecastRequest(
         points=Points(
@@ -75,17 +75,17 @@ def question(
     )
 
 
-def _most_reach(spec: AutoscalingSpec, seen: Observation, history: History) -> float | None:
+def _most_reach(spec: AutoscalingSpec, observation: Observation, history: History) -> float | None:
     """With as many generators as there may be: a target is out of reach only if those cannot reach it."""
-    now, rest = pace_now(seen, history), left(spec, seen, history)
+    now, rest = pace_now(observation, history), left(spec, observation, history)
     if now is None:
         return None
     elastic = 1.0 if history.elasticity is None else history.elasticity
     reaches = [reach(now, rest)]
     if spec.generators is not None and elastic >= LEAST_ELASTICITY:
-        quota = seen.generators.quota
+        quota = observation.generators.quota
         most = spec.generators.max if quota is None else min(spec.generators.max, quota)
-        more = max(0, most - seen.generators.wanted) * seen.generators.devices_each
+        more = max(0, most - observation.generators.wanted) * observation.generators.devices_each
         reaches.append(reach(now, rest, more, elastic))
     known = [one for one in reaches if one is not None]
     return max(known) if known else None
@@ -143,11 +143,11 @@ class Sidecar:
             return None, f"{NO_ANSWER}: {unavailable}"
         except TimeoutError:
             return None, f"{NO_ANSWER} within {BOUND_SECONDS:.0f} s"
-        wrong = unbelievable(request, answer)
-        return (None, f"{UNBELIEVABLE}: {wrong}") if wrong else (answer, "")
+        implausible = implausibility(request, answer)
+        return (None, f"{UNBELIEVABLE}: {implausible}") if implausible else (answer, "")
 
 
-def unbelievable(request: ForecastRequest, answer: ForecastAnswer) -> str:
+def implausibility(request: ForecastRequest, answer: ForecastAnswer) -> str:
     """What in an answer of the right shape cannot be, or does not belong to the request; else empty."""
     fit, outlook = answer.fit, answer.outlook
     last = request.points.compute[-1]
@@ -180,7 +180,7 @@ def unbelievable(request: ForecastRequest, answer: ForecastAnswer) -> str:
     uses = [] if answer.earlier is UNSET else answer.earlier
     named, wanted = [use.name for use in uses], [run.name for run in request.earlier]
     if named != wanted:
-        return f"it weighs the earlier runs {_listed(named)}, asked with {_listed(wanted)}"
+        return f"it weighs the earlier runs {_joined(named)}, asked with {_joined(wanted)}"
     chances |= {f"the weight of the earlier run {use.name}": use.weight for use in uses}
     for name, chance in chances.items():
         if not 0.0 <= chance <= 1.0:
@@ -188,7 +188,7 @@ def unbelievable(request: ForecastRequest, answer: ForecastAnswer) -> str:
     return ""
 
 
-def _listed(names: Sequence[str]) -> str:
+def _joined(names: Sequence[str]) -> str:
     text = ", ".join(names) or "(none)"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 

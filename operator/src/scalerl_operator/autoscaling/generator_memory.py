@@ -1,4 +1,4 @@
-"""What decisions remember of the generators, and whether their number may be changed now. Pure."""
+"""The history of the number of generators, and whether it may be changed now. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_DOUBLINGS: Final = 6
 
 
 def rules(spec: AutoscalingSpec) -> str:
-    """The fields that a stop is counted under: with others, the count starts anew."""
+    """The fields that a stop is counted under: with others, the count restarts."""
     names = ("min_gain", "horizon", "target", "price_per_device_hour", "value_per_point", "stop_after")
     given = ((name, getattr(spec, name)) for name in names)
     text = " ".join(f"{name}={value}" for name, value in given if value is not None)
@@ -23,20 +23,20 @@ def rules(spec: AutoscalingSpec) -> str:
     return text if spec.prior == "OwnRuns" else f"{text} prior={spec.prior}"
 
 
-def remember(spec: AutoscalingSpec, seen: Observation, history: History) -> History:
-    """The history as it stands at this look, before anything is decided."""
-    now = seen.spent.seconds
+def remember(spec: AutoscalingSpec, observation: Observation, history: History) -> History:
+    """The history updated by this observation, before anything is decided."""
+    now = observation.spent.seconds
     if history.rules != rules(spec):
         # Another policy, so another question: agreement with the old one says nothing of it.
         history = replace(history, rules=rules(spec), streak=0, elasticity=None)
-    if seen.resumed and history.state in (State.STOP, State.BROKEN):
+    if observation.resumed and history.state in (State.STOP, State.BROKEN):
         # Whoever takes a stop back knows it; the run is not stopped again by what stopped it.
         history = replace(history, streak=0)
-    if seen.resumed and history.state is State.BROKEN:
-        newest = -1 if seen.latest is None else seen.latest.version
+    if observation.resumed and history.state is State.BROKEN:
+        newest = -1 if observation.latest is None else observation.latest.version
         history = replace(history, alarm=None, forgiven=newest, was_healthy=False)
     change, settled, measured = history.change, history.settled, history.elasticity
-    wanted, ready = seen.generators.wanted, seen.generators.ready
+    wanted, ready = observation.generators.wanted, observation.generators.ready
     if change is not None and change.at > now:
         # The run's clock was set back. Waiting out the rest of the gap could take for ever.
         change = replace(change, at=now)
@@ -50,7 +50,7 @@ def remember(spec: AutoscalingSpec, seen: Observation, history: History) -> Hist
         if wanted != change.after:
             change = replace(change, measuring=False)
         elif settled is not None and change.pace is not None:
-            after = pace(seen.recent, settled)
+            after = pace(observation.recent, settled)
             if after is not None:
                 found = elasticity(change.pace, after)
                 measured = measured if found is None else found
@@ -58,9 +58,9 @@ def remember(spec: AutoscalingSpec, seen: Observation, history: History) -> Hist
     return replace(history, generators=wanted, settled=settled, change=change, elasticity=measured)
 
 
-def why_not(spec: AutoscalingSpec, seen: Observation, history: History, to: int) -> str:
+def why_not(spec: AutoscalingSpec, observation: Observation, history: History, to: int) -> str:
     """Why the number of generators may not become ``to`` now; empty if it may."""
-    generators, allowed = seen.generators, spec.generators
+    generators, allowed = observation.generators, spec.generators
     if allowed is None:
         return "autoscaling.generators gives no range"
     # From outside the range a step towards it is one that is wanted.
@@ -77,26 +77,26 @@ def why_not(spec: AutoscalingSpec, seen: Observation, history: History, to: int)
         return ""
     back = (to > generators.wanted) != (change.after > change.before)
     wait = spec.cooldown_seconds * (2 ** min(history.reversals, MOST_DOUBLINGS) if back else 1)
-    rest = wait - (seen.spent.seconds - change.at)
+    rest = wait - (observation.spent.seconds - change.at)
     if rest > 0:
-        return f"the last change was {seen.spent.seconds - change.at:.0f} s ago, {rest:.0f} s of cooldown are left"
+        return f"the last change was {observation.spent.seconds - change.at:.0f} s ago, {rest:.0f} s of cooldown are left"
     return ""
 
 
-def scaled(seen: Observation, history: History, to: int, *, exploratory: bool = False) -> History:
+def scaled(observation: Observation, history: History, to: int, *, exploratory: bool = False) -> History:
     """The history after a change of the number of generators was decided."""
     change = history.change
-    wanted = seen.generators.wanted
+    wanted = observation.generators.wanted
     back = change is not None and (to > wanted) != (change.after > change.before)
     # Only intervals with exactly these generators: a mixture would measure something else.
-    before = None if history.settled is None else pace(seen.recent, history.settled)
+    before = None if history.settled is None else pace(observation.recent, history.settled)
     return replace(
         history,
         reversals=history.reversals + back,
         change=Change(
             before=wanted,
             after=to,
-            at=seen.spent.seconds,
+            at=observation.spent.seconds,
             exploratory=exploratory,
             measuring=before is not None,
             pace=before,

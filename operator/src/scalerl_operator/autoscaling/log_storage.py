@@ -18,7 +18,7 @@ class RecordError(Exception):
 
 
 class RecordLost(RecordError):
-    """Somebody else has written, or nobody knows whether this was: the record has to be read again."""
+    """Another operator has written, or it is unknown whether this line was: the record has to be read again."""
 
 
 class Storage(Protocol):
@@ -26,7 +26,7 @@ class Storage(Protocol):
 
     @property
     def name(self) -> str:
-        """What a person knows it by."""
+        """For messages."""
 
     def pages(self) -> AsyncGenerator[bytes, None]:
         """All of it, in pages of bounded size, which may end within a line; none where there is nothing yet."""
@@ -57,7 +57,7 @@ class FileStorage:
         self._path = path
         self._fd: int | None = None
         self._closed = False
-        # An append whose caller was cancelled goes on in its thread; the file is not closed under it.
+        # An append whose caller was cancelled continues in its thread; the file is not closed under it.
         self._lock = threading.Lock()
 
     @property

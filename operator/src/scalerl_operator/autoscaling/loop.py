@@ -115,7 +115,7 @@ class AutoscalerLoop:
     ) -> AutoscalerReport:
         """The latest report; a step on what is new in ``status`` is started in the background.
 
-        resumed: somebody has resumed the run, and the coordinator still holds the stop request.
+        resumed: the run was resumed, and the coordinator still holds the stop request.
         """
         if resumed and not self._resumed:
             self._stop_cancelled = True
@@ -134,7 +134,7 @@ class AutoscalerLoop:
         return report
 
     def close(self) -> None:
-        """Cancels a step under way and closes the decision log; wakes nobody afterwards."""
+        """Cancels a step under way and closes the decision log; ``wake`` is not called afterwards."""
         self._wake = lambda: None
         if self._task is not None:
             self._task.cancel()

@@ -1,4 +1,4 @@
-"""What the autoscaler sees, remembers and decides: plain data, recorded as JSON and read back exactly.
+"""Observation, history and decision of the autoscaler: plain data, recorded as JSON and read back exactly.
 
 Seconds without further words are the run's own clock: since its first lease, over all its
 incarnations, never taken back by the coordinator. Compute is in completion tokens of trained steps
@@ -15,10 +15,10 @@ import msgspec
 from scalerl_api.forecast import ForecastAnswer
 
 RECENT: int = 16
-"""Evaluations that an observation looks back on to tell the run's pace."""
+"""Evaluations in an observation, for the run's pace."""
 
 
-class Fact(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Recorded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of everything recorded."""
 
 
@@ -26,7 +26,7 @@ class State(enum.StrEnum):
     """What is thought of a run; ``docs/autoscaling.md`` says what to do about each."""
 
     INSUFFICIENT = "INSUFFICIENT"
-    """No believable forecast: the run goes on."""
+    """No believable forecast: the run continues."""
     CONTINUE = "CONTINUE"
     STOP = "STOP"
     """Going on does not pay."""
@@ -37,10 +37,10 @@ class State(enum.StrEnum):
     the run."""
 
 
-# --- seen ----------------------------------------------------------------------------------------
+# --- observed ----------------------------------------------------------------------------------------
 
 
-class Spent(Fact, frozen=True, kw_only=True):
+class Spent(Recorded, frozen=True, kw_only=True):
     """What the run has used, over all its incarnations."""
 
     seconds: float
@@ -48,7 +48,7 @@ class Spent(Fact, frozen=True, kw_only=True):
     steps: int
 
 
-class Limits(Fact, frozen=True, kw_only=True):
+class Limits(Recorded, frozen=True, kw_only=True):
     """The run's budget; None is no limit."""
 
     steps: int | None = None
@@ -56,7 +56,7 @@ class Limits(Fact, frozen=True, kw_only=True):
     device_hours: float | None = None
 
 
-class Progress(Fact, frozen=True, kw_only=True):
+class Progress(Recorded, frozen=True, kw_only=True):
     """What had been used when an evaluation was made."""
 
     version: int
@@ -65,7 +65,7 @@ class Progress(Fact, frozen=True, kw_only=True):
     device_seconds: float
 
 
-class Latest(Fact, frozen=True, kw_only=True):
+class Latest(Recorded, frozen=True, kw_only=True):
     """The newest evaluation, of one version or of several."""
 
     version: int
@@ -74,7 +74,7 @@ class Latest(Fact, frozen=True, kw_only=True):
     truncated: float | None
 
 
-class PointSet(Fact, frozen=True, kw_only=True):
+class PointSet(Recorded, frozen=True, kw_only=True):
     """The points that the forecast was asked with.
 
     version: of the last one used; -1 with none. digest: of those used. mixed, not_finite: left out,
@@ -89,7 +89,7 @@ class PointSet(Fact, frozen=True, kw_only=True):
     not_finite: int = 0
 
 
-class Generators(Fact, frozen=True, kw_only=True):
+class Generators(Recorded, frozen=True, kw_only=True):
     """wanted: replicas asked for. ready: of those, how many hold weights and work. quota: the most there
     can be here (devices, cluster quota), None if not known. devices_each: what one counts for."""
 
@@ -99,14 +99,14 @@ class Generators(Fact, frozen=True, kw_only=True):
     devices_each: int = 1
 
 
-class Staleness(Fact, frozen=True, kw_only=True):
+class Staleness(Recorded, frozen=True, kw_only=True):
     """allowed: maxStalenessSteps. most: the oldest token trained on so far, in steps."""
 
     allowed: int
     most: int
 
 
-class Load(Fact, frozen=True, kw_only=True):
+class Load(Recorded, frozen=True, kw_only=True):
     """How busy both sides were over the last ``seconds``, in which ``steps`` were trained.
 
     queued_steps: rollouts that wait for the trainer, in steps' worth, at the end of it.
@@ -121,7 +121,7 @@ class Load(Fact, frozen=True, kw_only=True):
     stale_share: float
 
 
-class Recipe(Fact, frozen=True, kw_only=True):
+class Recipe(Recorded, frozen=True, kw_only=True):
     """What of the recipe the paper found to move the asymptote."""
 
     batch_completions: int
@@ -130,12 +130,12 @@ class Recipe(Fact, frozen=True, kw_only=True):
     loss: str
 
 
-class Observation(Fact, frozen=True, kw_only=True):
+class Observation(Recorded, frozen=True, kw_only=True):
     """Everything that a decision rests on, besides the spec and the history.
 
     unix_seconds: this machine's clock; only a deadline is held against it.
     forecast: as received. trouble: why there is none; empty with one, and while nothing was asked.
-    resumed: someone asked for the run to go on since the last decision.
+    resumed: the run was resumed since the last decision.
     """
 
     unix_seconds: float
@@ -156,7 +156,7 @@ class Observation(Fact, frozen=True, kw_only=True):
 # --- remembered ----------------------------------------------------------------------------------
 
 
-class Pace(Fact, frozen=True, kw_only=True):
+class Pace(Recorded, frozen=True, kw_only=True):
     """How fast the run goes: medians over ``intervals`` between evaluations."""
 
     tokens_per_second: float
@@ -165,12 +165,12 @@ class Pace(Fact, frozen=True, kw_only=True):
     intervals: int
 
 
-class Change(Fact, frozen=True, kw_only=True):
+class Change(Recorded, frozen=True, kw_only=True):
     """The last change of the number of generators that was wanted.
 
     at: the run's clock. pace: before it. exploratory: made without a measured elasticity, and taken
     back if that turns out too low. measuring: until the elasticity is known, or someone else's change
-    (or nobody's acting on this one) made it unknowable.
+    (or that this one was not carried out) made it unknowable.
     """
 
     before: int
@@ -181,8 +181,8 @@ class Change(Fact, frozen=True, kw_only=True):
     pace: Pace | None
 
 
-class Alarm(Fact, frozen=True, kw_only=True):
-    """Why the run is BROKEN, and what has to be seen before it is not.
+class Alarm(Recorded, frozen=True, kw_only=True):
+    """Why the run is BROKEN, and what ends that.
 
     floor: by method 1, the reward that the newest evaluation had to stay above. eval_version: what was measured on.
     """
@@ -192,14 +192,14 @@ class Alarm(Fact, frozen=True, kw_only=True):
     eval_version: str = ""
 
 
-class History(Fact, frozen=True, kw_only=True):
+class History(Recorded, frozen=True, kw_only=True):
     """What one decision hands to the next.
 
     rules: the fields of the spec that the streak was counted under. version: newest evaluation that
     had a vote. streak: evaluations in a row that voted for a stop, or, while BROKEN, that found the run so.
-    forgiven: newest evaluation when somebody let a broken run go on; what fell until then is known.
-    was_healthy: few completions were cut off once since then. generators: wanted at the last look. settled: since when all of them have been ready; None while they are not. elasticity: as last
-    measured. reversals: changes against the direction of the one before. unix_seconds: of the last look.
+    forgiven: newest evaluation when a broken run was last resumed; earlier falls raise no alarm.
+    was_healthy: few completions were cut off once since then. generators: wanted at the last observation.
+    settled: since when all of them have been ready; None while they are not. elasticity: as last measured. reversals: changes against the direction of the one before. unix_seconds: of the last observation.
     """
 
     state: State = State.INSUFFICIENT
@@ -220,7 +220,7 @@ class History(Fact, frozen=True, kw_only=True):
 # --- decided -------------------------------------------------------------------------------------
 
 
-class Action(Fact, frozen=True, kw_only=True):
+class Action(Recorded, frozen=True, kw_only=True):
     """What is to be done. stop: ``on_stop`` says how. scale: to ``generators`` replicas. hold: suspend a broken run."""
 
     kind: Literal["none", "stop", "scale", "hold"] = "none"
@@ -228,7 +228,7 @@ class Action(Fact, frozen=True, kw_only=True):
     on_stop: str = ""
 
 
-class Decision(Fact, frozen=True, kw_only=True):
+class Decision(Recorded, frozen=True, kw_only=True):
     """reasons: in words, the deciding one first. advice: what raises the asymptote, with its source.
 
     reach: compute still to be had within budget and deadline; pays: further compute that would pay.

@@ -1,4 +1,4 @@
-"""From a run's status to what its policies see. Pure."""
+"""The observation that the policies decide on, from a run's status. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from scalerl_api.spec import RunSpec
 from scalerl_api.wire import EvaluationPoint, Status
 from scalerl_operator.autoscaling.models import (
     RECENT,
-    Fact,
     Generators,
     Latest,
     Limits,
@@ -21,12 +20,13 @@ from scalerl_operator.autoscaling.models import (
     PointSet,
     Progress,
     Recipe,
+    Recorded,
     Spent,
     Staleness,
 )
 
 
-class Point(Fact, frozen=True, kw_only=True):
+class Point(Recorded, frozen=True, kw_only=True):
     """One evaluation as it is recorded; a reward or truncation of None was not a finite number."""
 
     version: int
@@ -41,7 +41,7 @@ class Point(Fact, frozen=True, kw_only=True):
 
 
 def point(evaluation: EvaluationPoint) -> Point:
-    """What of an evaluation matters here."""
+    """The part of an evaluation that is recorded."""
     return Point(
         version=evaluation.version,
         tokens=evaluation.work_tokens,
@@ -84,7 +84,7 @@ def observe(
     load: Load | None = None,
     resumed: bool = False,
 ) -> Observation:
-    """What is seen of the run, before anything was asked."""
+    """The observation of the run, without a forecast."""
     hours = spec.budget.max_device_hours
     recipe = spec.recipe
     return Observation(

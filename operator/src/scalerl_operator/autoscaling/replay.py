@@ -1,4 +1,4 @@
-"""Making recorded decisions again: by the policy they were made with, or by another one. Pure but for the question asked."""
+"""Makes recorded decisions again, by the policy they were made with or by another one. Pure but for the forecast."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scalerl_operator.autoscaling.balance import balance
 from scalerl_operator.autoscaling.decide import decide
 from scalerl_operator.autoscaling.decision_log import Known, Line, read
 from scalerl_operator.autoscaling.forecast_request import question
-from scalerl_operator.autoscaling.models import Decision, Fact, History, Observation
+from scalerl_operator.autoscaling.models import Decision, History, Observation, Recorded
 from scalerl_operator.autoscaling.observation import point_set
 from scalerl_operator.autoscaling.vote import counted
 
@@ -65,8 +65,8 @@ def _differences(number: int, line: Line, known: Known) -> Iterator[Difference]:
     yield from differ("decision", line.decision, _decide(line, spec, line.observation, line.before))
 
 
-def _decide(line: Line, spec: AutoscalingSpec, seen: Observation, history: History) -> Decision:
-    return (decide if line.policy == "autoscale" else balance)(spec, seen, history)
+def _decide(line: Line, spec: AutoscalingSpec, observation: Observation, history: History) -> Decision:
+    return (decide if line.policy == "autoscale" else balance)(spec, observation, history)
 
 
 @dataclass(frozen=True)
@@ -91,32 +91,32 @@ def under(
     """Each recorded moment under another policy, its history chained from the start.
 
     Where the other policy asks the forecast something else than was asked, ``forecast`` answers from
-    the recorded points, without earlier runs as a prior; where the sidecar gave no answer, there is none here either. What was seen
-    stays what was seen: a run that would have been stopped or scaled goes on as recorded.
+    the recorded points, without earlier runs as a prior; where the sidecar gave no answer, there is none here either.
+    Observations stay as recorded, also where the other policy would have stopped or scaled the run.
     """
     history, known = History(), Known()
     for line in lines:
-        seen = line.observation
+        observation = line.observation
         points = [*known.points[: line.kept], *line.added]
         known.add(line)
-        if line.policy == "autoscale" and seen.forecast is not None:
-            theirs = question(AutoscalingSpec.model_validate(line.spec), points, seen, line.before)
-            ours = question(spec, points, seen, history)
-            # Their points are not in the record: asked anew, a forecast has no prior.
-            without = spec.prior == "None" and bool(counted(seen.forecast))
+        if line.policy == "autoscale" and observation.forecast is not None:
+            theirs = question(AutoscalingSpec.model_validate(line.spec), points, observation, line.before)
+            ours = question(spec, points, observation, history)
+            # Their points are not in the record: a new forecast has no prior.
+            without = spec.prior == "None" and bool(counted(observation.forecast))
             if (ours != theirs or without) and not isinstance(ours, str):
                 answer, trouble = forecast(ours)
-                seen = replace(seen, forecast=answer, trouble=trouble)
-        decision = _decide(line, spec, seen, history)
+                observation = replace(observation, forecast=answer, trouble=trouble)
+        decision = _decide(line, spec, observation, history)
         history = decision.history
         yield Other(line, decision)
 
 
 def _parts(a: object, b: object, path: str) -> Iterator[tuple[str, Any, Any]]:
     """The leaves in which two values differ."""
-    if isinstance(a, Fact):
+    if isinstance(a, Recorded):
         a = msgspec.to_builtins(a)
-    if isinstance(b, Fact):
+    if isinstance(b, Recorded):
         b = msgspec.to_builtins(b)
     if isinstance(a, dict) and isinstance(b, dict):
         for key in [*a, *(key for key in b if key not in a)]:

@@ -46,10 +46,10 @@ def pace(recent: Sequence[Progress], since: float = -math.inf) -> Pace | None:
     )
 
 
-def pace_now(seen: Observation, history: History) -> Pace | None:
+def pace_now(observation: Observation, history: History) -> Pace | None:
     """With the present generators if they have been there for long enough, else over all there is."""
-    settled = None if history.settled is None else pace(seen.recent, history.settled)
-    return settled or pace(seen.recent)
+    settled = None if history.settled is None else pace(observation.recent, history.settled)
+    return settled or pace(observation.recent)
 
 
 def elasticity(before: Pace, after: Pace) -> float | None:
@@ -76,16 +76,16 @@ class Left:
     doubt: str = ""
 
 
-def left(spec: AutoscalingSpec, seen: Observation, history: History) -> Left:
+def left(spec: AutoscalingSpec, observation: Observation, history: History) -> Left:
     """Of budget, deadline and ``maxDeviceHours``, never below 0."""
-    limits, spent = seen.limits, seen.spent
+    limits, spent = observation.limits, observation.spent
     seconds = [] if limits.seconds is None else [limits.seconds - spent.seconds]
     doubt = ""
     if spec.deadline is not None:
-        if seen.unix_seconds < history.unix_seconds:
+        if observation.unix_seconds < history.unix_seconds:
             doubt = "the clock went back, so the deadline does not count this time"
         else:
-            seconds.append(datetime.fromisoformat(spec.deadline).timestamp() - seen.unix_seconds)
+            seconds.append(datetime.fromisoformat(spec.deadline).timestamp() - observation.unix_seconds)
     hours = [h for h in (limits.device_hours, _number(spec.max_device_hours)) if h is not None]
     return Left(
         steps=None if limits.steps is None else max(0.0, float(limits.steps - spent.steps)),

@@ -50,7 +50,7 @@ METHOD_1_RELEASE_AT: Final = 0.2
 class Side(enum.IntEnum):
     """Ordered: of several rules the one that says the most for a stop counts."""
 
-    GO_ON = 0
+    CONTINUE = 0
     NEITHER = 1
     STOP = 2
 
@@ -68,11 +68,11 @@ class Vote:
     pays: float
 
 
-def doubts(spec: AutoscalingSpec, seen: Observation) -> list[str]:
+def doubts(spec: AutoscalingSpec, observation: Observation) -> list[str]:
     """Why there is no believable forecast; empty if there is one."""
-    answer = seen.forecast
+    answer = observation.forecast
     if answer is None:
-        return [seen.trouble or "no forecast was made"]
+        return [observation.trouble or "no forecast was made"]
     fit = answer.fit
     found = []
     if fit.points_used < ENOUGH_POINTS:
@@ -120,7 +120,7 @@ def vote(spec: AutoscalingSpec, answer: ForecastAnswer, outlook: Outlook) -> Vot
             said.append((_by_probability(p, TARGET_BELOW + late, TARGET_RELEASE_AT + late), words))
     side = max(one for one, _ in said)
     said.sort(key=lambda one: one[0], reverse=True)
-    return Vote(side, tuple(words for _, words in said), valuable and side is Side.GO_ON, pays)
+    return Vote(side, tuple(words for _, words in said), valuable and side is Side.CONTINUE, pays)
 
 
 def flat_vote(spec: AutoscalingSpec, answer: ForecastAnswer) -> Vote | None:
@@ -139,7 +139,7 @@ def flat_vote(spec: AutoscalingSpec, answer: ForecastAnswer) -> Vote | None:
     ):
         return None
     side = _by_probability(flat.p_gain, STOP_BELOW, RELEASE_AT)
-    if side is Side.GO_ON:
+    if side is Side.CONTINUE:
         return None
     slope = flat.slope
     words = (
@@ -220,14 +220,14 @@ def _late_rises_beyond_a_doubling(spec: AutoscalingSpec, outlook: Outlook) -> fl
 def _by_probability(p: float, stop_below: float, release_at: float) -> Side:
     if p < stop_below:
         return Side.STOP
-    return Side.GO_ON if p >= release_at else Side.NEITHER
+    return Side.CONTINUE if p >= release_at else Side.NEITHER
 
 
 def _by_return(spec: AutoscalingSpec, compute: float, gain: float, net: float) -> Side:
     if net <= 0 or compute <= 0:
         return Side.STOP
     worth = 100.0 * float(spec.value_per_point or 0) * gain
-    return Side.GO_ON if net >= RELEASE_RETURN * (worth - net) else Side.NEITHER
+    return Side.CONTINUE if net >= RELEASE_RETURN * (worth - net) else Side.NEITHER
 
 
 def _block_words(gain: float, net: float) -> str:

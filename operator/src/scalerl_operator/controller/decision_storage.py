@@ -105,13 +105,13 @@ class CoordinatorStorage:
                 raise RecordLost(f"{self.name}: {error}") from error
             await self._append_to_status(content)
         except (CoordinatorUnreachable, OffsetSuperseded) as error:
-            # Another operator wrote, or nobody knows whether this line was written.
+            # Another operator wrote, or it is unknown whether this line was written.
             raise RecordLost(f"{self.name} could not be written: {error}") from error
         except (CoordinatorRefused, errors.ApiError) as error:
             raise RecordError(f"{self.name} cannot be written: {error}") from error
 
     async def set_aside(self, problem: str) -> str:
-        """Not here: a person has changed the file on the volume, and repairs it there."""
+        """Refused: the file was edited on the volume, and is to be repaired there."""
         raise RecordError(
             f"{self.name}: {problem}; repair it, or move it away on the run's volume to start an empty one"
         )

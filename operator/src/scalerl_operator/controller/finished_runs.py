@@ -21,7 +21,7 @@ from scalerl_operator.kube.types import Object
 from scalerl_operator.names import RUN_UID, Names
 
 FINISHED: Final = (Phase.COMPLETED, Phase.FAILED)
-"""Not Suspended: it may go on. One that failed at its start has no curve to speak of, and is left out for that."""
+"""Not Suspended: it may be resumed. One that failed at its start has too few points and is left out."""
 
 log = logging.getLogger(__name__)
 
