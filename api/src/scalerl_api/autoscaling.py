@@ -38,8 +38,8 @@ def on_the_calendar(value: str) -> str:
 
 Timestamp = Annotated[
     str,
-    BeforeValidator(timestamp_input),
     Field(max_length=40),
+    BeforeValidator(timestamp_input),
     AfterValidator(MOMENT),
     AfterValidator(on_the_calendar),
 ]

@@ -100,7 +100,7 @@ DECIMAL_FORM = 'A fraction or an exponent is written in quotes: "0.5", "3e-4".'
 """For descriptions. A schema with ``x-kubernetes-int-or-string`` cannot take a JSON number with a fraction, and the API
 server's refusal ("must be of type integer,string") does not say what to write instead."""
 DecimalString = Annotated[
-    str, BeforeValidator(decimal_input), Field(max_length=32), AfterValidator(A_DECIMAL)
+    str, Field(max_length=32), BeforeValidator(decimal_input), AfterValidator(A_DECIMAL)
 ]
 """A decimal number as a string (an integer is accepted); compute with ``float(value)``."""
 
@@ -128,8 +128,8 @@ def quantity_input(value: Any) -> Any:
 
 Quantity = Annotated[
     str,
-    BeforeValidator(quantity_input),
     Field(max_length=24),
+    BeforeValidator(quantity_input),
     AfterValidator(Matches(_QUANTITY, "must be an amount of bytes, like 512Mi or 2Gi")),
 ]
 """An amount of bytes as Kubernetes writes it: ``"512Mi"``, ``"2Gi"``, ``"1G"``."""

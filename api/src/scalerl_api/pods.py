@@ -148,8 +148,8 @@ ObjectName = Annotated[
 ]
 Amount = Annotated[
     str,
-    BeforeValidator(quantity_input),
     Field(max_length=32),
+    BeforeValidator(quantity_input),
     AfterValidator(Matches(_AMOUNT, "must be an amount, like 4, 500m or 16Gi; a fraction in quotes")),
 ]
 """A Kubernetes quantity, or a whole number."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel
 
 from scalerl_api.fields import A_DECIMAL, DECIMAL_FORM, Model
 from scalerl_api.load import load_run
 from scalerl_api.spec import RunSpec, ScaleRLRun
-from scalerl_operator import crd, crd_rules
+from scalerl_operator import crd
+from scalerl_operator.crd import cel_rules
 
 ROOT = Path(__file__).parents[3]
 VERSION = crd.definition()["spec"]["versions"][0]
@@ -135,7 +136,7 @@ def test_the_servers_defaults_are_the_models() -> None:
 
 def test_every_check_across_fields_has_a_rule() -> None:
     checked = {m for m in models(RunSpec) if m.__pydantic_decorators__.model_validators}
-    assert checked == set(crd_rules.OF_MODELS)
+    assert checked == set(cel_rules.OF_MODELS)
     assert len(checked) > 5
 
 
@@ -147,7 +148,7 @@ def test_every_rule_stands_in_the_definition_and_names_a_field_that_is_there() -
     ]
     written = {rule["rule"] for _, _, rule in rules}
     for rule in (
-        rule for group in (*crd_rules.OF_MODELS.values(), *crd_rules.OF_FIELDS.values()) for rule in group
+        rule for group in (*cel_rules.OF_MODELS.values(), *cel_rules.OF_FIELDS.values()) for rule in group
     ):
         assert rule.rule in written or any(text.startswith(f"({rule.rule}) || ") for text in written), rule
     for path, schema, rule in rules:
@@ -207,14 +208,18 @@ def test_a_field_without_a_docstring_has_no_description() -> None:
         bare: int = 0
 
     with pytest.raises(crd.NotExpressible, match=r"Undescribed\.bare: no docstring"):
-        crd._model(Undescribed, defaults=True)
+        crd.schema_of(Undescribed)
 
 
 def test_a_check_without_words_is_not_left_out() -> None:
-    with pytest.raises(crd.NotExpressible, match=r"here: .*has no schema"):
-        crd._type(int, [Field(multiple_of=3)], "here", defaults=True)
-    with pytest.raises(crd.NotExpressible, match="has no schema"):
-        crd._type(complex, [], "here", defaults=True)
+    class Checked(Model):
+        """A model."""
+
+        even: Annotated[int, AfterValidator(abs)] = 0
+        """A number."""
+
+    with pytest.raises(crd.NotExpressible, match=r"abs.* has no words"):
+        crd.schema_of(Checked)
 
 
 def test_a_run_read_from_a_cluster_has_the_kind_of_the_definition() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,7 +21,16 @@ from scalerl_api.autoscaling import MOMENT, AutoscalingSpec, GeneratorRange, on_
 from scalerl_api.cluster import StorageSpec
 from scalerl_api.conditions import Reason
 from scalerl_api.edits import EDITS, Effect, nested_model
-from scalerl_api.fields import A_DECIMAL, AtLeast, AtMost, InRange, Matches
+from scalerl_api.fields import (
+    A_DECIMAL,
+    DECIMAL_FORM,
+    AtLeast,
+    AtMost,
+    InRange,
+    Matches,
+    decimal_input,
+    quantity_input,
+)
 from scalerl_api.pods import (
     PLAIN_PATH,
     PLAIN_PATH_WORDS,
@@ -31,7 +40,11 @@ from scalerl_api.pods import (
     SYSTEM_PATH_WORDS,
     SYSTEM_PATHS,
     Named,
+    Unique,
     enough_memory,
+    own_path,
+    text_value,
+    unreserved,
 )
 from scalerl_api.source import (
     JsonlSource,
@@ -49,6 +62,10 @@ from scalerl_api.spec import (
     RunSpec,
     free_option,
 )
+
+
+class NotExpressible(Exception):
+    """A model has a check that the definition cannot express, or a field without a docstring."""
 
 
 @dataclass(frozen=True)
@@ -264,27 +281,68 @@ REFUSED_EDITS: Final[Mapping[tuple[type[BaseModel], str], Rule]] = _refused_edit
 """What may not change under way, by model and name in Python. With ``field``: a rule of the model."""
 
 
-# --- field types ---------------------------------------------------------------------------------
+# --- checks of one field -------------------------------------------------------------------------
+
+_INT_OR_STRING: Final = {
+    "anyOf": [{"type": "integer"}, {"type": "string"}],
+    "x-kubernetes-int-or-string": True,
+}
+_AMOUNT: Final = "quantity(string(self))"
 
 
-def matches(check: Matches, *, text: str) -> tuple[Rule, ...]:
-    """A pattern. Not as the schema's own ``pattern``: refusing, that shows the pattern, and nobody reads it.
+def add(schema: dict[str, Any], rules: Iterable[Rule]) -> None:
+    """Append rules to a schema's ``x-kubernetes-validations``."""
+    for rule in rules:
+        schema.setdefault("x-kubernetes-validations", []).append(rule.as_validation())
 
-    text: CEL for the value. ``TEXT_OR_INTEGER`` is only for what may be both: of a text made from a value, the server
-    knows no length, and takes the cost of matching it for unbounded.
+
+def add_check(schema: dict[str, Any], check: Callable[..., Any]) -> None:
+    """Express a validator function of the models in the schema of its field.
+
+    Raises:
+        NotExpressible: the function has no words here.
     """
-    return (Rule(_matches(check, text), check.words),)
-
-
-TEXT: Final = "self"
-TEXT_OR_INTEGER: Final = "string(self)"
+    match check:
+        case _ if check in (decimal_input, quantity_input):
+            del schema["type"]
+            schema |= _INT_OR_STRING | {"maxLength": schema.pop("maxLength")}
+            schema |= {"description": DECIMAL_FORM} if check is decimal_input else {}
+        case Matches():
+            # Not the schema's own `pattern`: its refusal shows the pattern, not the words. `string(self)` only for a
+            # value that may be an integer: the server takes the cost of matching a converted value for unbounded.
+            value = "self" if schema.get("type") == "string" else "string(self)"
+            add(schema, [Rule(_matches(check, value), check.words)])
+        case InRange():
+            add(schema, [_in_range(check)])
+        case AtLeast(least=least):
+            holds = f"{_AMOUNT}.compareTo(quantity('{least}')) >= 0"
+            add(schema, [Rule(f"!isQuantity(string(self)) || {holds}", f"must be at least {least}")])
+        case AtMost(most=most):
+            holds = f"{_AMOUNT}.compareTo(quantity('{most}')) <= 0"
+            add(schema, [Rule(f"!isQuantity(string(self)) || {holds}", f"must be at most {most}")])
+        case Unique(key=key):
+            schema |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
+        case Named():
+            schema |= {"required": ["name"], "properties": {"name": _named(check)}}
+        case _ if check is text_value:
+            schema["properties"] |= {"value": _VARIABLE_VALUE}
+        case _ if check is own_path:
+            schema |= {"required": ["name", "mountPath"], "properties": _MOUNT}
+        case _ if check in _OF_FUNCTIONS:
+            add(schema, _OF_FUNCTIONS[check])
+        case _:
+            raise NotExpressible(f"the check {check!r} has no words in {__name__}")
 
 
 def _matches(check: Matches, text: str) -> str:
-    return f"{text}.matches('{check.pattern.replace(chr(92), chr(92) * 2)}')"
+    return f"{text}.matches('{_escaped(check.pattern)}')"
 
 
-def in_range(bounds: InRange) -> tuple[Rule, ...]:
+def _escaped(pattern: str) -> str:
+    return pattern.replace("\\", "\\\\")
+
+
+def _in_range(bounds: InRange) -> Rule:
     """Bounds of a decimal, which is a string or an integer."""
     stated = [
         (bounds.above, ">", "greater than"),
@@ -295,28 +353,11 @@ def in_range(bounds: InRange) -> tuple[Rule, ...]:
     given = [(limit, sign, words) for limit, sign, words in stated if math.isfinite(limit)]
     holds = " && ".join(f"double(self) {sign} {float(limit)!r}" for limit, sign, _ in given)
     message = " and ".join(f"{words} {limit:g}" for limit, _, words in given)
-    # What is no decimal is refused for that; here it would only fail to be converted.
-    return (Rule(f"!{_matches(A_DECIMAL, TEXT_OR_INTEGER)} || ({holds})", f"must be {message}"),)
+    # A value that is no decimal is refused by the rule for its form; here its conversion would fail.
+    return Rule(f"!{_matches(A_DECIMAL, 'string(self)')} || ({holds})", f"must be {message}")
 
 
-def at_least(bound: AtLeast) -> tuple[Rule, ...]:
-    """The least that a quantity may be."""
-    amount = "quantity(string(self))"
-    least = f"{amount}.compareTo(quantity('{bound.least}')) >= 0"
-    return (Rule(f"!isQuantity(string(self)) || {least}", f"must be at least {bound.least}"),)
-
-
-def at_most(bound: AtMost) -> tuple[Rule, ...]:
-    """The most that a quantity may be."""
-    amount = "quantity(string(self))"
-    most = f"{amount}.compareTo(quantity('{bound.most}')) <= 0"
-    return (Rule(f"!isQuantity(string(self)) || {most}", f"must be at most {bound.most}"),)
-
-
-# --- pod templates -------------------------------------------------------------------------------
-
-
-def named(check: Named) -> dict[str, Any]:
+def _named(check: Named) -> dict[str, Any]:
     """The name of an entry of a raw list."""
     rules = [
         Rule(
@@ -336,13 +377,13 @@ def named(check: Named) -> dict[str, Any]:
     }
 
 
-VARIABLE_VALUE: Final = {
+_VARIABLE_VALUE: Final = {
     "type": "string",
     "description": "Its value; a number or a boolean has to be quoted.",
     "maxLength": 32_768,
 }
 
-MOUNT: Final[dict[str, Any]] = {
+_MOUNT: Final[dict[str, Any]] = {
     "name": {"type": "string", "description": "Name of a volume.", "minLength": 1, "maxLength": 253},
     "mountPath": {
         "type": "string",
@@ -353,7 +394,7 @@ MOUNT: Final[dict[str, Any]] = {
             Rule("self.startsWith('/')", "must be absolute").as_validation(),
             # What is not absolute is refused for that.
             Rule(
-                f"!self.startsWith('/') || self.matches('^{PLAIN_PATH.pattern.replace(chr(92), chr(92) * 2)}$')",
+                f"!self.startsWith('/') || self.matches('^{_escaped(PLAIN_PATH.pattern)}$')",
                 PLAIN_PATH_WORDS,
             ).as_validation(),
             Rule(
@@ -369,23 +410,22 @@ MOUNT: Final[dict[str, Any]] = {
     },
 }
 
-UNRESERVED: Final = (
-    Rule(
-        f"self.all(name, !{list(RESERVED_LABELS)}.exists(taken, name.startsWith(taken)))",
-        f"names that start with {', '.join(RESERVED_LABELS)} are the operator's; choose another prefix",
-    ),
-)
-
 # --- functions of the models ---------------------------------------------------------------------
 
 _OPTION: Final = "self.split('=')[0].replace('_', '-')"
 
-OF_FUNCTIONS: Final[Mapping[Callable[..., Any], tuple[Rule, ...]]] = {
+_OF_FUNCTIONS: Final[Mapping[Callable[..., Any], tuple[Rule, ...]]] = {
     free_option: (
         Rule(
             f"!{list(SERVER_OPTIONS)}.exists(option, option == {_OPTION} || (size({_OPTION}) >= {SHORTEST_ABBREVIATION} "
             f"&& option.startsWith({_OPTION}))) && !{_OPTION}.startsWith('--ssl-')",
             "this option is set from other fields, or by the operator itself; leave it out",
+        ),
+    ),
+    unreserved: (
+        Rule(
+            f"self.all(name, !{list(RESERVED_LABELS)}.exists(taken, name.startsWith(taken)))",
+            f"names that start with {', '.join(RESERVED_LABELS)} are the operator's; choose another prefix",
         ),
     ),
     enough_memory: (
@@ -399,7 +439,7 @@ OF_FUNCTIONS: Final[Mapping[Callable[..., Any], tuple[Rule, ...]]] = {
     timestamp_input: (),
     on_the_calendar: (
         Rule(
-            f"!{_matches(MOMENT, TEXT)} || timestamp(self) > timestamp('0001-01-01T00:00:00Z')",
+            f"!{_matches(MOMENT, 'self')} || timestamp(self) > timestamp('0001-01-01T00:00:00Z')",
             "must be a day that the calendar has",
         ),
     ),

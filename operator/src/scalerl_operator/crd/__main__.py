@@ -1,0 +1,5 @@
+import sys
+
+from scalerl_operator.crd import main
+
+sys.exit(main())

@@ -1,0 +1,267 @@
+"""``python -m scalerl_operator.crd``: write the custom resource definition from the models of :mod:`scalerl_api`.
+
+pydantic gives types, enums, bounds, patterns and defaults; the docstring of a field is its description. Checks across
+fields and fields that may not change are CEL rules of :mod:`scalerl_operator.crd.cel_rules`. So an API server refuses
+what ``scalerl validate`` refuses. The operator alone checks what a server cannot: values of
+``task.reasoningGym.parameters``, keys of labels, and raw Kubernetes objects.
+
+The definition is narrower than the models in one point: paths are absolute. For the server an optional field that is
+``null`` is absent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import inspect
+import re
+import sys
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
+from pydantic_core import core_schema
+
+from scalerl_api.load import to_yaml
+from scalerl_api.spec import GROUP, KIND, PLURAL, VERSION, RunSpec
+from scalerl_api.status import RunStatus
+from scalerl_operator.crd import cel_rules
+from scalerl_operator.crd.cel_rules import NotExpressible
+
+Schema = dict[str, Any]
+FILE_NAME: Final = f"{GROUP}_{PLURAL}.yaml"
+_HEADER = "# Written by `make crds` from the models of scalerl_api; changes here are lost.\n"
+
+_COLUMNS: Final = (
+    ("Phase", "string", ".status.phase", 0),
+    ("Step", "integer", ".status.step", 0),
+    ("Reward", "string", ".status.reward", 0),
+    ("Forecast", "string", ".status.forecast", 0),
+    ("Decision", "string", ".status.decision", 0),
+    ("Generators", "integer", ".status.generators.ready", 1),
+    ("Device-Hours", "string", ".status.usage.deviceHours", 1),
+    ("Age", "date", ".metadata.creationTimestamp", 0),
+)
+"""Of ``kubectl get``: title, type, path, priority (1: only with ``-o wide``)."""
+
+_ANY: Final[Schema] = {"x-kubernetes-preserve-unknown-fields": True}
+_INT64: Final = {"minimum": -(2**63), "maximum": 2**63 - 1}
+"""Bounds that the format ``int64`` has already."""
+
+
+def definition() -> dict[str, Any]:
+    """The CustomResourceDefinition."""
+    schema = {
+        "type": "object",
+        "description": "One run that trains a language model by reinforcement learning.",
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string", "description": f"{GROUP}/{VERSION}."},
+            "kind": {"type": "string", "description": f"{KIND}."},
+            # The server's own: nothing may be said of it here, not even a description.
+            "metadata": {"type": "object"},
+            "spec": schema_of(RunSpec),
+            "status": schema_of(RunStatus, "serialization"),
+        },
+    }
+    cel_rules.add(schema, cel_rules.OF_THE_OBJECT)
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{PLURAL}.{GROUP}"},
+        "spec": {
+            "group": GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": KIND,
+                "listKind": f"{KIND}List",
+                "plural": PLURAL,
+                "singular": KIND.lower(),
+                "shortNames": ["slr", "rlrun"],
+                "categories": ["scalerl"],
+            },
+            "versions": [
+                {
+                    "name": VERSION,
+                    "served": True,
+                    "storage": True,
+                    "additionalPrinterColumns": [_column(*column) for column in _COLUMNS],
+                    "subresources": {
+                        "status": {},
+                        "scale": {
+                            "specReplicasPath": ".spec.generator.replicas",
+                            "statusReplicasPath": ".status.replicas",
+                            "labelSelectorPath": ".status.selector",
+                        },
+                    },
+                    "schema": {"openAPIV3Schema": schema},
+                }
+            ],
+        },
+    }
+
+
+def text() -> str:
+    """The definition as it stands in ``crds/``."""
+    return _HEADER + to_yaml(definition())
+
+
+def _column(name: str, kind: str, path: str, priority: int) -> dict[str, Any]:
+    column: dict[str, Any] = {"name": name, "type": kind, "jsonPath": path}
+    return column | ({"priority": priority} if priority else {})
+
+
+class _Structural(GenerateJsonSchema):
+    """Schemas as a CustomResourceDefinition takes them: without references, titles and ``null``."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._shared: dict[str, core_schema.CoreSchema] = {}
+
+    def generate_inner(self, schema: Any) -> Schema:
+        written = copy.deepcopy(self.resolve_ref_schema(super().generate_inner(schema)))
+        written.pop("title", None)
+        return written
+
+    def definitions_schema(self, schema: core_schema.DefinitionsSchema) -> Schema:
+        self._shared |= {shared["ref"]: shared for shared in schema["definitions"]}
+        return self.generate_inner(schema["schema"])
+
+    def definition_ref_schema(self, schema: core_schema.DefinitionReferenceSchema) -> Schema:
+        return self.generate_inner(self._shared[schema["schema_ref"]])
+
+    def sort(self, value: Schema, parent_key: str | None = None) -> Schema:
+        return value
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+    def int_schema(self, schema: core_schema.IntSchema) -> Schema:
+        written = reversed(super().int_schema(schema).items())  # the lower one first
+        bounds = {key: bound for key, bound in written if _INT64.get(key) != bound}
+        return {"type": "integer", "format": "int64"} | bounds
+
+    def literal_schema(self, schema: core_schema.LiteralSchema) -> Schema:
+        return {"type": "string", "enum": schema["expected"]}
+
+    def nullable_schema(self, schema: core_schema.NullableSchema) -> Schema:
+        return self.generate_inner(schema["schema"])
+
+    def union_schema(self, schema: core_schema.UnionSchema) -> Schema:
+        return dict(_ANY)  # the model says which types the value may have
+
+    def dict_schema(self, schema: core_schema.DictSchema) -> Schema:
+        written = super().dict_schema(schema)
+        written.pop("propertyNames", None)
+        if written.get("additionalProperties") is True:
+            return {"type": "object"} | _ANY
+        return written
+
+    def function_before_schema(self, schema: core_schema.BeforeValidatorFunctionSchema) -> Schema:
+        return self._checked(schema)
+
+    def function_after_schema(self, schema: core_schema.AfterValidatorFunctionSchema) -> Schema:
+        return self._checked(schema)
+
+    def _checked(self, schema: Any) -> Schema:
+        written = self.generate_inner(schema["schema"])
+        if schema["schema"]["type"] != "model":  # the rules of a model are added with its fields
+            cel_rules.add_check(written, schema["function"]["function"])
+        return written
+
+    def default_schema(self, schema: core_schema.WithDefaultSchema) -> Schema:
+        """A default that says something. A model's is ``{}`` if its own fields have some, so that theirs are applied."""
+        written, default = self.generate_inner(schema["schema"]), self.get_default_value(schema)
+        if self.mode == "serialization":
+            return written
+        if isinstance(default, BaseModel):
+            if any("default" in nested for nested in written["properties"].values()):
+                written["default"] = {}
+        elif default not in (None, [], {}):
+            written["default"] = default
+        return written
+
+    def model_schema(self, schema: core_schema.ModelSchema) -> Schema:
+        model = schema["cls"]
+        fields = self.generate_inner(schema["schema"])
+        docstrings = _docstrings(sys.modules[model.__module__]).get(model.__name__, {})
+        for name, field in model.model_fields.items():
+            if name not in docstrings:
+                raise NotExpressible(
+                    f"{model.__name__}.{name}: no docstring below the field; it is the description"
+                )
+            written = fields["properties"][field.alias]
+            note = written.pop("description", "") if "x-kubernetes-int-or-string" in written else ""
+            written = {"description": ""} | written | {"description": _plain(f"{docstrings[name]} {note}")}
+            fields["properties"][field.alias] = written
+            cel_rules.add(written, cel_rules.OF_FIELDS.get((model, name), ()))
+        # A rule across the sections of a spec is checked again at every edit, also one of `suspend`.
+        across = cel_rules.OF_MODELS.get(model, ())
+        cel_rules.add(fields, (replace(rule, kept=True) for rule in across) if model is RunSpec else across)
+        for (owner, name), edit in cel_rules.REFUSED_EDITS.items():
+            if owner is model:
+                alias = model.model_fields[name].alias
+                cel_rules.add(fields if edit.field else fields["properties"][alias], [edit])
+        return {"type": "object", "description": _plain(inspect.getdoc(model) or "")} | fields
+
+
+def schema_of(model: type[BaseModel], mode: JsonSchemaMode = "validation") -> Schema:
+    """Structural schema of a model. In mode ``serialization`` it has no defaults: what is written is whole."""
+    return model.model_json_schema(schema_generator=_Structural, mode=mode)
+
+
+# --- descriptions --------------------------------------------------------------------------------
+
+
+@cache
+def _docstrings(module: ModuleType) -> dict[str, dict[str, Any]]:
+    """The string below each annotated field, by class and field. Not pydantic's ``use_attribute_docstrings``: that
+    reads the sources in every process that imports the models."""
+    found = {}
+    for node in ast.parse(inspect.getsource(module)).body:
+        if isinstance(node, ast.ClassDef):
+            found[node.name] = {
+                field.target.id: below.value.value
+                for field, below in pairwise(node.body)
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+                if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            }
+    return found
+
+
+def _plain(docstring: str) -> str:
+    """A docstring as ``kubectl explain`` shows it: one paragraph, without markup or grades of sources.
+
+    >>> _plain("``max`` of :class:`A`\\n  counts [P].")
+    '`max` of `A` counts.'
+    """
+    plain = re.sub(r":[a-z]+:`~?([^`]*)`", r"`\1`", docstring)
+    plain = re.sub(r" \[[PS?]\]", "", plain.replace("``", "`"))
+    return " ".join(plain.split())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m scalerl_operator.crd", description=__doc__)
+    parser.add_argument(
+        "directory", nargs="?", default="crds", type=Path, help="where to write (default: crds)"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit 1 if the file there differs"
+    )
+    options = parser.parse_args(arguments)
+    path: Path = options.directory / FILE_NAME
+    if options.check:
+        if not path.is_file() or path.read_text(encoding="utf-8") != text():
+            print(f"{path}: not what the models say; run `make crds` and commit the file", file=sys.stderr)
+            return 1
+        return 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text(), encoding="utf-8")
+    print(path)
+    return 0
