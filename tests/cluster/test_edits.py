@@ -1,7 +1,7 @@
 """What a real API server says to an edit of every field of a run that is under way.
 
 That those it takes have their effect is for the operator, the coordinator and the trainer: ``test_operator_edits.py``,
-``test_coordinator_edits.py``, ``test_trainer_edits.py``.
+``test_coordinator_edits.py``, ``test_trainer_spec_edits.py``.
 """
 
 from __future__ import annotations

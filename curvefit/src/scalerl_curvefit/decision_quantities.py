@@ -14,7 +14,6 @@ from .errors import RequestError
 from .families import compute_share
 from .fitting import Estimate, Fit, draws, forecast_pool
 from .pooling import ForecastPool
-from .sampling import interval
 
 BLOCKS: Final = 32
 """Number of sizes that `best_block` tries, from 1 % of now to the horizon."""
@@ -64,12 +63,12 @@ def marginal_gain(fitted: Fit, at: float | None = None) -> Estimate:
     compute = fitted.now if at is None else _positive("at", at)
     drawn = draws(fitted)
     either_side = drawn.reward(compute * np.exp(np.array([-STEP, STEP])))
-    return _estimate((either_side[:, 1] - either_side[:, 0]) / (2.0 * STEP * compute))
+    return Estimate.of((either_side[:, 1] - either_side[:, 0]) / (2.0 * STEP * compute))
 
 
 def gain(fitted: Fit, to: float) -> Estimate:
     """R(to) − R(now), departures and late rises included."""
-    return _estimate(_gains(forecast_pool(fitted), np.array([_beyond(fitted, to)]))[:, 0])
+    return Estimate.of(_gains(forecast_pool(fitted), np.array([_beyond(fitted, to)]))[:, 0])
 
 
 def p_gain_above(fitted: Fit, to: float, least: float) -> float:
@@ -161,11 +160,6 @@ def _rises_above(
 def _gains(ahead: ForecastPool, compute: FloatArray) -> FloatArray:
     reward_dc = ahead.reward(np.concatenate([[ahead.now], compute]))
     return np.asarray(reward_dc[:, 1:] - reward_dc[:, :1])
-
-
-def _estimate(values: FloatArray) -> Estimate:
-    low, median, high = interval(values)
-    return Estimate(float(median), float(low), float(high))
 
 
 def _positive(name: str, compute: float) -> float:

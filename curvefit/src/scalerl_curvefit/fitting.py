@@ -52,6 +52,12 @@ class Estimate:
     low: float
     high: float
 
+    @classmethod
+    def of(cls, values: FloatArray) -> Estimate:
+        """The estimate from draws (d,)."""
+        low, median, high = interval(values)
+        return cls(float(median), float(low), float(high))
+
     @property
     def width(self) -> float:
         """Width of the 90 % interval."""
@@ -175,17 +181,17 @@ def fit(
     seed = content_seed(curve, settings, [run.seed for run in known])
     random = np.random.default_rng(seed)
     drawn = sample(nodes[:1], np.ones(1), DRAWS, random)
-    a, before = _estimate(drawn.A), float(np.mean(drawn.Cmid > curve.now))
+    a, before = Estimate.of(drawn.A), float(np.mean(drawn.Cmid > curve.now))
     used = len(curve) - at
     doubts = _doubts(used, a, before)
     return Fit(
         curve=curve,
         settings=settings,
         A=a,
-        B=_estimate(drawn.B),
-        Cmid=_estimate(drawn.Cmid),
-        R0=_estimate(drawn.R0),
-        sigma=_estimate(drawn.sigma),
+        B=Estimate.of(drawn.B),
+        Cmid=Estimate.of(drawn.Cmid),
+        R0=Estimate.of(drawn.R0),
+        sigma=Estimate.of(drawn.sigma),
         rho=float(np.mean(drawn.rho)),
         point=_point(main, points),
         identifiable=not doubts,
@@ -230,9 +236,8 @@ def _pool(
     n: int,
     random: np.random.Generator,
 ) -> ForecastPool:
-    if prior is None:
-        return sample_forecast_pool(nodes, local, now, settings, n, random)
-    return sample_forecast_pool(nodes, local, now, settings, n, random, prior.gains, prior.late_rise)
+    gains, late_rise = (None, None) if prior is None else (prior.gains, prior.late_rise)
+    return sample_forecast_pool(nodes, local, now, settings, n, random, gains, late_rise)
 
 
 def summarize_run(run: EarlierRun, settings: FitSettings | None = None) -> SummarizedRun:
@@ -363,11 +368,6 @@ def _point(nodes: Nodes, points: _Points) -> LeastSquaresFit:
         (points.prior.a_lowest, points.prior.a_highest),
         nodes.family,
     )
-
-
-def _estimate(values: FloatArray) -> Estimate:
-    low, median, high = interval(values)
-    return Estimate(float(median), float(low), float(high))
 
 
 def _doubts(points: int, a: Estimate, before: float) -> tuple[str, ...]:

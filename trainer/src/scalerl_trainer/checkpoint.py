@@ -47,6 +47,15 @@ class CheckpointError(TrainerError):
     """A checkpoint could not be written, or none can be read."""
 
 
+def flush(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class Disk:
     """The system calls of a checkpoint; tests make them fail one by one."""
 
@@ -57,12 +66,7 @@ class Disk:
         path.write_bytes(data)
 
     def sync(self, path: Path) -> None:
-        """Flush a file, or the entries of a folder, to the disk."""
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        flush(path)
 
     def rename(self, source: Path, target: Path) -> None:
         source.rename(target)

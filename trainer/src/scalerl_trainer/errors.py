@@ -59,3 +59,8 @@ class Stopped(TrainerError):
 
 class WarmStartError(TrainerError):
     """The task's own solutions cannot be trained on, whatever the weights are."""
+
+
+def first_line(error: Exception) -> str:
+    """The first line of a library's message, or the error's type without one."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -23,7 +23,7 @@ import torch
 from scalerl_api.load import SpecError, load_accepted_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec
-from scalerl_trainer.checkpoint import FIXED_SHAPE, CheckpointError, CheckpointStore
+from scalerl_trainer.checkpoint import FIXED_SHAPE, CheckpointError, CheckpointStore, flush
 from scalerl_trainer.errors import EngineError, TrainerError
 from scalerl_trainer.saved_state import SavedState
 from scalerl_trainer.tensor_files import TensorInfo, write_tensors
@@ -143,15 +143,6 @@ def _write_weights(
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-
-
-def flush(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # --- from a checkpoint -----------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from scalerl_api.exports import EXPORTS_FILE, ExportedModel
-from scalerl_trainer.errors import TrainerError
+from scalerl_trainer.errors import TrainerError, first_line
 from scalerl_trainer.export import STAGED, commit_model
 
 Models = Mapping[str, tuple[ExportedModel, Path]]
@@ -121,7 +121,7 @@ class Hub:
                 )
                 uris[model.version] = self._to if revision == "main" else f"{self._to}@{revision}"
         except Exception as error:  # the client raises from several trees: its own, httpx's and OSError
-            raise TargetError(f"{self._to}: {type(error).__name__}: {_first_line(error)}") from error
+            raise TargetError(f"{self._to}: {type(error).__name__}: {first_line(error)}") from error
         return uris
 
 
@@ -144,7 +144,7 @@ class Bucket:
         try:
             self._store: Any = S3Store(bucket, prefix=prefix or None, retry_config=_RETRIES)
         except self._errors as error:
-            raise TargetError(f"{self._to}: {type(error).__name__}: {_first_line(error)}") from error
+            raise TargetError(f"{self._to}: {type(error).__name__}: {first_line(error)}") from error
 
     def put(self, models: Models) -> dict[int, str]:
         uris = {}
@@ -165,7 +165,7 @@ class Bucket:
                 if others:
                     self._obstore.delete(self._store, others)
         except self._errors as error:
-            raise TargetError(f"{self._to}: {type(error).__name__}: {_first_line(error)}") from error
+            raise TargetError(f"{self._to}: {type(error).__name__}: {first_line(error)}") from error
         return uris
 
 
@@ -177,7 +177,3 @@ def _distinct(models: Models) -> Iterable[tuple[ExportedModel, Path]]:
 def _is_unwanted(path: str, wanted: set[str]) -> bool:
     folder = path.split("/")[0]
     return _NAME.match(folder) is not None and folder not in wanted
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

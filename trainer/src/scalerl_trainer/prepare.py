@@ -21,6 +21,7 @@ from scalerl_api.paths import RunPaths
 from scalerl_api.process import EnvironmentProblem, ProcessEnvironment
 from scalerl_api.spec import ModelSpec, RunSpec
 from scalerl_tasks import GradingError, Task, TaskError, open_task
+from scalerl_trainer.checkpoint import flush
 from scalerl_trainer.checks import (
     PrepareError,
     check_grading,
@@ -29,7 +30,7 @@ from scalerl_trainer.checks import (
     check_prompts,
     worked_solution,
 )
-from scalerl_trainer.errors import TokenizerError
+from scalerl_trainer.errors import TokenizerError, first_line
 
 log = logging.getLogger("scalerl_trainer.prepare")
 
@@ -94,9 +95,9 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
         _check(staged, spec, task, one_machine)
         (staged / MARKER_FILE).write_text(json.dumps({"identity": identity}) + "\n", encoding="utf-8")
         for file in [*staged.iterdir(), staged]:
-            _flush(file)
+            flush(file)
         staged.rename(target)
-        _flush(target.parent)
+        flush(target.parent)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
     log.info("%s is made", target)
@@ -188,8 +189,9 @@ def _download(model: ModelSpec) -> Path:
             if offline
             else "check name, revision, network and access token"
         )
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise PrepareError(f"model.hub: {hub.name} at revision {hub.revision}: {reason}; {advice}") from error
+        raise PrepareError(
+            f"model.hub: {hub.name} at revision {hub.revision}: {first_line(error)}; {advice}"
+        ) from error
     return Path(folder)
 
 
@@ -209,14 +211,6 @@ def _link_or_copy(source: Path, directory: Path, field: str) -> None:
             os.link(file.resolve(), target)
         except OSError:
             shutil.copyfile(file, target)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 if __name__ == "__main__":

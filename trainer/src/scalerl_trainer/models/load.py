@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scalerl_api.memory import Dtype
-from scalerl_trainer.errors import ModelError, ModelNotFoundError, TokenizerError
+from scalerl_trainer.errors import ModelError, ModelNotFoundError, TokenizerError, first_line
 
 
 def load_model(
@@ -38,7 +38,7 @@ def load_model(
     except ImportError as error:
         raise ModelError(
             f"the model of {name_or_path} with model.attention: {attention} needs a package that is missing: "
-            f"{_first_line(error)}"
+            f"{first_line(error)}"
         ) from error
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(_advice("model", name_or_path, revision, error)) from error
@@ -103,8 +103,4 @@ def _advice(what: str, name: str, revision: str | None, error: Exception) -> str
         hint = "HF_HUB_OFFLINE is set and it is not in the cache: download it first, or unset the variable"
     else:
         hint = "check name, revision, network and access token"
-    return f"cannot load the {what} of {place}: {_first_line(error)}; {hint}"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"cannot load the {what} of {place}: {first_line(error)}; {hint}"

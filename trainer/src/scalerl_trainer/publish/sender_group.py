@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed
 
+from scalerl_trainer.errors import first_line
 from scalerl_trainer.publish.errors import GroupError
 
 log = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ class SenderGroup:
         try:
             return self._opened[0].broadcast([buffer_u8], options)
         except RuntimeError as error:
-            raise GroupError(f"group epoch {self.epoch}: {_first_line(error)}") from error
+            raise GroupError(f"group epoch {self.epoch}: {first_line(error)}") from error
 
     def wait(self, work: Any, deadline: float, check: Check) -> None:
         """Wait until ``work`` is done.
@@ -100,7 +101,7 @@ class SenderGroup:
                 time.sleep(POLL_SECONDS)
             work.wait(timedelta(seconds=1))
         except RuntimeError as error:
-            raise GroupError(f"group epoch {self.epoch}: {_first_line(error)}") from error
+            raise GroupError(f"group epoch {self.epoch}: {first_line(error)}") from error
 
     def close(self) -> None:
         """Close without blocking. Peers in an operation get an error: over NCCL at once, over gloo at its time-out."""
@@ -151,7 +152,7 @@ def open_group(
                 raise GroupError(f"group epoch {epoch}: not all of {world_size} ranks joined in time")
             thread.join(timeout=POLL_SECONDS)
         if failed:
-            raise GroupError(f"group epoch {epoch}: {_first_line(failed[0])}")
+            raise GroupError(f"group epoch {epoch}: {first_line(failed[0])}")
     except BaseException:
         _release_in_thread(process_groups, backend == "nccl")
         raise
@@ -207,7 +208,3 @@ def _new_process_group(
     # NCCL's watchdog ends the process when this runs out; ours (in `wait`) comes first.
     nccl._timeout = 4 * timeout + timedelta(minutes=1)
     return c10d.ProcessGroupNCCL(store, 0, world_size, nccl)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
