@@ -1,21 +1,29 @@
-"""What a resumed run on this machine begins with."""
+"""The autoscaler's back end for a local run."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from operator_tests.children import run_spec
+from operator_tests.children import Harness, eventually, run_spec, workload
 from operator_tests.scaling import evaluations, run, spec, status
+from scalerl_api.wire import BROKEN, FORECAST
+from scalerl_operator.autoscaling.autoscaler import Autoscaler, Step
 from scalerl_operator.autoscaling.decision_log import DecisionRecord
+from scalerl_operator.autoscaling.log_storage import RecordError
 from scalerl_operator.autoscaling.models import Action, Decision, Generators, History, State
 from scalerl_operator.autoscaling.observation import observe, point
+from scalerl_operator.local import local_autoscaler
 from scalerl_operator.local.devices import VISIBLE
-from scalerl_operator.local.local_autoscaler import resumed_plan
+from scalerl_operator.local.local_autoscaler import LocalAutoscaler, resumed_plan
+from scalerl_operator.local.unit import Event
 from scalerl_operator.plan import plan
-from scalerl_operator.workloads import Role
+from scalerl_operator.workloads import Lifetime, Role
 
 CURVE = evaluations([0.2, 0.3])
 
@@ -73,3 +81,106 @@ async def test_devices_that_are_gone_are_not_waited_for(
     found, message = resumed_plan(plan(made), made.spec, record)
     assert found.workload(Role.GENERATOR).replicas == expected
     assert ("3 found on this machine" in message) == (expected == 1)
+
+
+@asynccontextmanager
+async def deciding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: State, action: Action, **changes: Any
+) -> AsyncIterator[tuple[LocalAutoscaler, Harness, list[Event]]]:
+    """The autoscaler of a run whose last decision, of an earlier process, was ``action``; ``changes`` of its first status."""
+    monkeypatch.setattr(local_autoscaler, "_TICK_SECONDS", 0.01)
+    made = run_spec(autoscaling={"mode": "Auto", "generators": {"max": 4}}).spec
+    record = DecisionRecord.open(tmp_path / "decisions.jsonl")
+    points = [point(e) for e in CURVE]
+    observation = observe(made, status(CURVE), points, Generators(wanted=1, ready=1), unix_seconds=1.7e9)
+    decision = Decision(state=state, reasons=["so"], action=action, history=History())
+    await record.append("autoscale", made.autoscaling, points, observation, decision)
+    harness = Harness(
+        tmp_path, workload(Role.GENERATOR, Lifetime.SERVICE, "-c", "import time; time.sleep(600)")
+    )
+    events: list[Event] = []
+    autoscaler = LocalAutoscaler(made, harness.runtime, record, token="secret", on_event=events.append)
+    autoscaler.observe(status(changes.pop("points", []), **changes))
+    runtime = asyncio.create_task(harness.runtime.run())
+    task = asyncio.create_task(autoscaler.run())
+    try:
+        yield autoscaler, harness, events
+        assert not task.done()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        harness.runtime.stop()
+        await asyncio.wait_for(runtime, 120)
+        with pytest.raises(RecordError, match="closed"):
+            await record.append("autoscale", made.autoscaling, points, observation, decision)
+
+
+async def test_a_recorded_stop_is_carried_out_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with deciding(tmp_path, monkeypatch, State.STOP, Action(kind="stop")) as (autoscaler, _, _):
+        await eventually(lambda: autoscaler.stop == FORECAST)
+
+
+@pytest.mark.parametrize(
+    ("state", "kind", "reason"), [(State.STOP, "stop", FORECAST), (State.BROKEN, "hold", BROKEN)]
+)
+async def test_a_run_that_is_resumed_is_not_stopped_by_the_decision_that_stopped_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: State, kind: Any, reason: str
+) -> None:
+    """Its first status still has the stop; the next ones do not."""
+    async with deciding(tmp_path, monkeypatch, state, Action(kind=kind), stop_reason=reason) as (
+        autoscaler,
+        _,
+        _,
+    ):
+        await asyncio.sleep(0.2)
+        assert autoscaler.stop == ""
+        autoscaler.observe(status([]))
+        await asyncio.sleep(0.2)
+        assert autoscaler.stop == ""
+
+
+async def test_an_error_of_the_autoscaler_is_reported_once_and_the_run_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise ZeroDivisionError("so")
+
+    monkeypatch.setattr(Autoscaler, "step", fail)
+    async with deciding(tmp_path, monkeypatch, State.CONTINUE, Action(), points=CURVE) as (_, _, events):
+        await eventually(lambda: events)
+        await asyncio.sleep(0.2)
+        assert [(e.text, e.is_problem) for e in events] == [("ZeroDivisionError: so", True)]
+
+
+async def test_a_number_is_applied_once_and_the_plans_number_not_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``resumed_plan`` has started as many as the last decision of the process before set, or could not."""
+    numbers = iter((3, 3, 2))
+
+    async def decide(autoscaler: Autoscaler, *_: object) -> Step | None:
+        number = next(numbers, None)
+        if number is None:
+            return None
+        known = autoscaler._record.known
+        assert known.last is not None
+        action = Action(kind="scale", generators=number)
+        decision = Decision(state=State.CONTINUE, reasons=["so"], action=action, history=known.history)
+        line = await autoscaler._record.append(
+            "balance", autoscaler.spec.autoscaling, known.points, known.last.observation, decision
+        )
+        return Step("balance", line.decision, action, False)
+
+    monkeypatch.setattr(Autoscaler, "step", decide)
+    scaled: list[int] = []
+    async with deciding(tmp_path, monkeypatch, State.GROW, Action(kind="scale", generators=4)) as (
+        _,
+        harness,
+        _,
+    ):
+        monkeypatch.setattr(harness.runtime, "scale", lambda role, number: scaled.append(number))
+        await eventually(lambda: len(scaled) == 3)
+        await asyncio.sleep(0.2)
+    assert scaled == [3, 3, 2], "the runtime does not take them here, and each is requested once"
