@@ -66,7 +66,7 @@ def test_a_full_spec_survives_its_own_manifest() -> None:
         ('{deadline: "2026-02-30 12:00:00Z"}', "spec.autoscaling.deadline", "with its time zone"),
         ("{generators: {min: 3, max: 2}}", "spec.autoscaling.generators", "at least min (3)"),
         ("{generators: {max: 1}}", "spec", "generator.replicas (2) must lie within autoscaling.generators"),
-        ("{generators: {min: 3, max: 4}}", "spec", "(3 to 4)"),
+        ("{generators: {min: 3, max: 4}}", "spec", "(min=3 max=4)"),
         ("{generators: {min: 0, max: 4}}", "spec.autoscaling.generators.min", "greater than or equal to 1"),
         ("{cooldownSeconds: 0}", "spec.autoscaling.cooldownSeconds", "greater than or equal to 1"),
         ("{stopAfter: 0}", "spec.autoscaling.stopAfter", "greater than or equal to 1"),

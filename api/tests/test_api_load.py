@@ -170,7 +170,7 @@ def test_defaults_survive_a_round_trip() -> None:
             "",
         ),
         ("spec.trainer.microBatchTokens", 63, "spec.trainer.microBatchTokens", "greater than or equal to 64"),
-        ("spec.model.path", "/m", "spec.model", "exactly one of hub, path, scratch (found path, scratch)"),
+        ("spec.model.path", "/m", "spec.model", "exactly one of hub, path, scratch"),
         ("spec.task.jsonl", {"path": "a"}, "spec.task", "exactly one of reasoningGym, jsonl"),
         ("spec.budget", {}, "spec.budget", "at least one of maxSteps"),
         ("spec.budget", None, "spec.budget", "required"),

@@ -7,11 +7,11 @@ a field says otherwise.
 from __future__ import annotations
 
 from datetime import date, datetime
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from scalerl_api.fields import HorizonDecimal, Matches, Model, OpenUnitDecimal, PositiveDecimal
+from scalerl_api.fields import HorizonDecimal, Matches, Model, OpenUnitDecimal, PositiveDecimal, Rule
 
 
 def timestamp_input(value: Any) -> Any:
@@ -54,11 +54,14 @@ class GeneratorRange(Model):
     max: Annotated[int, Field(ge=1, le=1024)]
     """Most."""
 
-    @model_validator(mode="after")
-    def _in_order(self) -> Self:
-        if self.max < self.min:
-            raise ValueError(f"max ({self.max}) must be at least min ({self.min})")
-        return self
+    rules = (
+        Rule(
+            "self.max >= self.min",
+            "%(max)s must be at least %(min)s",
+            "max",
+            lambda allowed: allowed.max >= allowed.min,
+        ),
+    )
 
 
 class AutoscalingSpec(Model):
@@ -96,11 +99,17 @@ class AutoscalingSpec(Model):
     checkpoint, which can be taken back; ``Alert`` only reports it.
     ``Tell`` is the earlier name of ``Alert``, read for one release."""
 
-    @model_validator(mode="after")
-    def _money_is_whole(self) -> Self:
-        if (self.price_per_device_hour is None) != (self.value_per_point is None):
-            given, missing = "pricePerDeviceHour", "valuePerPoint"
-            if self.price_per_device_hour is None:
-                given, missing = missing, given
-            raise ValueError(f"{given} says nothing without {missing}; give both or none")
-        return self
+    rules = (
+        Rule(
+            "!has(self.pricePerDeviceHour) || has(self.valuePerPoint)",
+            "pricePerDeviceHour says nothing without valuePerPoint; give both or none",
+            "pricePerDeviceHour",
+            lambda spec: spec.price_per_device_hour is None or spec.value_per_point is not None,
+        ),
+        Rule(
+            "!has(self.valuePerPoint) || has(self.pricePerDeviceHour)",
+            "valuePerPoint says nothing without pricePerDeviceHour; give both or none",
+            "valuePerPoint",
+            lambda spec: spec.value_per_point is None or spec.price_per_device_hour is not None,
+        ),
+    )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
-from scalerl_api.fields import ClaimQuantity, Matches, Model
+from scalerl_api.fields import ClaimQuantity, Matches, Model, Rule
 from scalerl_api.pods import ObjectName
 
 
@@ -25,18 +25,20 @@ class StorageSpec(Model):
     on_delete: Literal["Retain", "Delete"] = "Retain"
     """What becomes of the claim that the operator made once the run is deleted."""
 
-    @model_validator(mode="after")
-    def _claim_is_theirs(self) -> Self:
-        if self.claim_name is not None:
-            if self.storage_class_name is not None:
-                raise ValueError(
-                    "storageClassName says nothing about a claim that exists: leave out it or claimName"
-                )
-            if self.on_delete == "Delete":
-                raise ValueError(
-                    "onDelete: Delete is for the operator's own claim; one given by claimName is kept"
-                )
-        return self
+    rules = (
+        Rule(
+            "!has(self.claimName) || !has(self.storageClassName)",
+            "storageClassName says nothing about a claim that exists: leave out it or claimName",
+            "storageClassName",
+            lambda storage: storage.claim_name is None or storage.storage_class_name is None,
+        ),
+        Rule(
+            "!has(self.claimName) || self.onDelete == 'Retain'",
+            "onDelete: Delete is for the operator's own claim; one given by claimName is kept",
+            "onDelete",
+            lambda storage: storage.claim_name is None or storage.on_delete == "Retain",
+        ),
+    )
 
 
 Image = Annotated[

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from functools import reduce
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic.alias_generators import to_camel
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.alias_generators import to_camel, to_snake
 
 _DECIMAL = r"^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,2})?$"
 _QUANTITY = r"^([0-9]+)(Ki|Mi|Gi|Ti|k|M|G|T)?$"
@@ -33,6 +35,48 @@ _QUANTITY_FACTORS = {
 }
 
 
+@dataclass(frozen=True)
+class Rule:
+    """What has to hold of a model: in Python for pydantic, in CEL for an API server."""
+
+    cel: str
+    message: str
+    """``%(path)s`` names a field; a model's refusal adds its value. A literal per cent sign is ``%%``."""
+    field: str = ""
+    """The field to mend, from where the rule stands."""
+    holds: Callable[[Any], bool] | None = None
+    """None: only an API server checks it."""
+    changes: bool = False
+    """The rule compares with the value before, so only a change can break it."""
+    kept: bool = False
+    """An object that broke the rule before it was introduced may go on to: else nobody could suspend it."""
+
+    def as_validation(self) -> dict[str, Any]:
+        """An entry of ``x-kubernetes-validations``."""
+        entry: dict[str, Any] = {"rule": self.cel, "message": self.message % _Paths()}
+        if self.field:
+            entry["fieldPath"] = f".{self.field}"
+        if self.changes:
+            entry["reason"] = "FieldValueForbidden"
+        if self.kept:
+            before = re.sub(r"\bself\b", "oldSelf.value()", self.cel)
+            entry["rule"] = f"({self.cel}) || (oldSelf.hasValue() && !({before}))"
+            entry["optionalOldSelf"] = True
+        return entry
+
+
+class _Paths(dict[str, str]):
+    """Each path as itself; with a model, followed by its value there."""
+
+    def __init__(self, model: BaseModel | None = None) -> None:
+        self.model = model
+
+    def __missing__(self, path: str) -> str:
+        if self.model is None:
+            return path
+        return f"{path} ({reduce(getattr, to_snake(path).split('.'), self.model)})"
+
+
 class Model(BaseModel):
     """Base of every spec object: camelCase in YAML, snake_case in Python, unknown fields refused."""
 
@@ -44,6 +88,17 @@ class Model(BaseModel):
         validate_default=True,
         strict=True,
     )
+    rules: ClassVar[tuple[Rule, ...]] = ()
+    """Checks across fields. A rule may rely on the defaults of fields of nested models, which an API server applies
+    first, but not on those of the model's own: ``{}``, a model's default, is checked as it stands when the definition
+    is installed."""
+
+    @model_validator(mode="after")
+    def _rules_hold(self) -> Self:
+        for rule in self.rules:
+            if rule.holds is not None and not rule.holds(self):
+                raise ValueError(rule.message % _Paths(self))
+        return self
 
 
 def decimal_input(value: Any) -> Any:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic.alias_generators import to_snake
 
-from scalerl_api.fields import GraderQuantity, Matches, Model, PositiveUnitDecimal
+from scalerl_api.fields import GraderQuantity, Matches, Model, PositiveUnitDecimal, Rule
 
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 """Any 64-bit integer."""
 
 
-def exactly_one(model: Model, *names: str) -> None:
+def exactly_one(*names: str) -> Rule:
     """Of those fields, one and no more is given."""
-    given = [name for name in names if getattr(model, name) is not None]
-    if len(given) != 1:
-        options = ", ".join(type(model).model_fields[name].alias or name for name in names)
-        found = ", ".join(type(model).model_fields[name].alias or name for name in given) or "none"
-        raise ValueError(f"give exactly one of {options} (found {found})")
+    given = ", ".join(f"has(self.{name})" for name in names)
+    return Rule(
+        f"[{given}].exists_one(given, given)",
+        f"give exactly one of {', '.join(names)}",
+        holds=lambda model: sum(getattr(model, to_snake(name)) is not None for name in names) == 1,
+    )
 
 
 class HubModel(Model):
@@ -55,11 +57,14 @@ class ScratchModel(Model):
     """Standard deviation of the first weights. The default suits widths of thousands; at a width of 128 attention is the
     same everywhere until it is trained."""
 
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
-        if self.hidden_size % self.attention_heads or (self.hidden_size // self.attention_heads) % 2:
-            raise ValueError("hiddenSize must be an even multiple of attentionHeads")
-        return self
+    rules = (
+        Rule(
+            "self.hiddenSize % (2 * self.attentionHeads) == 0",
+            "hiddenSize must be an even multiple of attentionHeads",
+            "hiddenSize",
+            lambda model: model.hidden_size % (2 * model.attention_heads) == 0,
+        ),
+    )
 
 
 class ModelSpec(Model):
@@ -78,10 +83,7 @@ class ModelSpec(Model):
     attention: Literal["sdpa", "flash_attention_2"] = "sdpa"
     """The trainer's attention kernel; the generator uses vLLM's own."""
 
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        exactly_one(self, "hub", "path", "scratch")
-        return self
+    rules = (exactly_one("hub", "path", "scratch"),)
 
 
 def parameter_value(value: Any) -> Any:
@@ -141,13 +143,20 @@ class PromptSpec(Model):
     system: Annotated[str, Field(max_length=16_384)] | None = None
     """System message; needs ``format: Chat``."""
 
-    @model_validator(mode="after")
-    def _template_has_prompt(self) -> Self:
-        if "{prompt}" not in self.template:
-            raise ValueError("template must contain {prompt}")
-        if self.system is not None and self.format == "Raw":
-            raise ValueError("system needs format: Chat")
-        return self
+    rules = (
+        Rule(
+            "!has(self.template) || self.template.contains('{prompt}')",
+            "template must contain {prompt}",
+            "template",
+            lambda prompt: "{prompt}" in prompt.template,
+        ),
+        Rule(
+            "!has(self.system) || self.format == 'Chat'",
+            "system needs format: Chat",
+            "system",
+            lambda prompt: prompt.system is None or prompt.format == "Chat",
+        ),
+    )
 
 
 class HeldOutSpec(Model):
@@ -173,16 +182,18 @@ class TaskSpec(Model):
     held_out: HeldOutSpec = HeldOutSpec()
     """Prompts that are never trained on; their mean score is the curve."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        exactly_one(self, "reasoning_gym", "jsonl")
-        if self.reasoning_gym is not None and self.held_out.size >= self.reasoning_gym.size:
-            raise ValueError(
-                f"heldOut.size ({self.held_out.size}) must be less than reasoningGym.size "
-                f"({self.reasoning_gym.size}): problems to train on have to be left"
-            )
-        if self.verifier.name == "reasoning-gym" and self.reasoning_gym is None:
-            raise ValueError(
-                "verifier reasoning-gym scores reasoningGym data only; use exact, number or math-verify"
-            )
-        return self
+    rules = (
+        exactly_one("reasoningGym", "jsonl"),
+        Rule(
+            "!has(self.reasoningGym) || self.heldOut.size < self.reasoningGym.size",
+            "%(heldOut.size)s must be less than %(reasoningGym.size)s: problems to train on have to be left",
+            "heldOut.size",
+            lambda task: task.reasoning_gym is None or task.held_out.size < task.reasoning_gym.size,
+        ),
+        Rule(
+            "self.verifier.name != 'reasoning-gym' || has(self.reasoningGym)",
+            "verifier reasoning-gym scores reasoningGym data only; use exact, number or math-verify",
+            "verifier.name",
+            lambda task: task.verifier.name != "reasoning-gym" or task.reasoning_gym is not None,
+        ),
+    )

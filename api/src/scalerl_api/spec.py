@@ -7,9 +7,9 @@ field says so.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.cluster import ImagesSpec, StorageSpec
@@ -23,6 +23,7 @@ from scalerl_api.fields import (
     PositiveDecimal,
     PositiveQuantity,
     PositiveUnitDecimal,
+    Rule,
     SmallDecimal,
     TemperatureDecimal,
     UnitDecimal,
@@ -337,14 +338,22 @@ class BudgetSpec(Model):
     max_seconds: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = None
     """Time since the first lease, suspensions not counted."""
 
-    @model_validator(mode="after")
-    def _some_limit(self) -> Self:
-        if self.max_steps is None and self.max_device_hours is None and self.max_seconds is None:
-            raise ValueError("give at least one of maxSteps, maxDeviceHours, maxSeconds")
-        return self
+    rules = (
+        Rule(
+            "has(self.maxSteps) || has(self.maxDeviceHours) || has(self.maxSeconds)",
+            "give at least one of maxSteps, maxDeviceHours, maxSeconds",
+            holds=lambda budget: (
+                (budget.max_steps, budget.max_device_hours, budget.max_seconds) != (None,) * 3
+            ),
+        ),
+    )
 
 
 # --- the resource ------------------------------------------------------------------------------
+
+
+_RANKS: Final = "self.trainer.replicas * (self.trainer.devices > 1 ? self.trainer.devices : 1)"
+"""CEL of ``TrainerSpec.ranks``."""
 
 
 class RunSpec(Model):
@@ -391,54 +400,76 @@ class RunSpec(Model):
     ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=31_536_000)] | None = None
     """How long a finished run's object is kept on a cluster; none: until someone deletes it."""
 
-    @model_validator(mode="after")
-    def _fields_fit(self) -> Self:
-        if self.recipe.max_completion_tokens >= self.model.context_tokens:
-            raise ValueError(
-                f"recipe.maxCompletionTokens ({self.recipe.max_completion_tokens}) must be less than "
-                f"model.contextTokens ({self.model.context_tokens}): the prompt needs room too"
-            )
-        if self.micro_batch_tokens < self.model.context_tokens:
-            raise ValueError(
-                f"trainer.microBatchTokens ({self.micro_batch_tokens}) must be at least model.contextTokens "
-                f"({self.model.context_tokens}): the longest sequence has to fit in one pass"
-            )
-        if self.weight_sync.backend == "NCCL" and not (self.generator.devices and self.trainer.devices):
-            raise ValueError("weightSync.backend NCCL needs generator.devices and trainer.devices above 0")
-        if self.trainer.zero_stage == 0 and self.model.dtype == "bfloat16":
-            raise ValueError(
-                "trainer.zeroStage 0 keeps no float32 copy of bfloat16 weights, and small updates would be lost: "
-                "choose stage 1 or more, or model.dtype: float32"
-            )
-        if self.warm_start is not None and self.warm_start.batch_size < self.trainer.ranks:
-            raise ValueError(
-                f"warmStart.batchSize ({self.warm_start.batch_size}) must be at least the ranks of trainer.replicas "
-                f"({self.trainer.replicas}) and trainer.devices ({self.trainer.devices}): each rank takes an example or more"
-            )
-        if self.generator.lease_seconds <= self.task.verifier.timeout_seconds:
-            raise ValueError(
-                f"generator.leaseSeconds ({self.generator.lease_seconds}) must be more than "
-                f"task.verifier.timeoutSeconds ({self.task.verifier.timeout_seconds}): one completion that hangs the "
-                "verifier would cost its whole group the lease"
-            )
-        if self.trainer.ranks > self.recipe.prompts_per_step:
-            raise ValueError(
-                f"the ranks of trainer.replicas ({self.trainer.replicas}) and trainer.devices ({self.trainer.devices}) "
-                f"must be at most recipe.promptsPerStep ({self.recipe.prompts_per_step}): each rank takes a prompt or more"
-            )
-        if self.recipe.prompts_per_step * self.recipe.completions_per_prompt > MAX_BATCH_COMPLETIONS:
-            raise ValueError(
-                f"recipe.promptsPerStep ({self.recipe.prompts_per_step}) times recipe.completionsPerPrompt "
-                f"({self.recipe.completions_per_prompt}) must be at most {MAX_BATCH_COMPLETIONS}: the coordinator holds "
-                "every completion of a step in memory"
-            )
-        allowed = self.autoscaling.generators
-        if allowed is not None and not allowed.min <= self.generator.replicas <= allowed.max:
-            raise ValueError(
-                f"generator.replicas ({self.generator.replicas}) must lie within autoscaling.generators "
-                f"({allowed.min} to {allowed.max})"
-            )
-        return self
+    rules = (
+        Rule(
+            "self.recipe.maxCompletionTokens < self.model.contextTokens",
+            "%(recipe.maxCompletionTokens)s must be less than %(model.contextTokens)s: the prompt needs room too",
+            "recipe.maxCompletionTokens",
+            lambda spec: spec.recipe.max_completion_tokens < spec.model.context_tokens,
+        ),
+        Rule(
+            "!has(self.trainer.microBatchTokens) || self.trainer.microBatchTokens >= self.model.contextTokens",
+            "%(trainer.microBatchTokens)s must be at least %(model.contextTokens)s: the longest sequence has to fit in "
+            "one pass",
+            "trainer.microBatchTokens",
+            lambda spec: spec.micro_batch_tokens >= spec.model.context_tokens,
+        ),
+        Rule(
+            "self.weightSync.backend != 'NCCL' || (self.generator.devices > 0 && self.trainer.devices > 0)",
+            "weightSync.backend NCCL needs generator.devices and trainer.devices above 0",
+            "weightSync.backend",
+            lambda spec: (
+                spec.weight_sync.backend != "NCCL" or spec.generator.devices * spec.trainer.devices > 0
+            ),
+        ),
+        Rule(
+            "self.trainer.zeroStage > 0 || self.model.dtype != 'bfloat16'",
+            "trainer.zeroStage 0 keeps no float32 copy of bfloat16 weights, and small updates would be lost: choose "
+            "stage 1 or more, or model.dtype: float32",
+            "trainer.zeroStage",
+            lambda spec: spec.trainer.zero_stage > 0 or spec.model.dtype != "bfloat16",
+        ),
+        Rule(
+            f"!has(self.warmStart) || self.warmStart.batchSize >= {_RANKS}",
+            "%(warmStart.batchSize)s must be at least the ranks of %(trainer.replicas)s and %(trainer.devices)s: each "
+            "rank takes an example or more",
+            "warmStart.batchSize",
+            lambda spec: spec.warm_start is None or spec.warm_start.batch_size >= spec.trainer.ranks,
+        ),
+        Rule(
+            "self.generator.leaseSeconds > self.task.verifier.timeoutSeconds",
+            "%(generator.leaseSeconds)s must be more than %(task.verifier.timeoutSeconds)s: one completion that hangs "
+            "the verifier would cost its whole group the lease",
+            "generator.leaseSeconds",
+            lambda spec: spec.generator.lease_seconds > spec.task.verifier.timeout_seconds,
+        ),
+        Rule(
+            f"{_RANKS} <= self.recipe.promptsPerStep",
+            "the ranks of %(trainer.replicas)s and %(trainer.devices)s must be at most %(recipe.promptsPerStep)s: each "
+            "rank takes a prompt or more",
+            "trainer.replicas",
+            lambda spec: spec.trainer.ranks <= spec.recipe.prompts_per_step,
+        ),
+        Rule(
+            f"self.recipe.promptsPerStep * self.recipe.completionsPerPrompt <= {MAX_BATCH_COMPLETIONS}",
+            "%(recipe.promptsPerStep)s times %(recipe.completionsPerPrompt)s must be at most "
+            f"{MAX_BATCH_COMPLETIONS}: the coordinator holds every completion of a step in memory",
+            "recipe.promptsPerStep",
+            lambda spec: (
+                spec.recipe.prompts_per_step * spec.recipe.completions_per_prompt <= MAX_BATCH_COMPLETIONS
+            ),
+        ),
+        Rule(
+            "!has(self.autoscaling.generators) || (self.autoscaling.generators.min <= self.generator.replicas && "
+            "self.generator.replicas <= self.autoscaling.generators.max)",
+            "%(generator.replicas)s must lie within %(autoscaling.generators)s",
+            "generator.replicas",
+            lambda spec: (
+                (allowed := spec.autoscaling.generators) is None
+                or allowed.min <= spec.generator.replicas <= allowed.max
+            ),
+        ),
+    )
 
     @property
     def micro_batch_tokens(self) -> int:

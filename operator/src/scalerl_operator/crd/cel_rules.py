@@ -1,24 +1,19 @@
-"""CEL rules of the custom resource definition: what crosses fields, what may not change, what a schema cannot say. Pure.
+"""CEL of the custom resource definition: checks of one field, fields that may not change, a spec against its status. Pure.
 
-Each stands for a check of the models in :mod:`scalerl_api`, and says it of the same field in the same words. A test
-holds that no model checks across its fields without an entry here. A rule may count on the defaults of fields below
-others: the API server applies them first. Of its own model's it may not: ``{}``, which is a model's own default, is
-checked as it stands when the definition is installed.
+Checks across fields are the ``rules`` of their models. Here is what else stands for a check of :mod:`scalerl_api`, on
+the same field and with the same message.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from scalerl_api.autoscaling import MOMENT, AutoscalingSpec, GeneratorRange, on_the_calendar, timestamp_input
-from scalerl_api.cluster import StorageSpec
+from scalerl_api.autoscaling import MOMENT, on_the_calendar, timestamp_input
 from scalerl_api.conditions import Reason
 from scalerl_api.edits import EDITS, Effect, nested_model
 from scalerl_api.fields import (
@@ -28,6 +23,7 @@ from scalerl_api.fields import (
     AtMost,
     InRange,
     Matches,
+    Rule,
     decimal_input,
     quantity_input,
 )
@@ -49,16 +45,11 @@ from scalerl_api.pods import (
 from scalerl_api.source import (
     JsonlSource,
     ModelSpec,
-    PromptSpec,
-    ScratchModel,
-    TaskSpec,
     parameter_value,
 )
 from scalerl_api.spec import (
-    MAX_BATCH_COMPLETIONS,
     SERVER_OPTIONS,
     SHORTEST_ABBREVIATION,
-    BudgetSpec,
     RunSpec,
     free_option,
 )
@@ -68,160 +59,10 @@ class NotExpressible(Exception):
     """A model has a check that the definition cannot express, or a field without a docstring."""
 
 
-@dataclass(frozen=True)
-class Rule:
-    """rule: CEL; true where the object is as it should be. field: the one that is named in the refusal, relative to
-    where the rule stands. changes: the rule looks at the value before, so only a change can break it."""
-
-    rule: str
-    message: str
-    field: str = ""
-    changes: bool = False
-    kept: bool = False
-    """An object that broke the rule before, taken when there was none, may go on to: else nobody could suspend it."""
-
-    def as_validation(self) -> dict[str, Any]:
-        """An entry of ``x-kubernetes-validations``."""
-        entry: dict[str, Any] = {"rule": self.rule, "message": self.message}
-        if self.field:
-            entry["fieldPath"] = f".{self.field}"
-        if self.changes:
-            entry["reason"] = "FieldValueForbidden"
-        if self.kept:
-            before = re.sub(r"\bself\b", "oldSelf.value()", self.rule)
-            entry["rule"] = f"({self.rule}) || (oldSelf.hasValue() && !({before}))"
-            entry["optionalOldSelf"] = True
-        return entry
-
-
-def _one_of(*names: str) -> Rule:
-    given = ", ".join(f"has(self.{name})" for name in names)
-    return Rule(f"[{given}].exists_one(given, given)", f"give exactly one of {', '.join(names)}")
-
-
 _ABSOLUTE: Final = Rule(
     "self.startsWith('/')",
     "must be absolute on a cluster: a pod has no folder that it could be relative to",
 )
-
-_TRAINER_RANKS: Final = "self.trainer.replicas * (self.trainer.devices > 1 ? self.trainer.devices : 1)"
-
-OF_MODELS: Final[Mapping[type[BaseModel], tuple[Rule, ...]]] = {
-    RunSpec: (
-        Rule(
-            "self.recipe.maxCompletionTokens < self.model.contextTokens",
-            "recipe.maxCompletionTokens must be less than model.contextTokens: the prompt needs room too",
-            field="recipe.maxCompletionTokens",
-        ),
-        Rule(
-            "!has(self.trainer.microBatchTokens) || self.trainer.microBatchTokens >= self.model.contextTokens",
-            "trainer.microBatchTokens must be at least model.contextTokens: the longest sequence has to fit in one pass",
-            field="trainer.microBatchTokens",
-        ),
-        Rule(
-            "self.weightSync.backend != 'NCCL' || (self.generator.devices > 0 && self.trainer.devices > 0)",
-            "weightSync.backend NCCL needs generator.devices and trainer.devices above 0",
-            field="weightSync.backend",
-        ),
-        Rule(
-            "self.trainer.zeroStage > 0 || self.model.dtype != 'bfloat16'",
-            "trainer.zeroStage 0 keeps no float32 copy of bfloat16 weights, and small updates would be lost: choose "
-            "stage 1 or more, or model.dtype: float32",
-            field="trainer.zeroStage",
-        ),
-        Rule(
-            f"!has(self.warmStart) || self.warmStart.batchSize >= {_TRAINER_RANKS}",
-            "warmStart.batchSize must be at least the ranks of trainer.replicas and trainer.devices: each rank takes an "
-            "example or more",
-            field="warmStart.batchSize",
-        ),
-        Rule(
-            "self.generator.leaseSeconds > self.task.verifier.timeoutSeconds",
-            "generator.leaseSeconds must be more than task.verifier.timeoutSeconds: one completion that hangs the verifier "
-            "would cost its whole group the lease",
-            field="generator.leaseSeconds",
-        ),
-        Rule(
-            f"{_TRAINER_RANKS} <= self.recipe.promptsPerStep",
-            "the ranks of trainer.replicas and trainer.devices must be at most recipe.promptsPerStep: each rank takes a "
-            "prompt or more",
-            field="trainer.replicas",
-        ),
-        Rule(
-            f"self.recipe.promptsPerStep * self.recipe.completionsPerPrompt <= {MAX_BATCH_COMPLETIONS}",
-            f"recipe.promptsPerStep times recipe.completionsPerPrompt must be at most {MAX_BATCH_COMPLETIONS}: the "
-            "coordinator holds every completion of a step in memory",
-            field="recipe.promptsPerStep",
-        ),
-        Rule(
-            "!has(self.autoscaling.generators) || (self.autoscaling.generators.min <= self.generator.replicas && "
-            "self.generator.replicas <= self.autoscaling.generators.max)",
-            "generator.replicas must lie within autoscaling.generators",
-            field="generator.replicas",
-        ),
-    ),
-    ScratchModel: (
-        Rule(
-            "self.hiddenSize % (2 * self.attentionHeads) == 0",
-            "hiddenSize must be an even multiple of attentionHeads",
-            field="hiddenSize",
-        ),
-    ),
-    ModelSpec: (_one_of("hub", "path", "scratch"),),
-    TaskSpec: (
-        _one_of("reasoningGym", "jsonl"),
-        Rule(
-            "!has(self.reasoningGym) || self.heldOut.size < self.reasoningGym.size",
-            "heldOut.size must be less than reasoningGym.size: problems to train on have to be left",
-            field="heldOut.size",
-        ),
-        Rule(
-            "self.verifier.name != 'reasoning-gym' || has(self.reasoningGym)",
-            "verifier reasoning-gym scores reasoningGym data only; use exact, number or math-verify",
-            field="verifier.name",
-        ),
-    ),
-    PromptSpec: (
-        Rule(
-            "!has(self.template) || self.template.contains('{prompt}')",
-            "template must contain {prompt}",
-            field="template",
-        ),
-        Rule("!has(self.system) || self.format == 'Chat'", "system needs format: Chat", field="system"),
-    ),
-    BudgetSpec: (
-        Rule(
-            "has(self.maxSteps) || has(self.maxDeviceHours) || has(self.maxSeconds)",
-            "give at least one of maxSteps, maxDeviceHours, maxSeconds",
-        ),
-    ),
-    GeneratorRange: (Rule("self.max >= self.min", "max must be at least min", field="max"),),
-    AutoscalingSpec: (
-        Rule(
-            "!has(self.pricePerDeviceHour) || has(self.valuePerPoint)",
-            "pricePerDeviceHour says nothing without valuePerPoint; give both or none",
-            field="pricePerDeviceHour",
-        ),
-        Rule(
-            "!has(self.valuePerPoint) || has(self.pricePerDeviceHour)",
-            "valuePerPoint says nothing without pricePerDeviceHour; give both or none",
-            field="valuePerPoint",
-        ),
-    ),
-    StorageSpec: (
-        Rule(
-            "!has(self.claimName) || !has(self.storageClassName)",
-            "storageClassName says nothing about a claim that exists: leave out it or claimName",
-            field="storageClassName",
-        ),
-        Rule(
-            "!has(self.claimName) || self.onDelete == 'Retain'",
-            "onDelete: Delete is for the operator's own claim; one given by claimName is kept",
-            field="onDelete",
-        ),
-    ),
-}
-"""Rules that look at several fields, or at whether one is there."""
 
 OF_THE_OBJECT: Final = (
     Rule(

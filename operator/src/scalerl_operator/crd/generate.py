@@ -202,8 +202,7 @@ class _Structural(GenerateJsonSchema):
             fields["properties"][field.alias] = written
             cel_rules.add(written, cel_rules.OF_FIELDS.get((model, name), ()))
         # A rule across the sections of a spec is checked again at every edit, also one of `suspend`.
-        across = cel_rules.OF_MODELS.get(model, ())
-        cel_rules.add(fields, (replace(rule, kept=True) for rule in across) if model is RunSpec else across)
+        cel_rules.add(fields, (replace(rule, kept=model is RunSpec) for rule in model.rules))
         for (owner, name), edit in cel_rules.REFUSED_EDITS.items():
             if owner is model:
                 alias = model.model_fields[name].alias
