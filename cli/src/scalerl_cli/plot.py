@@ -6,9 +6,10 @@ from pathlib import Path
 
 from scalerl_api.load import SpecError, load_accepted_run
 from scalerl_api.paths import RunPaths
+from scalerl_cli.curves.problem import CurveProblem
+from scalerl_cli.curves.run_picture import draw_run
 from scalerl_cli.exits import BAD_INPUT, DONE
 from scalerl_cli.output import say
-from scalerl_cli.picture import PictureProblem, draw
 
 
 def plot(directory: Path) -> int:
@@ -16,8 +17,8 @@ def plot(directory: Path) -> int:
     paths = RunPaths(directory)
     try:
         run = load_accepted_run(paths.run_file)  # of a run that began, perhaps in an earlier release
-        draw(paths, run)
-    except (SpecError, PictureProblem) as problem:
+        draw_run(paths, run)
+    except (SpecError, CurveProblem) as problem:
         say(str(problem), error=True)
         return BAD_INPUT
     say(str(paths.curve_picture))

@@ -185,7 +185,8 @@ def _explain(failure: Failure) -> None:
 
 
 def _leave_results(spec: ScaleRLRun, directory: RunDirectory, outcome: Outcome) -> None:
-    from scalerl_cli.picture import PictureProblem, draw
+    from scalerl_cli.curves.problem import CurveProblem
+    from scalerl_cli.curves.run_picture import draw_run
     from scalerl_cli.summary import summarize, table, write
 
     paths = directory.paths
@@ -196,9 +197,9 @@ def _leave_results(spec: ScaleRLRun, directory: RunDirectory, outcome: Outcome) 
     write(paths.summary, summary)
     say(table(summary))
     try:
-        draw(paths, spec)
+        draw_run(paths, spec)
         say(f"curve: {_shown(paths.curve_picture)}")
-    except PictureProblem as problem:
+    except CurveProblem as problem:
         say(f"no picture: {problem}")
     if _is_held(outcome):
         reasons = (

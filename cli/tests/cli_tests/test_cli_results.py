@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -14,8 +13,10 @@ from rich.console import Console
 from scalerl_api.load import SpecError, load_run, parse_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.wire import Counts, EvaluationPoint, Mismatch, Phase, Status
+from scalerl_cli.curves import plotting
+from scalerl_cli.curves.problem import CurveProblem
+from scalerl_cli.curves.run_picture import budget_compute, draw_run
 from scalerl_cli.main import main
-from scalerl_cli.picture import PictureProblem, Points, budget_compute, draw, read_points
 from scalerl_cli.summary import rows, summarize, write
 from scalerl_cli.view.live import LiveView, render
 from scalerl_cli.view.plain import PlainView
@@ -200,26 +201,21 @@ def test_plot_draws_a_run_that_only_an_earlier_release_accepted(
 def test_the_picture_shows_error_bars_units_fit_and_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     figures: list[Any] = []
-    monkeypatch.setattr(pyplot, "close", figures.append)
+    monkeypatch.setattr(plotting, "save", lambda figure, path: figures.append(figure))
     paths = RunPaths(tmp_path)
     write_curve(paths, [(100.0 * v, 0.2 + 0.4 / (1 + (8 / (v or 0.1)) ** 2), v) for v in range(0, 60, 5)])
-    draw(paths, RUN)
-    monkeypatch.undo()
-    axes = figures[0].axes[0]
-    labels = " | ".join(text.get_text() for text in axes.get_legend().get_texts())
-    assert "±1.96 standard errors" in labels
-    assert "fit" in labels
+    draw_run(paths, RUN)
+    [figure] = figures
+    axes = figure.axes[0]
+    labels = " | ".join(text.get_text() for text in figure.legends[0].get_texts())
+    texts = " | ".join(text.get_text() for text in axes.texts)
+    assert "90 % binomial bars" in labels
+    assert "fitted curve" in labels
     assert "90 % interval" in labels
-    assert "budget: 100 steps" in labels
+    assert "budget 10,000" in texts
     assert "completion tokens" in axes.get_xlabel()
-    assert "held-out" in axes.get_ylabel()
-    pyplot.close(figures[0])
+    assert axes.get_title(loc="left").startswith(RUN.metadata.name)
 
 
 def test_a_picture_without_matplotlib_is_a_problem_that_says_so(
@@ -228,21 +224,22 @@ def test_a_picture_without_matplotlib_is_a_problem_that_says_so(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     paths = RunPaths(tmp_path)
     write_curve(paths, [(1.0, 0.3, 1)])
-    with pytest.raises(PictureProblem, match=r"curve\.png: pictures need matplotlib.*pip install"):
-        draw(paths, RUN)
+    with pytest.raises(CurveProblem, match=r"curve\.png: pictures need matplotlib.*pip install"):
+        draw_run(paths, RUN)
 
 
 def test_the_budget_ends_where_steps_like_those_so_far_would_end() -> None:
-    points = Points([0.0, 5000.0], [0.1, 0.2], [0.0, 0.0], [1.0, 1.0], [0, 25])
-    assert budget_compute(RUN, points) == 20_000.0
-    assert budget_compute(RUN, dataclasses.replace(points, version=[0, 0])) is None
+    assert budget_compute(5000.0, 25, 100) == 20_000.0
+    assert budget_compute(5000.0, 25, 10) == 5000.0, "more steps than the budget now allows"
+    assert budget_compute(5000.0, 0, 100) is None
+    assert budget_compute(5000.0, 25, None) is None
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         (None, "No such file"),
-        (HEADER, "no evaluation yet"),
+        (HEADER, "no point below the first line"),
         (HEADER + "1,x,256,0.01,0,1,3,5,0,False\n", "line 2"),
         ("compute,reward\n1,2\n", "line 2"),
     ],
@@ -251,8 +248,8 @@ def test_a_curve_that_cannot_be_read_is_named(tmp_path: Path, text: str | None, 
     paths = RunPaths(tmp_path)
     if text is not None:
         paths.curve.write_text(text)
-    with pytest.raises(PictureProblem, match=words) as problem:
-        read_points(paths)
+    with pytest.raises(CurveProblem, match=words) as problem:
+        draw_run(paths, RUN)
     assert "curve.csv" in str(problem.value)
 
 

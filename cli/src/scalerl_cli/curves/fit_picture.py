@@ -10,6 +10,8 @@ import numpy as np
 
 from scalerl_cli.curves import axis, formatting, plotting
 from scalerl_cli.curves.analysis import Analysis, State
+from scalerl_cli.curves.scale import RewardScale
+from scalerl_cli.curves.source import CurveFile
 from scalerl_curvefit import power_law
 
 
@@ -17,12 +19,13 @@ def draw_fit(
     made: Analysis,
     path: Path,
     *,
+    title: str = "",
     budget: float | None = None,
     target: float | None = None,
     alternatives: bool = False,
     log: bool = False,
 ) -> None:
-    """Draw points, median, bands, asymptote, Cmid, now and budget into ``path``.
+    """Draw points, median, bands, asymptote, Cmid, now and budget into ``path``. title: else the file's name.
 
     Raises:
         CurveProblem: if it cannot be written.
@@ -32,13 +35,45 @@ def draw_fit(
 
         figure = Figure(figsize=plotting.COLUMN, layout="constrained")
         axes = figure.add_subplot()
-        _draw(axes, made, budget, target, alternatives, log)
+        _draw(axes, made, title or made.file.path.stem, budget, target, alternatives, log)
+        plotting.legend(figure, axes)
+        plotting.save(figure, path)
+
+
+def draw_unfitted(file: CurveFile, path: Path, *, title: str, why: str, budget: float | None = None) -> None:
+    """Draw the points of a curve that cannot be fitted yet, and ``why``.
+
+    Raises:
+        CurveProblem: if it cannot be written.
+    """
+    with plotting.style():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=plotting.COLUMN, layout="constrained")
+        axes = figure.add_subplot()
+        curve, scale = file.curve, RewardScale(*file.curve.scale)
+        label = f"{len(curve):,} evaluations{plotting.samples_words(curve)}"
+        plotting.draw_points(axes, curve, scale, 0.0, plotting.INK, label)
+        now = float(curve.compute[-1])
+        axis.compute_axis(axes, file.unit, 0.0, max(now, budget or 0.0, 1.0) * 1.04)
+        axis.reward_axis(axes, plotting.extent(curve, scale), scale)
+        marks = [(now, "now", plotting.INK)]
+        if budget is not None:
+            marks.append((budget, f"budget {formatting.amount(budget)}", plotting.VERMILLION))
+        rows = axis.mark_computes(axes, marks)
+        axes.set_title(f"{title}: no fit\n{textwrap.fill(why, 88)}", loc="left", pad=6.0 + 12.0 * rows)
         plotting.legend(figure, axes)
         plotting.save(figure, path)
 
 
 def _draw(
-    axes: Any, made: Analysis, budget: float | None, target: float | None, alternatives: bool, log: bool
+    axes: Any,
+    made: Analysis,
+    name: str,
+    budget: float | None,
+    target: float | None,
+    alternatives: bool,
+    log: bool,
 ) -> None:
     file, fitted = made.file, made.fitted
     broken = made.state is State.BROKEN
@@ -114,15 +149,14 @@ def _draw(
     if cmid <= high:
         axis.mark_midpoint(axes, fitted.Cmid.low + made.start, fitted.Cmid.high + made.start, plotting.PURPLE)
     rows = axis.mark_computes(axes, marks)
-    axes.set_title(_title(made, cmid > high), loc="left", pad=6.0 + 12.0 * rows)
+    axes.set_title(_title(made, name, cmid > high), loc="left", pad=6.0 + 12.0 * rows)
 
 
-def _title(made: Analysis, cmid_outside: bool) -> str:
+def _title(made: Analysis, name: str, cmid_outside: bool) -> str:
     fitted = made.fitted
     second = f"R0 {made.scale.rewards(fitted.R0)}   B {formatting.amounts(fitted.B)}"
     if cmid_outside:
         second += f"   Cmid {formatting.amounts(fitted.Cmid)}, beyond this axis"
-    name = made.file.path.stem
     if made.state is State.BROKEN:
         why = textwrap.fill("; ".join(made.guarded.reasons), 88)
         return f"{name}: BROKEN, no forecast\n{why}\n{second}"

@@ -13,8 +13,8 @@ import numpy as np
 
 from scalerl_cli.curves import formatting
 from scalerl_cli.curves.problem import CurveProblem
+from scalerl_cli.curves.run_picture import NO_MATPLOTLIB
 from scalerl_cli.curves.scale import RewardScale
-from scalerl_cli.picture import NO_MATPLOTLIB
 from scalerl_curvefit import Curve, Estimate
 from scalerl_curvefit.curve import FloatArray
 

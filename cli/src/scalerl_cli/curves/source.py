@@ -36,7 +36,7 @@ class CurveFile:
     x, y: the columns that were read; named: whether they are others than compute and reward.
     skipped: rows left out, with an empty cell in one of them.
     unit: of compute; empty if nothing says so. named_unit: whether anything does.
-    device_hours, wall_hours: used up to each point, (n,). truncation: share of completions cut off at the
+    device_hours, wall_hours: used up to each point, (n,). version: weight version of each point, (n,). truncation: share of completions cut off at the
     length limit, (n + mixed,): of every row, as the autoscaler looks at the newest whatever it is of.
     None where the file does not have them.
     """
@@ -56,6 +56,7 @@ class CurveFile:
     truncation: FloatArray | None
     device_hours: FloatArray | None
     wall_hours: FloatArray | None
+    version: FloatArray | None = None
 
 
 def read_curve(
@@ -108,6 +109,7 @@ def read_curve(
         truncation=_rates(every, "truncated_fraction"),
         device_hours=device_hours,
         wall_hours=_seconds(table, "wall_seconds"),
+        version=numbers(table, "version") if own else None,
     )
 
 
