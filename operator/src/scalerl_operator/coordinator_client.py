@@ -26,24 +26,24 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 DECISIONS_SECONDS: Final = 30.0
-"""For one line or page of the decision log, which waits for a disk; a status does not."""
+"""Timeout of one line or page of the decision log, which waits for a disk; a status does not."""
 
 UPGRADE_REQUIRED: Final = 426
-SPOKEN: Final = (WIRE_VERSION, 1)
-"""Wire versions in which a status and a stop can be read here: each only added fields with defaults to them. A run under way
-keeps its images, so its coordinator may speak an earlier one."""
+READABLE_VERSIONS: Final = (WIRE_VERSION, 1)
+"""Wire versions whose status and stop this client reads: each version only added fields with defaults. A run keeps its
+images through an upgrade of the operator, so its coordinator may use an earlier version."""
 
 
 class CoordinatorUnreachable(Exception):
-    """No usable answer; asking again later may help."""
+    """No usable response; a later request may succeed."""
 
 
 class CoordinatorRefused(Exception):
-    """An answer that asking again will not change."""
+    """A refusal; the same request will be refused again."""
 
 
 class EndpointMissing(CoordinatorRefused):
-    """The coordinator is of a release that does not have the endpoint."""
+    """The coordinator's release does not have the endpoint."""
 
 
 class OffsetSuperseded(CoordinatorRefused):
@@ -51,9 +51,9 @@ class OffsetSuperseded(CoordinatorRefused):
 
 
 class CoordinatorClient:
-    """Asks one coordinator. Use as an async context manager.
+    """Client of one coordinator. Use as an async context manager.
 
-    timeout_seconds: for a call, except on the decision log, which may take ``DECISIONS_SECONDS``.
+    timeout_seconds: of one request; those to the decision log have ``DECISIONS_SECONDS``.
     """
 
     def __init__(self, url: str, token: str, *, timeout_seconds: float = 5.0) -> None:
@@ -127,7 +127,7 @@ class CoordinatorClient:
 
         data = None if body is None else msgspec.msgpack.encode(body)
         timeout = aiohttp.ClientTimeout(total=timeout_seconds or self._timeout_seconds)
-        for version in (self._version, *(v for v in SPOKEN if v != self._version)):
+        for version in (self._version, *(v for v in READABLE_VERSIONS if v != self._version)):
             try:
                 async with self._session.request(
                     method, self._url + path, data=data, headers={WIRE_HEADER: str(version)}, timeout=timeout

@@ -39,7 +39,7 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self._runs: dict[Key, _Stands] = {}
+        self._runs: dict[Key, _RunSample] = {}
         self._reconciles = Histogram(
             names.RECONCILE_SECONDS,
             "One reconcile of one run.",
@@ -52,33 +52,32 @@ class Metrics:
         )
         self._request_seconds = Histogram(
             names.API_SECONDS,
-            "From a call to its answer.",
+            "Time from a request to the API server to its response.",
             ["verb"],
             registry=self.registry,
             buckets=_SECONDS,
         )
         self._writes = Counter(
-            names.WRITES, "Writes that the API server took.", ["kind"], registry=self.registry
+            names.WRITES, "Writes that the API server accepted.", ["kind"], registry=self.registry
         )
         self._decisions = Counter(
             names.DECISIONS, "Decisions of the autoscaler.", ["state"], registry=self.registry
         )
         self._events = Counter(
-            names.WATCH_EVENTS, "What the watches brought.", ["kind"], registry=self.registry
+            names.WATCH_EVENTS, "Events received from watches.", ["kind"], registry=self.registry
         )
         self.repairs = Counter(
-            names.CACHE_REPAIRS, "Objects the watches had missed, found by listing.", registry=self.registry
+            names.CACHE_REPAIRS, "Objects that the watches missed and a list found.", registry=self.registry
         )
         self.loop_lag = Histogram(
             names.LOOP_LAG_SECONDS,
-            "How late the event loop came back to a task that slept.",
+            "Delay with which the event loop resumed a sleeping task.",
             registry=self.registry,
             buckets=(0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5),
         )
         for result in ("ok", "error", "cancelled"):
-            self._reconciles.labels(
-                result
-            )  # a series that is not there cannot be told from a scrape that failed
+            # A missing series could not be told from a failed scrape.
+            self._reconciles.labels(result)
 
     def watch(self, queue: WorkQueue, cache: Cache, leader: Leader) -> None:
         """Read these at each scrape."""
@@ -89,7 +88,7 @@ class Metrics:
             (names.LEADER, "1 while this replica may write.", leader.is_leader),
         ):
             Gauge(name, text, registry=self.registry).set_function(_number(value))
-        self.registry.register(_Kept(cache, self._runs))
+        self.registry.register(_RunCollector(cache, self._runs))
 
     def called(self, verb: str, kind: str, code: int, seconds: float) -> None:
         """A call to the API server ended."""
@@ -103,18 +102,18 @@ class Metrics:
         self._reconciles.labels(result).observe(seconds)
 
     def event(self, kind: str) -> None:
-        """A watch brought something."""
+        """A watch received an event."""
         self._events.labels(kind).inc()
 
     def run(self, key: Key, status: RunStatus | None) -> None:
-        """Where a run stands now; None: it is gone."""
+        """Record the status of a run; None: the run is deleted."""
         if status is None:
             self._runs.pop(key, None)
         else:
-            self._runs[key] = _Stands(status.phase, problems(status), status.trainer.restarts)
+            self._runs[key] = _RunSample(status.phase, problems(status), status.trainer.restarts)
 
     def forget_runs(self) -> None:
-        """This replica leads no more; the next leader counts."""
+        """Drop all runs: this replica is no longer the leader, and the next leader reports them."""
         self._runs.clear()
 
     def decision(self, state: str) -> None:
@@ -127,10 +126,10 @@ class Metrics:
 
 
 def problems(status: RunStatus) -> tuple[tuple[str, str], ...]:
-    """Conditions of a run that are not as they should be, with their reasons.
+    """Unhealthy conditions of a run, with their reasons.
 
-    What has not begun, is off, or ended as the spec says is no problem; what takes its time is one, and it is the
-    alert's part to say how long it may take.
+    A condition that has not begun, is off, or ended as the spec says is healthy. One that is slow to become true is
+    unhealthy; the alert has the time that it may take.
     """
     return tuple(
         (condition.type, condition.reason)
@@ -154,16 +153,16 @@ _FINE: Final = frozenset(
 )  # fmt: skip
 
 
-class _Stands(NamedTuple):
+class _RunSample(NamedTuple):
     phase: Phase
     problems: tuple[tuple[str, str], ...]
     trainer_restarts: int
 
 
-class _Kept(Collector):
-    """What is kept, counted at a scrape rather than at every change."""
+class _RunCollector(Collector):
+    """Counts runs and cached objects at a scrape, not at every change."""
 
-    def __init__(self, cache: Cache, runs: dict[Key, _Stands]) -> None:
+    def __init__(self, cache: Cache, runs: dict[Key, _RunSample]) -> None:
         self._cache = cache
         self._runs = runs
 
@@ -175,7 +174,7 @@ class _Kept(Collector):
         yield runs
         problem = GaugeMetricFamily(
             names.RUN_PROBLEM,
-            "1 for a condition of a run that is not as it should be.",
+            "1 for each unhealthy condition of a run.",
             labels=["namespace", "run", "condition", "reason"],
         )
         restarts = CounterMetricFamily(

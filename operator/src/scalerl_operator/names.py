@@ -1,9 +1,9 @@
-"""What a run's objects are called, how they are labelled, and where things are in its pods. Pure.
+"""Names and labels of a run's objects, and paths and ports in its pods. Pure.
 
-All names of a run start with one stem, the run's own name where that can stand in every name made of it: a DNS label
-that starts with a letter, of at most 40 characters (a StatefulSet's pods carry a label with its name and a hash, which
-leaves 52; the hostname of a trainer's rank has the attempt and the index behind it, of 63). Any other name is
-shortened, and gets a hash of the whole so that two runs never share a stem.
+All names of a run start with one stem. The stem is the run's name if that is a DNS label that starts with a letter, of
+at most 40 characters (the pods of a StatefulSet carry a label with its name and a hash, which leaves 52; the hostname
+of a trainer's rank, at most 63, ends with the attempt and the index). Any other name is shortened and gets a hash of
+the whole name, so that two runs never share a stem.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ AUTOSCALER: Final = "scalerl-autoscaler"
 RUN: Final = f"{GROUP}/run"
 """Label on every object of a run: the run's name (a long one shortened)."""
 RUN_UID: Final = f"{GROUP}/run-uid"
-"""Label on every object of a run: which run of that name."""
+"""Label on every object of a run: the run's uid, which tells apart runs of one name."""
 ATTEMPT: Final = f"{GROUP}/attempt"
-"""Label on a trainer Job and its pods: which start of the gang, from 1."""
+"""Label on a trainer Job and its pods: number of the attempt, from 1."""
 DECISIONS: Final = "decisions"
 """As a component: ConfigMaps in which earlier releases kept decisions. They have up to a megabyte, and nothing reads them."""
 COMPONENT: Final = "app.kubernetes.io/component"
 """Label: the role; ``run`` on what belongs to no role."""
 SPEC_HASH: Final = f"{GROUP}/spec-hash"
-"""Annotation of pods and of the Jobs they come from: the part of the spec they were made for."""
+"""Annotation of pods and of their Jobs: hash of the part of the spec that they were created for."""
 RENDERED_HASH: Final = f"{GROUP}/rendered"
-"""Annotation on every object: the object as rendered, so that a field no longer wanted is noticed too."""
+"""Annotation on every object: hash of the object as rendered, so that the removal of a field is noticed too."""
 IMAGE: Final = f"{GROUP}/image"
-"""Annotation of workloads: the operator's own image for the role when the run began; it counts while ``spec.images``
-names none."""
+"""Annotation of workloads: the operator's image for the role when the run began; used while ``spec.images`` names
+none."""
 SCALED_BY: Final = f"{GROUP}/scaled-by-decision"
-"""Annotation of a run: the number of the decision by which ``spec.generator.replicas`` was set last."""
+"""Annotation of a run: number of the decision that last set ``spec.generator.replicas``."""
 FINALIZER: Final = f"{GROUP}/drain"
 QUEUE: Final = "kueue.x-k8s.io/queue-name"
 QUEUE_LABELS: Final = (QUEUE, "kueue.x-k8s.io/priority-class")
 """Kueue's labels, passed on from the run to its workloads."""
 ABANDON: Final = f"{GROUP}/abandon-steps"
-"""Annotation of a run whose claim is lost: as many steps as it has trained, which are given up."""
+"""Annotation of a run whose claim is lost: the number of trained steps, which the user gives up."""
 SCRAPE: Final = f"{GROUP}/scrape"
 """Label of a namespace whose pods may read the metrics of runs: ``scalerl.dev/scrape: "true"`` where Prometheus is."""
 
@@ -63,7 +63,7 @@ MAX_STEM: Final = 40
 MAX_LABEL: Final = 63
 _STEM = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _SHORTENED = re.compile(r"-x[0-9a-f]{8}$")
-"""How a shortened name ends. A name that a user ends so is shortened as well, or it could be another one's."""
+"""End of a shortened name. A user's name with such an end is shortened too: it could be that of another run."""
 
 
 def _shortened(start: str, whole: str, limit: int) -> str:
@@ -72,7 +72,7 @@ def _shortened(start: str, whole: str, limit: int) -> str:
 
 
 def stem(run: str) -> str:
-    """What all names of a run's objects start with.
+    """Start of all names of a run's objects.
 
     >>> stem("tiny-addition"), stem("v1.5-math")
     ('tiny-addition', 'v1-5-math-xfb2b870b')
@@ -89,7 +89,7 @@ def label_value(run: str) -> str:
 
 
 def labels(run: str, uid: str, component: str = "run") -> dict[str, str]:
-    """Of every object of a run."""
+    """Labels of every object of a run."""
     return {
         "app.kubernetes.io/name": "scalerl",
         "app.kubernetes.io/instance": label_value(run),
@@ -167,5 +167,5 @@ class Names:
         return f"http://{self.coordinator}.{namespace}.svc:{PORTS['http']}"
 
     def master(self, namespace: str, attempt: int) -> str:
-        """Host name of rank 0; another one for every attempt, so that a late rank of a dead gang finds nobody."""
+        """Host name of rank 0, different for each attempt, so that a late rank of an earlier one connects to none."""
         return f"{self.trainer_job(attempt)}-0.{self.trainer}.{namespace}.svc"

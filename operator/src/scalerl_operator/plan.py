@@ -1,4 +1,4 @@
-"""Plan: from a spec to its workloads. Pure: same spec, same plan; nothing is read, nothing is chosen by chance."""
+"""Plan: from a spec to its workloads. Pure and deterministic: the same spec gives the same plan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import DIR, TOKEN_FILE, TRAINER_HOST
-from scalerl_api.spec import ModelSpec, RunSpec, ScaleRLRun
+from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_operator.workloads import (
     ADDRESS,
     BIND,
@@ -30,14 +30,14 @@ def plan(run: ScaleRLRun) -> Plan:
     return Plan(run.metadata.name, (_prepare(spec), _coordinator(spec), _generator(spec), _trainer(spec)))
 
 
-# Compiled helpers and large weights make first starts slow; a probe that gives up early would turn
-# a slow start into an endless one.
+# Compiled helpers and large weights make first starts slow; a startup probe that fails early would restart the process
+# again and again.
 _STARTUP_SECONDS = 1800
 _STARTUP_PERIOD_SECONDS = 1.0
 
 
 def _probes(health: str, ready: str, port: str, *, stuck_seconds: int) -> tuple[Probe, Probe, Probe]:
-    """Startup, liveness and readiness; ``stuck_seconds``: no answer for so long means restart."""
+    """Startup, liveness and readiness probes; without an answer for ``stuck_seconds`` the process is restarted."""
     startup = Probe(
         health, port, _STARTUP_PERIOD_SECONDS, 5.0, int(_STARTUP_SECONDS / _STARTUP_PERIOD_SECONDS)
     )
@@ -47,20 +47,20 @@ def _probes(health: str, ready: str, port: str, *, stuck_seconds: int) -> tuple[
 def _environment(spec: RunSpec, *, offline: bool = True) -> dict[str, str]:
     environment = {
         "PYTHONUNBUFFERED": "1",
-        # A file in the folder where the user stands must not pass for a module.
+        # A file in the working directory must not be imported as a module.
         "PYTHONSAFEPATH": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
     if offline:
-        # Everything a role reads lies in the run's directory once `prepare` is done.
+        # Once `prepare` is done, everything that a role reads is in the run's directory.
         environment["HF_HUB_OFFLINE"] = "1"
     return environment
 
 
 def forecaster(spec: RunSpec) -> Workload:
-    """The curve-fit sidecar of one run, for a runtime that has none beside itself."""
+    """The curve-fit sidecar of one run, for a runtime without a sidecar of its own."""
     startup, liveness, readiness = _probes("/healthz", "/healthz", "http", stuck_seconds=60)
     container = Container(
         name="sidecar",
@@ -93,14 +93,10 @@ def _prepare(spec: RunSpec) -> Workload:
     container = Container(
         name="prepare",
         argv=("python", "-m", "scalerl_trainer.prepare"),
-        env=_environment(spec, offline=_is_local(spec.model)),
+        env=_environment(spec, offline=spec.model.hub is None),
         volumes=_volumes(spec, sources=True),
     )
     return Workload(Role.PREPARE, Lifetime.ONCE, (container,))
-
-
-def _is_local(model: ModelSpec) -> bool:
-    return model.hub is None
 
 
 def _coordinator(spec: RunSpec) -> Workload:
@@ -124,7 +120,7 @@ def _generator(spec: RunSpec) -> Workload:
     startup, liveness, readiness = _probes("/health", "/health", "vllm", stuck_seconds=120)
     server = Container(
         name="server",
-        # Loopback, not $(SCALERL_BIND): vLLM's development endpoints are for the actor beside it alone.
+        # Loopback, not $(SCALERL_BIND): only the actor of the same replica may call vLLM's development endpoints.
         argv=(
             "python",
             "-m",

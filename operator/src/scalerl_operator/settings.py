@@ -33,7 +33,7 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 class SettingsError(ValueError):
-    """A variable is missing or says what cannot be; the message names it."""
+    """A variable is missing or has a value that is not allowed; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Settings:
     namespaces: tuple[str, ...] = ()
     sidecar_url: str | None = None
     workers: int = 16
-    host: str = "0.0.0.0"  # noqa: S104 the kubelet and Prometheus ask from outside the pod
+    host: str = "0.0.0.0"  # noqa: S104 the kubelet and Prometheus connect from outside the pod
     port: int = 8080
     lease: str = LEASE_NAME
     log_level: str = "INFO"
@@ -52,13 +52,13 @@ class Settings:
     identity: str = ""
     kubeconfig: str | None = None
     drain_seconds: float = 15.0
-    """How long reconciles under way may take to end after SIGTERM."""
+    """Time that running reconciles have to end after SIGTERM."""
     resync_seconds: float = 300.0
-    """Between two comparisons of the cache with what the API server lists."""
+    """Time between two comparisons of the cache with the lists of the API server."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Settings:
-        """From the environment; :class:`SettingsError` names the first variable at fault."""
+        """Read the environment; :class:`SettingsError` names the first variable that is wrong."""
 
         def of(name: str, default: str = "") -> str:
             return environ.get(name, "").strip() or default

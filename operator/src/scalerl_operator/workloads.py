@@ -1,9 +1,8 @@
-"""Workloads: what has to run, in terms that both runtimes share. Pure.
+"""Workloads of a run, as both runtimes (a cluster, one machine) start them. Pure.
 
-Arguments and environment may refer to variables as Kubernetes writes them, ``$(NAME)``; text that a
-user wrote goes through :func:`literal`, so that nothing in it is one. The values of the variables below
-are the runtime's to give, in the environment of every container; all other text is the same wherever
-the run lives.
+Arguments and environment may refer to variables as Kubernetes writes them, ``$(NAME)``; :func:`literal` escapes text
+of the user. The runtime sets the variables below in the environment of every container; all other text is the same
+on both runtimes.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
 class Role(enum.StrEnum):
     PREPARE = "prepare"
     FORECASTER = "forecaster"
-    """The curve-fit sidecar. On a cluster it stands beside the operator, so a run's plan does not have it."""
+    """The curve-fit sidecar. On a cluster it runs in the operator's pod, so no plan of a run has it."""
     COORDINATOR = "coordinator"
     GENERATOR = "generator"
     TRAINER = "trainer"
@@ -37,9 +36,9 @@ class Lifetime(enum.StrEnum):
     """How a workload's replicas live."""
 
     ONCE = "once"
-    """Runs to completion; what comes ``after`` it starts then."""
+    """Runs to completion; the workloads ``after`` it start then."""
     SERVICE = "service"
-    """Runs as long as the run; each container is restarted by itself."""
+    """Runs as long as the run; each container is restarted on its own."""
     GANG = "gang"
     """Replicas start together and, when one fails, restart together; the run is complete when all have exited 0."""
 
@@ -57,11 +56,11 @@ class Probe:
 
 @dataclass(frozen=True)
 class Resources:
-    """What one container needs.
+    """Resources of one container.
 
-    devices: accelerators, its alone.
-    cpu_threads: compute threads; None leaves it to the runtime, which knows the machine.
-    memory_bytes: memory known from the spec to be needed; None if the spec does not say.
+    devices: accelerators, not shared with others.
+    cpu_threads: compute threads; None: the runtime chooses for the machine.
+    memory_bytes: memory that the spec asks for; None: the spec does not say.
     """
 
     devices: int = 0
@@ -71,7 +70,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Volume:
-    """A path that the container has to see."""
+    """A path that is mounted in the container."""
 
     path: str
     writable: bool = False
@@ -79,12 +78,12 @@ class Volume:
 
 @dataclass(frozen=True)
 class Container:
-    """One process: its command, what it listens on, and how to check that it works.
+    """One process: its command, its ports and its probes.
 
-    startup: until it succeeds once, the others are not asked; past its threshold the process is restarted.
+    startup: runs until it succeeds once, before the other probes; past its threshold the process is restarted.
     liveness: past its threshold the process is restarted.
-    readiness: says only whether the process takes work.
-    loopback: those of ``ports`` on which only the replica's own containers may ask; probed from inside.
+    readiness: whether the process takes work; a failure restarts nothing.
+    loopback: those of ``ports`` that only the replica's own containers reach; probed from inside.
     """
 
     name: str
@@ -140,7 +139,7 @@ class Plan:
 
 
 class UnknownVariable(Exception):
-    """A plan refers to a variable that the runtime did not give."""
+    """A plan refers to a variable that the runtime does not set."""
 
 
 def port_variable(port: str) -> str:
@@ -174,7 +173,7 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 
 def literal(text: str) -> str:
-    """Text that :func:`expand` gives back as it is.
+    """Escape text so that :func:`expand` returns it unchanged.
 
     >>> literal("a$(b)"), expand(literal("a$(b)"), {})
     ('a$$(b)', 'a$(b)')
