@@ -7,43 +7,37 @@ from typing import Any
 import msgspec
 import pytest
 
+from operator_tests import builders
+from operator_tests.builders import Object
 from operator_tests.manifests import UID, cluster_run, context
 from operator_tests.test_operator_degraded import QUIET
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import Condition, RunStatus
 from scalerl_api.wire import Status
-from scalerl_operator.controller.observe import JOB_NAME, RunObservation, observe
+from scalerl_operator.controller.observe import RunObservation, observe
 from scalerl_operator.controller.run_state import RunState
 from scalerl_operator.controller.status import report
-from scalerl_operator.names import COMPONENT, QUEUE, RUN_UID
+from scalerl_operator.names import QUEUE
 from scalerl_operator.policy.decision import End, LifecycleDecision, Memory, Outcome
 from scalerl_operator.policy.problems import Problem
 from scalerl_operator.workloads import Role
 
-Object = dict[str, Any]
 RUN = cluster_run()
 ROLES = (ConditionType.COORDINATOR_READY, ConditionType.GENERATORS_READY, ConditionType.TRAINER_READY)
 HASHES = {Role.PREPARE: "", Role.TRAINER: ""}
 
 
-def pod(name: str, role: Role, state: Object, *, ready: bool = False, **container: Any) -> Object:
-    metadata = {"name": name, "uid": name, "labels": {RUN_UID: UID, COMPONENT: role, JOB_NAME: role}}
-    status: Object = {
-        "phase": "Running",
-        "conditions": [{"type": "Ready", "status": str(ready)}],
-        "containerStatuses": [{"name": str(role), "state": state, "ready": ready} | container],
-    }
-    return {"metadata": metadata | {"creationTimestamp": "2026-01-01T00:00:00Z"}, "status": status}
-
-
-def job(role: Role) -> Object:
-    metadata = {"name": str(role), "uid": role, "labels": {RUN_UID: UID, COMPONENT: role}}
-    return {"metadata": metadata, "spec": {"parallelism": 1}, "status": {}}
+def pod(name: str, role: Role, state: Object, *, ready: bool = False, **status: Any) -> Object:
+    conditions = [{"type": "Ready", "status": str(ready)}]
+    only = builders.container(state, ready=ready, name=str(role), **status)
+    return builders.pod(name, role, only, conditions=conditions)
 
 
 def observed(*pods: Object, jobs: tuple[Role, ...] = ()) -> RunObservation:
-    objects = {("Pod", p["metadata"]["name"]): p for p in pods} | {("Job", str(r)): job(r) for r in jobs}
+    objects = {("Pod", p["metadata"]["name"]): p for p in pods} | {
+        ("Job", str(r)): builders.job(r) for r in jobs
+    }
     return observe(objects, UID, HASHES)
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from operator_tests import builders
 from operator_tests.manifests import UID, context
 from operator_tests.test_operator_degraded import RUN
 from operator_tests.test_operator_lifecycle import FIRST, RUNNING, SPEC, spec
 from scalerl_api.conditions import Phase, Reason
-from scalerl_operator.controller.observe import JOB_NAME, RunObservation, observe, pod_view, rfc3339
+from scalerl_operator.controller.observe import RunObservation, observe, pod_view, rfc3339
 from scalerl_operator.controller.status import remembered, report
-from scalerl_operator.names import COMPONENT, RUN_UID
 from scalerl_operator.policy.decision import Ended, Job, JobState, LifecycleDecision, LifecycleInput, Memory
 from scalerl_operator.policy.lifecycle import NEWS_SECONDS, decide
 from scalerl_operator.policy.restarts import Record
@@ -35,14 +35,17 @@ def a_pod(
     leaving: bool = False,
     **status: Any,
 ) -> dict[str, Any]:
-    metadata: dict[str, Any] = {"name": name, "uid": name, "creationTimestamp": rfc3339(NOW - age)}
-    metadata["labels"] = {RUN_UID: UID, COMPONENT: role, JOB_NAME: "j"}
-    if leaving:
-        metadata["deletionTimestamp"] = rfc3339(NOW)
-    if code is not None:
-        over = {"terminated": {"exitCode": code, "message": f"exit {code}"}}
-        status["containerStatuses"] = [{"name": "c", "ready": False, "restartCount": 0, "state": over}]
-    return {"metadata": metadata, "status": {"phase": phase} | status}
+    over = {"terminated": {"exitCode": code, "message": f"exit {code}"}}
+    return builders.pod(
+        name,
+        role,
+        *([] if code is None else [builders.container(over)]),
+        job="j",
+        created=rfc3339(NOW - age),
+        deleted=rfc3339(NOW) if leaving else None,
+        phase=phase,
+        **status,
+    )
 
 
 def seen(
@@ -51,11 +54,7 @@ def seen(
     """With a Job that has failed."""
     failed = {"type": "Failed", "status": "True", "reason": why, "lastTransitionTime": rfc3339(NOW)}
     failed["message"] = BY_RULE if why == "PodFailurePolicy" else "limit"
-    job = {
-        "metadata": {"name": "j", "labels": {RUN_UID: UID, COMPONENT: role}},
-        "spec": {"parallelism": 2},
-        "status": {"conditions": [failed]},
-    }
+    job = builders.job(role, failed, name="j", parallelism=2)
     objects = {("Pod", pod["metadata"]["name"]): pod for pod in pods} | {("Job", "j"): job}
     return observe(objects, UID, {Role.PREPARE: "", Role.TRAINER: ""})
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from operator_tests import builders
 from scalerl_api.conditions import Reason
 from scalerl_operator.controller.observe import pod_view, rfc3339
 from scalerl_operator.policy.problems import mount_problem, placing_problem
+from scalerl_operator.workloads import Role
 
 STARTED = 1_000_000.0
 
@@ -105,9 +107,6 @@ def test_an_end_for_an_empty_volume_is_told_and_is_no_restart_until_it_is_ready_
     assert not pod_view(a_pod({"running": {}}, ready=True, restartCount=31, lastState=last)).steps_lost
 
 
-def a_pod(state: dict[str, Any], **container: Any) -> dict[str, Any]:
-    status = {"name": "c", "ready": False, "restartCount": 0, "state": state} | container
-    return {
-        "metadata": {"name": "p", "uid": "u"},
-        "status": {"startTime": rfc3339(STARTED), "containerStatuses": [status]},
-    }
+def a_pod(state: dict[str, Any], **status: Any) -> dict[str, Any]:
+    only = builders.container(state) | status
+    return builders.pod("p", Role.TRAINER, only, startTime=rfc3339(STARTED))
