@@ -24,7 +24,7 @@ PREEMPTED = {
 
 def counts(run: dict[str, Any]) -> tuple[int, int, int]:
     trainer = run["status"]["trainer"]
-    return trainer["inARow"], trainer["failedStarts"], trainer["disruptions"]
+    return trainer["consecutiveFailures"], trainer["failedStarts"], trainer["disruptions"]
 
 
 async def attempt(there: Stage, number: int) -> None:
@@ -69,7 +69,7 @@ async def test_a_rank_that_lost_its_place_is_no_failure_of_the_others(there: Sta
     ]
     lost = {"phase": "Failed", "conditions": [PREEMPTED], "containerStatuses": containers}
     await there.edit("Pod", first["metadata"]["name"], {"status": lost}, "status")
-    run = await there.looks(lambda r: r["status"]["trainer"]["judged"] == 1)
+    run = await there.looks(lambda r: r["status"]["trainer"]["lastRecordedAttempt"] == 1)
     assert counts(run) == (0, 0, 1)
     (job,) = await there.all("Job", "trainer")
     assert "PodFailurePolicy" in [c["reason"] for c in job["status"]["conditions"]], (

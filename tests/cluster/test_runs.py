@@ -249,7 +249,9 @@ def test_the_api_server_is_away(run: Run) -> None:
         time.sleep(30)
     took = until(lambda: run.step() > before, 600, "news of the run")
     say("API server back after 30 s, the run's status is news again", took, 60)
-    assert run.status()["trainer"]["attempt"] == run.status()["trainer"]["judged"] + 1, "no restart"
+    assert run.status()["trainer"]["attempt"] == run.status()["trainer"]["lastRecordedAttempt"] + 1, (
+        "no restart"
+    )
 
 
 def test_suspend_and_resume(run: Run) -> None:

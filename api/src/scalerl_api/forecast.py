@@ -93,7 +93,7 @@ class ForecastRequest(Message, frozen=True, kw_only=True):
     price: float | None = None
     """Of one unit of compute."""
     truncation: list[float] | None = None
-    """Share of rollouts cut off at the length limit, one a point or only the latest; for the guard."""
+    """Share of rollouts cut off at the length limit, one a point or only the latest; for the check for collapse."""
     budget: float | None = None
     """Total compute that may be used, as far as it is known: with 10 evaluations or more in the
     last two doublings the answer says how flat the run is (``ForecastAnswer.flat``), also where all rewards are equal."""

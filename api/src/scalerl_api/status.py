@@ -72,11 +72,11 @@ class TrainerStatus(StatusModel):
 
     attempt: Count = 0
     """Number of the Job that runs, or ran last; 0 before the first."""
-    judged: Count = 0
+    last_recorded_attempt: Count = 0
     """The newest attempt whose end is in the counts below."""
     restarts: Count = 0
     """Attempts that ended before the run did, over the whole run, whatever ended them."""
-    in_a_row: Count = 0
+    consecutive_failures: Count = 0
     """Of those, how many failed by themselves since the last ten minutes of quiet; past trainer.maxRestarts the run is
     given up."""
     failed_starts: Count = 0
@@ -86,7 +86,7 @@ class TrainerStatus(StatusModel):
     as no failure."""
     diverged: bool = False
     """Steps in a row were skipped since the last ten minutes of quiet: the next time ends the run."""
-    worked: bool = False
+    has_been_ready: bool = False
     """All ranks have been up once on this spec, since the run was last resumed: what keeps them from it now is given time
     to pass."""
     ready_time: Time | None = None
@@ -95,6 +95,12 @@ class TrainerStatus(StatusModel):
     """Since when a queue has held this attempt."""
     next_attempt_time: Time | None = None
     """When the next attempt starts, while one is waited for."""
+    judged: Count = 0
+    """As lastRecordedAttempt, which it was called before; kept for one release, for an upgrade or its rollback."""
+    in_a_row: Count = 0
+    """As consecutiveFailures, likewise."""
+    worked: bool = False
+    """As hasBeenReady, likewise."""
 
 
 class UsageStatus(StatusModel):

@@ -5,7 +5,7 @@
     arguments ▶ main.main() ▶ run_fit()
                                ├ read_curve()   tables.* rows ▶ columns.* which of them ▶ checked points
                                ├ read_prior()   earlier runs, or why one does not count
-                               └ analyse()      the fit, the guard, the forecasts: one Analysis
+                               └ analyse()      the fit, the check for collapse, the forecasts: one Analysis
                                    ├ report.*   text      ├ JSON      └ fit_picture.* PNG
 
 ``scalerl run`` hands the file to :mod:`scalerl_operator.local` and shows what that reports (``view``).

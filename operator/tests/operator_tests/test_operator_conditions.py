@@ -67,7 +67,7 @@ times = st.none() | st.integers(1, 2_000_000_000).map(float)
 memories = st.builds(
     Memory,
     attempt=st.integers(0, 5),
-    judged=st.integers(0, 5),
+    last_recorded_attempt=st.integers(0, 5),
     record=st.builds(
         Record, st.integers(0, 9), st.integers(0, 9), st.booleans(), st.booleans(), st.integers(0, 9)
     ),
@@ -101,6 +101,17 @@ def test_the_memory_of_a_look_is_found_by_the_next_whatever_was_there_before(
         stored = merged(stored, merge_patch(stored, new))
         assert stored == new
         assert remembered(RunStatus.model_validate(stored)) == memory
+
+
+def test_status_of_the_release_before_is_remembered() -> None:
+    """An attempt whose end it has counted is not counted again, and its names are there for a rollback."""
+    stored = {"attempt": 3, "judged": 3, "inARow": 2, "failedStarts": 1, "worked": True}
+    memory = remembered(RunStatus.read({"trainer": stored}))
+    assert (memory.last_recorded_attempt, memory.record) == (3, Record(2, 1, has_been_ready=True))
+    decision = LifecycleDecision(Phase.RUNNING, memory)
+    written = report(context(RUN, decision=decision)).to_object()["trainer"]
+    renamed = {"lastRecordedAttempt": 3, "consecutiveFailures": 2, "hasBeenReady": True}
+    assert written.items() >= (stored | renamed).items()
 
 
 @pytest.mark.parametrize("end", End)

@@ -164,11 +164,11 @@ def test_a_job_is_not_judged_before_its_pods_have_said_why(
         trainer = replace(job, attempt=1) if role is Role.TRAINER else Job()
         prepare = job if role is Role.PREPARE else RUNNING.prepare
         facts = replace(RUNNING, unix_seconds=NOW + seconds, trainer=trainer, prepare=prepare)
-        last = Memory(attempt=1, record=Record(in_a_row=5, failed_starts=5))
+        last = Memory(attempt=1, record=Record(consecutive_failures=5, failed_starts=5))
         return decide(spec(trainer={"maxRestarts": 5}), facts, last if memory == Memory() else memory)
 
     decision = looked(a_pod("a", "Running"), 0.5, Memory())
-    assert (decision.memory.outcome, decision.memory.judged) == (None, 0)
+    assert (decision.memory.outcome, decision.memory.last_recorded_attempt) == (None, 0)
     assert decision.again_seconds is not None
     assert decision.prepare, "its pods are kept"
     outcome = looked(news, NEWS_SECONDS, decision.memory).memory.outcome
@@ -212,29 +212,29 @@ def test_a_run_that_never_worked_is_given_up_soon() -> None:
 
 
 def test_a_run_that_worked_outlives_half_an_hour_in_which_nothing_starts() -> None:
-    memory, made = tries(replace(FIRST, attempt=3, judged=2), CRASH, 1800)
+    memory, made = tries(replace(FIRST, attempt=3, last_recorded_attempt=2), CRASH, 1800)
     assert memory.outcome is None
     assert 8 <= made <= 15
-    memory, made = tries(replace(FIRST, attempt=3, judged=2), CRASH, 7200)
+    memory, made = tries(replace(FIRST, attempt=3, last_recorded_attempt=2), CRASH, 7200)
     assert memory.outcome is not None
     assert (memory.outcome.reason, made) == (Reason.BACKOFF_LIMIT_EXCEEDED, 20)
     assert "stale file handle" in memory.outcome.message
-    memory, made = tries(replace(FIRST, attempt=3, judged=2), CRASH, 7200, maxRestarts=2)
+    memory, made = tries(replace(FIRST, attempt=3, last_recorded_attempt=2), CRASH, 7200, maxRestarts=2)
     assert (memory.outcome is not None, made) == (True, 2)
 
 
 @pytest.mark.parametrize("failed", [LOST, Job(JobState.COMPLETE)])
-@pytest.mark.parametrize("memory", [Memory(attempt=1), replace(FIRST, attempt=3, judged=2)])
+@pytest.mark.parametrize("memory", [Memory(attempt=1), replace(FIRST, attempt=3, last_recorded_attempt=2)])
 def test_a_run_outlives_whatever_nodes_do(memory: Memory, failed: Job) -> None:
     memory, made = tries(memory, failed, 86400, maxRestarts=0)
     assert memory.outcome is None
     assert 250 < made < 320, "every five minutes at last"
-    assert (memory.record.in_a_row, memory.record.failed_starts) == (0, 0)
+    assert (memory.record.consecutive_failures, memory.record.failed_starts) == (0, 0)
 
 
 def test_the_longest_wait_is_waited_although_it_is_remembered_in_whole_seconds() -> None:
-    memory = replace(FIRST, attempt=3, judged=2, ready_since=None)
-    memory = replace(memory, record=replace(memory.record, in_a_row=15, worked=True))
+    memory = replace(FIRST, attempt=3, last_recorded_attempt=2, ready_since=None)
+    memory = replace(memory, record=replace(memory.record, consecutive_failures=15, has_been_ready=True))
     failed = replace(RUNNING, unix_seconds=1000.25, trainer=replace(CRASH, attempt=3))
     memory = stored(decide(SPEC, failed, memory).memory, 1000.25)
     assert memory.next_at == 1301.0
@@ -255,8 +255,10 @@ def test_a_run_that_is_asked_for_anew_is_tried_at_once_and_has_to_show_that_it_s
     between: LifecycleInput,
 ) -> None:
     """Its image may be another one, and a wrong one."""
-    memory = replace(FIRST, judged=1, next_at=250.0)
-    memory = replace(memory, record=replace(memory.record, in_a_row=20, failed_starts=7, worked=True))
+    memory = replace(FIRST, last_recorded_attempt=1, next_at=250.0)
+    memory = replace(
+        memory, record=replace(memory.record, consecutive_failures=20, failed_starts=7, has_been_ready=True)
+    )
     memory = decide(SPEC, between, memory).memory
     memory = decide(SPEC, replace(RUNNING, trainer=Job()), memory).memory
     decision = decide(SPEC, replace(RUNNING, trainer=Job()), memory)
@@ -292,7 +294,7 @@ def test_on_what_the_next_attempt_waits_is_said() -> None:
         (NOW + 60.5, f"attempt 2 follows at {rfc3339(NOW + 61)}"),
         (NOW - 1, "attempt 2 follows when trainer-1-0 has ended"),
     ):
-        memory = replace(FIRST, judged=1, next_at=next_at)
+        memory = replace(FIRST, last_recorded_attempt=1, next_at=next_at)
         decision = LifecycleDecision(Phase.RUNNING, memory)
         found = context(RUN, unix_seconds=NOW, observed=seen(leaving), decision=decision)
         condition = report(found).condition("TrainerReady")

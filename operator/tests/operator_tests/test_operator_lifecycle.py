@@ -118,7 +118,7 @@ def test_a_job_that_is_complete_means_nothing_until_the_coordinator_says_so() ->
     silent = decide(SPEC, replace(left, coordinator_report=None), FIRST)
     assert (silent.trainer, silent.memory) == (1, FIRST)
     decision = decide(SPEC, left, FIRST)
-    assert decision.memory.judged == 1
+    assert decision.memory.last_recorded_attempt == 1
     assert decision.memory.outcome is None
     later = decide(SPEC, replace(left, unix_seconds=101.5), decision.memory)
     assert (later.trainer, later.memory.attempt) == (None, 1), "first the old Job goes, with all its pods"

@@ -104,7 +104,7 @@ def test_how_long_a_trainer_is_held_is_told_by_one_clock() -> None:
 
 
 def test_the_next_attempt_is_looked_at_by_the_queue_anew_while_all_else_stays() -> None:
-    between = decide(SPEC, replace(QUEUED, trainer=Job()), replace(FIRST, judged=1))
+    between = decide(SPEC, replace(QUEUED, trainer=Job()), replace(FIRST, last_recorded_attempt=1))
     assert exists(between) == (True, True, 1, 2)
     held = replace(QUEUED, trainer=Job(JobState.ACTIVE, 2, held=True))
     assert exists(decide(SPEC, held, between.memory)) == (True, True, 1, 2)

@@ -37,8 +37,16 @@ EARLY = End(Cause.EXIT, 1, ready_seconds=None)
         (Record(3, failed_starts=4), EARLY, 8.0),
         (Record(5, failed_starts=5), EARLY, "6 times in a row before it was ready"),
         (Record(5, failed_starts=5), CRASH, 30.0),  # it was ready: not a failed start
-        (Record(5, failed_starts=5, worked=True), EARLY, 30.0),  # it can start: something is in its way
-        (Record(20, failed_starts=20, worked=True), EARLY, "restarted 20 times without 10 minutes of quiet"),
+        (
+            Record(5, failed_starts=5, has_been_ready=True),
+            EARLY,
+            30.0,
+        ),  # it can start: something is in its way
+        (
+            Record(20, failed_starts=20, has_been_ready=True),
+            EARLY,
+            "restarted 20 times without 10 minutes of quiet",
+        ),
         (Record(20), CRASH, "restarted 20 times without 10 minutes of quiet"),
         (Record(), End(Cause.EXIT, 3, 5.0), 1.0),
         (Record(1, diverged=True), CRASH, 2.0),
@@ -141,10 +149,10 @@ def test_what_its_machine_ends_is_tried_again_for_ever_and_counts_against_nothin
         delays.append(again.delay_seconds)
     assert delays[:4] == [1, 2, 4, 8]
     assert delays[9:] == [300.0] * 91
-    assert (record.in_a_row, record.failed_starts, record.disruptions) == (3, 2, 100)
-    worked = disrupted(policy, record, 5.0)
-    assert (worked.delay_seconds, worked.record.worked) == (30.0, True)
-    assert disrupted(policy, record, 600.0).record == Record(worked=True, disruptions=1)
+    assert (record.consecutive_failures, record.failed_starts, record.disruptions) == (3, 2, 100)
+    ready = disrupted(policy, record, 5.0)
+    assert (ready.delay_seconds, ready.record.has_been_ready) == (30.0, True)
+    assert disrupted(policy, record, 600.0).record == Record(has_been_ready=True, disruptions=1)
     failed = decide(policy, record, EARLY)
     assert isinstance(failed, Restart)
     assert disrupted(policy, failed.record, None).delay_seconds == 1.0, "no more in a row"

@@ -51,7 +51,7 @@ SAGS: Final = 0.01
 class State(StrEnum):
     """What may be done with the fit.
 
-    INSUFFICIENT: the asymptote is not identifiable yet. OK: it is. BROKEN: an alarm of the guard stands: the reward
+    INSUFFICIENT: the asymptote is not identifiable yet. OK: it is. BROKEN: an alarm of the check for collapse stands: the reward
     fell below its best, or completions are cut off, so nothing is forecast.
     """
 
@@ -80,7 +80,7 @@ class Analysis:
 
     @property
     def state(self) -> State:
-        """BROKEN by the guard, INSUFFICIENT by any doubt, else OK."""
+        """BROKEN by an alarm, INSUFFICIENT by any doubt, else OK."""
         if self.guarded.broken:
             return State.BROKEN
         return State.INSUFFICIENT if self.doubts else State.OK
@@ -249,7 +249,7 @@ class Analysis:
 
 
 def analyse(file: CurveFile, at: Sequence[float] = (), prior: Prior | None = None) -> Analysis:
-    """Fit the last segment with the runs of ``prior``, ask the guard, and forecast at 2× now and at each of ``at``.
+    """Fit the last segment with the runs of ``prior``, check for collapse, and forecast at 2× now and at each of ``at``.
 
     Raises:
         CurveProblem: points that no curve can be fitted to, a compute that cannot be forecast at, or earlier runs
@@ -285,7 +285,7 @@ def analyse(file: CurveFile, at: Sequence[float] = (), prior: Prior | None = Non
 
 
 def _fallen(file: CurveFile, fall: Fall | None) -> tuple[str, ...]:
-    """What the guard saw, as it says it, with rewards on the scale of the file."""
+    """The fall, in words, with rewards on the scale of the file."""
     if fall is None:
         return ()
     scale = RewardScale(*file.curve.scale)

@@ -44,7 +44,7 @@ class Pair:
 
     @property
     def doubts(self) -> list[str]:
-        """Why not to believe it yet, the guard's alarms included."""
+        """Why not to believe it yet, alarms included."""
         said = []
         for name, made in zip(self.names, (self.first, self.second), strict=True):
             if made.state is State.BROKEN:

@@ -143,7 +143,7 @@ def _trainer_ready(context: RunContext) -> Value:
     memory, problem = context.decision.memory, None
     if context.observed.trainer.held:
         problem = Problem(Reason.WAITING_FOR_QUOTA, "")
-    elif memory.judged == memory.attempt > 0:
+    elif memory.last_recorded_attempt == memory.attempt > 0:
         problem = Problem(Reason.BACK_OFF, _next_attempt(context))
     return _role_ready(context, Role.TRAINER, context.run.spec.trainer.replicas, problem)
 
@@ -162,23 +162,23 @@ def _role_ready(context: RunContext, role: Role, wanted: int, else_: Problem | N
 
 
 def _progressing(context: RunContext) -> Value:
-    told, memory, now = context.coordinator, context.decision.memory, context.unix_seconds
+    coordinator, memory, now = context.coordinator, context.decision.memory, context.unix_seconds
     if context.decision.phase not in _TRAINING:
         return False, Problem(Reason.NOT_RUNNING, "")
-    if told is None:
+    if coordinator is None:
         return False, _unheard(context, context.decision.note)
     if (unwritable := _unwritable(context)) is not None:
         return False, unwritable
-    waiting = f"waiting for {told.waiting_for or 'the first lease'}"
-    if told.step == 0:
+    waiting = f"waiting for {coordinator.waiting_for or 'the first lease'}"
+    if coordinator.step == 0:
         return False, Problem(Reason.STALLED, waiting)
     # Time without a trainer, as in a suspension, is not held against it.
     since = max(seconds(context.before.last_step_time), memory.ready_since or now)
-    if told.step == context.before.step and now - since > STALLED_SECONDS:
+    if coordinator.step == context.before.step and now - since > STALLED_SECONDS:
         return False, Problem(Reason.STALLED, f"none since {rfc3339(since)}; {waiting}")
     # At the end the trainer leaves before the run is over.
     if context.decision.phase is Phase.RUNNING and not context.observed.trainer.ready:
-        return False, Problem(Reason.TRAINER_NOT_READY, f"after step {told.step}")
+        return False, Problem(Reason.TRAINER_NOT_READY, f"after step {coordinator.step}")
     return True, Problem(Reason.STEPS_TRAINED, "")
 
 
@@ -309,27 +309,27 @@ def _role_problem(context: RunContext) -> Problem | None:
     return None
 
 
-def _not_saved_elsewhere(told: Status | None) -> Problem | None:
+def _not_saved_elsewhere(coordinator: Status | None) -> Problem | None:
     """What does not reach an export's target or an experiment tracker."""
-    if told is None:
+    if coordinator is None:
         return None
-    if told.exports is not None and told.exports.problem:
+    if coordinator.exports is not None and coordinator.exports.problem:
         return Problem(Reason.EXPORT_FAILED, "")
-    failing = [f"{tracker.name}: {tracker.problem}" for tracker in told.trackers if tracker.problem]
+    failing = [f"{tracker.name}: {tracker.problem}" for tracker in coordinator.trackers if tracker.problem]
     return Problem(Reason.TRACKER_FAILED, "; ".join(failing)) if failing else None
 
 
 # --- faults that a run continues despite --------------------------------------------------------
 
 
-def update_trouble(before: TroubleStatus, told: Status, unix_seconds: float) -> TroubleStatus:
+def update_trouble(before: TroubleStatus, coordinator: Status, unix_seconds: float) -> TroubleStatus:
     """What is known of a run's faults after the coordinator's last status.
 
     The coordinator counts over the whole run, so that a count alone would degrade a run for good: the times kept beside the
     counts say when one last changed. Of a failed checkpoint and a newer one since the last status, which was first is not
     known. It counts as saved: if it is not, the next failure tells. Counts from before the first status are no news.
     """
-    given_up = told.counts.given_up + told.counts.held_out_given_up
+    given_up = coordinator.counts.given_up + coordinator.counts.held_out_given_up
     graded_at, skipped_at, given_up_at, unsaved, saved = (
         before.last_grading_error_time,
         before.last_skipped_step_time,
@@ -338,27 +338,27 @@ def update_trouble(before: TroubleStatus, told: Status, unix_seconds: float) -> 
         before.checkpoint_version,
     )
     if saved is not None:
-        if told.grading_errors > before.grading_errors:
+        if coordinator.grading_errors > before.grading_errors:
             graded_at = rfc3339(unix_seconds)
-        if told.skipped_steps > before.skipped_steps:
+        if coordinator.skipped_steps > before.skipped_steps:
             skipped_at = rfc3339(unix_seconds)
         if given_up > before.given_up_rollouts:
             given_up_at = rfc3339(unix_seconds)
-        if told.checkpoint_failures > before.checkpoint_failures and unsaved is None:
+        if coordinator.checkpoint_failures > before.checkpoint_failures and unsaved is None:
             unsaved = saved
     if unsaved is not None:
         # A trainer that went further back has written nothing by that.
-        unsaved = None if told.checkpoint_version > unsaved else told.checkpoint_version
+        unsaved = None if coordinator.checkpoint_version > unsaved else coordinator.checkpoint_version
     return TroubleStatus(
-        grading_errors=told.grading_errors,
+        grading_errors=coordinator.grading_errors,
         last_grading_error_time=graded_at,
-        skipped_steps=told.skipped_steps,
+        skipped_steps=coordinator.skipped_steps,
         last_skipped_step_time=skipped_at,
         given_up_rollouts=given_up,
         last_given_up_time=given_up_at,
-        checkpoint_failures=told.checkpoint_failures,
+        checkpoint_failures=coordinator.checkpoint_failures,
         unsaved_since=unsaved,
-        checkpoint_version=told.checkpoint_version,
+        checkpoint_version=coordinator.checkpoint_version,
     )
 
 

@@ -133,11 +133,11 @@ class RunContext:
 
     def lifecycle_input(self) -> LifecycleInput:
         """The part of what was observed that the lifecycle depends on."""
-        told, observed = self.coordinator, self.observed
+        coordinator, observed = self.coordinator, self.observed
         report = None
-        if told is not None:
-            usage = Usage(told.wall_seconds, told.device_seconds)
-            report = CoordinatorReport(told.phase, told.stop_reason, usage)
+        if coordinator is not None:
+            usage = Usage(coordinator.wall_seconds, coordinator.device_seconds)
+            report = CoordinatorReport(coordinator.phase, coordinator.stop_reason, usage)
         return LifecycleInput(
             unix_seconds=self.unix_seconds,
             deleting=self.deleted,

@@ -72,12 +72,12 @@ def remembered(status: RunStatus) -> Memory:
     trainer = status.trainer
     return Memory(
         attempt=trainer.attempt,
-        judged=trainer.judged,
+        last_recorded_attempt=max(trainer.last_recorded_attempt, trainer.judged),
         record=restarts.Record(
-            in_a_row=trainer.in_a_row,
+            consecutive_failures=max(trainer.consecutive_failures, trainer.in_a_row),
             failed_starts=trainer.failed_starts,
             diverged=trainer.diverged,
-            worked=trainer.worked,
+            has_been_ready=trainer.has_been_ready or trainer.worked,
             disruptions=trainer.disruptions,
         ),
         restarts=trainer.restarts,
@@ -130,37 +130,40 @@ def _time(unix_seconds: float | None) -> str | None:
 
 def _trainer(memory: Memory) -> TrainerStatus:
     # Times have whole seconds: rounded up, so that a wait is never cut short by the rounding.
-    awaited = memory.judged == memory.attempt and memory.next_at
+    awaited = memory.last_recorded_attempt == memory.attempt and memory.next_at
     return TrainerStatus(
         attempt=memory.attempt,
-        judged=memory.judged,
+        last_recorded_attempt=memory.last_recorded_attempt,
         restarts=memory.restarts,
-        in_a_row=memory.record.in_a_row,
+        consecutive_failures=memory.record.consecutive_failures,
         failed_starts=memory.record.failed_starts,
         disruptions=memory.record.disruptions,
         diverged=memory.record.diverged,
-        worked=memory.record.worked,
+        has_been_ready=memory.record.has_been_ready,
         ready_time=_time(memory.ready_since),
         held_time=_time(memory.held_since),
         next_attempt_time=rfc3339(memory.next_at + 0.999) if awaited else None,
+        judged=memory.last_recorded_attempt,
+        in_a_row=memory.record.consecutive_failures,
+        worked=memory.record.has_been_ready,
     )
 
 
-def _progress(told: Status, before: RunStatus, now: str) -> dict[str, Any]:
+def _progress(coordinator: Status, before: RunStatus, now: str) -> dict[str, Any]:
     """What the coordinator says of the run."""
     return {
-        "step": told.step,
-        "last_step_time": now if told.step > (before.step or 0) else before.last_step_time,
-        "reward": f"{told.points[-1].reward:.4f}" if told.points else before.reward,
-        "points": len(told.points),
-        "stop_reason": told.stop_reason or None,
+        "step": coordinator.step,
+        "last_step_time": now if coordinator.step > (before.step or 0) else before.last_step_time,
+        "reward": f"{coordinator.points[-1].reward:.4f}" if coordinator.points else before.reward,
+        "points": len(coordinator.points),
+        "stop_reason": coordinator.stop_reason or None,
         "usage": UsageStatus(
-            seconds=f"{told.wall_seconds:.0f}",
-            device_hours=f"{told.device_seconds / 3600:.4f}",
-            tokens_generated=told.tokens_generated,
-            tokens_trained=told.tokens_trained,
+            seconds=f"{coordinator.wall_seconds:.0f}",
+            device_hours=f"{coordinator.device_seconds / 3600:.4f}",
+            tokens_generated=coordinator.tokens_generated,
+            tokens_trained=coordinator.tokens_trained,
         ),
-        "exports": before.exports if told.exports is None else _exports(told.exports),
+        "exports": before.exports if coordinator.exports is None else _exports(coordinator.exports),
     }
 
 

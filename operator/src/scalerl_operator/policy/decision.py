@@ -112,7 +112,7 @@ class Outcome:
 class Memory:
     """What one reconcile remembers for the next, in the run's status.
 
-    attempt: the trainer's, counted from 1; 0 before the first. judged: the attempt whose end is in ``record`` already.
+    attempt: the trainer's, counted from 1; 0 before the first. last_recorded_attempt: the one whose end is in ``record`` already.
     ready_since: since when all ranks of this attempt have been up; None before. next_at: not before this time is the
     next attempt made. held_since: since when a queue has been seen to hold this attempt.
     drain_since: when the drain began that is under way.
@@ -122,7 +122,7 @@ class Memory:
     """
 
     attempt: int = 0
-    judged: int = 0
+    last_recorded_attempt: int = 0
     record: restarts.Record = field(default_factory=restarts.Record)
     restarts: int = 0
     ready_since: float | None = None

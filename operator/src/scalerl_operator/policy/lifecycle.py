@@ -248,7 +248,7 @@ def _run(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> LifecycleDe
         memory = replace(memory, ready_since=None)
     elif observed.trainer.ready and observed.trainer.attempt == memory.attempt:
         since = observed.unix_seconds if memory.ready_since is None else memory.ready_since
-        memory = replace(memory, ready_since=since, record=replace(memory.record, worked=True))
+        memory = replace(memory, ready_since=since, record=replace(memory.record, has_been_ready=True))
     memory = _record_end(spec, observed, memory)
     if memory.outcome is not None:
         return _end(observed, memory, memory.outcome)
@@ -312,33 +312,37 @@ def _record_end(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> Memo
     """Take the end of the present attempt into the record, once."""
     trainer = observed.trainer
     ended = trainer.state in (JobState.COMPLETE, JobState.FAILED)
-    if not ended or memory.judged == memory.attempt or trainer.attempt != memory.attempt:
+    if not ended or memory.last_recorded_attempt == memory.attempt or trainer.attempt != memory.attempt:
         return memory
     if trainer.state is JobState.COMPLETE and observed.coordinator_report is None:
         return memory  # whether the run is over, only the coordinator can say
     if _end_is_to_be_reported(trainer, observed.unix_seconds):
         return memory
     worst = _worst(trainer.ends)
-    worked = None if memory.ready_since is None else max(0.0, observed.unix_seconds - memory.ready_since)
+    ready_seconds = (
+        None if memory.ready_since is None else max(0.0, observed.unix_seconds - memory.ready_since)
+    )
     policy = _policy(spec)
     verdict: restarts.Restart | restarts.GiveUp
     # All ranks end together before the run's end only when one of them got SIGTERM.
     if trainer.disrupted or trainer.state is JobState.COMPLETE:
-        verdict = restarts.disrupted(policy, memory.record, worked)
+        verdict = restarts.disrupted(policy, memory.record, ready_seconds)
     else:
-        end = restarts.End(restarts.Cause.EXIT, worst.exit_code, worked)
+        end = restarts.End(restarts.Cause.EXIT, worst.exit_code, ready_seconds)
         verdict = restarts.decide(policy, memory.record, end)
     if isinstance(verdict, restarts.GiveUp):
         reason = Reason.BAD_INPUT if verdict.bad_input else Reason.BACKOFF_LIMIT_EXCEEDED
         if worst.exit_code == DIVERGED_EXIT_CODE:
             reason = Reason.DIVERGED
-        elif worked is None and not (verdict.bad_input or memory.record.worked):
+        elif ready_seconds is None and not (verdict.bad_input or memory.record.has_been_ready):
             reason = Reason.STARTS_FAILED
         message = f"trainer: {verdict.reason}" + (f": {worst.message}" if worst.message else "")
-        return replace(memory, outcome=Outcome(End.FAILED, reason, message), judged=memory.attempt)
+        return replace(
+            memory, outcome=Outcome(End.FAILED, reason, message), last_recorded_attempt=memory.attempt
+        )
     return replace(
         memory,
-        judged=memory.attempt,
+        last_recorded_attempt=memory.attempt,
         record=verdict.record,
         restarts=memory.restarts + 1,
         next_at=observed.unix_seconds + verdict.delay_seconds,
@@ -353,7 +357,7 @@ def _attempt(observed: LifecycleInput, memory: Memory, *, finished: bool) -> tup
         return memory, None, ASK_AGAIN_SECONDS
     if state is JobState.ACTIVE and observed.trainer.attempt == memory.attempt:
         return memory, memory.attempt, POLL_SECONDS
-    if state is not JobState.ABSENT and memory.judged != memory.attempt:
+    if state is not JobState.ABSENT and memory.last_recorded_attempt != memory.attempt:
         return memory, memory.attempt, ASK_AGAIN_SECONDS
     if finished:
         return memory, memory.attempt or None, ASK_AGAIN_SECONDS
@@ -362,7 +366,7 @@ def _attempt(observed: LifecycleInput, memory: Memory, *, finished: bool) -> tup
         return memory, memory.attempt if state is not JobState.ABSENT else None, wait
     if state is not JobState.ABSENT:
         return memory, None, ASK_AGAIN_SECONDS  # first it goes, with all its pods
-    if memory.attempt > memory.judged:
+    if memory.attempt > memory.last_recorded_attempt:
         # Recorded, but not observed yet, or deleted by somebody: the same attempt again.
         return replace(memory, ready_since=None), memory.attempt, POLL_SECONDS
     return replace(memory, attempt=memory.attempt + 1, ready_since=None), memory.attempt + 1, POLL_SECONDS

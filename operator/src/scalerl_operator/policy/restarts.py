@@ -74,18 +74,18 @@ class Record:
 
     diverged: steps in a row were skipped since the count last started over. A crash in between changes nothing
         about that: the trainer goes through the same batches from the same checkpoint again.
-    worked: it has been ready once, as it is asked for now.
+    has_been_ready: once, on this spec.
     disruptions: in a row; they count against nothing, and only make the next wait longer.
     """
 
-    in_a_row: int = 0
+    consecutive_failures: int = 0
     failed_starts: int = 0
     diverged: bool = False
-    worked: bool = False
+    has_been_ready: bool = False
     disruptions: int = 0
 
     def anew(self) -> Record:
-        """Of a unit that is asked for anew, and maybe otherwise: its checkpoint is the same, what it could do tells nothing."""
+        """Resets all counts, of a unit that is resumed, perhaps with another spec; its checkpoint stays."""
         return Record(diverged=self.diverged)
 
 
@@ -118,17 +118,17 @@ def decide(policy: RestartPolicy, record: Record, end: End) -> Restart | GiveUp:
         )
     record = replace(
         record,
-        in_a_row=record.in_a_row + 1,
+        consecutive_failures=record.consecutive_failures + 1,
         failed_starts=0 if end.ready_seconds is not None else record.failed_starts + 1,
         disruptions=0,
         diverged=record.diverged or end.exit_code == DIVERGED_EXIT_CODE,
     )
-    if record.failed_starts > policy.max_failed_starts and not record.worked:
+    if record.failed_starts > policy.max_failed_starts and not record.has_been_ready:
         return GiveUp(f"it failed {record.failed_starts} times in a row before it was ready")
-    if record.in_a_row > policy.max_restarts:
+    if record.consecutive_failures > policy.max_restarts:
         return GiveUp(f"it was restarted {policy.max_restarts} times without {_duration(policy)} of quiet")
-    patient = record.worked and end.ready_seconds is None
-    return Restart(_delay(policy, record.in_a_row, patient=patient), record)
+    patient = record.has_been_ready and end.ready_seconds is None
+    return Restart(_delay(policy, record.consecutive_failures, patient=patient), record)
 
 
 def disrupted(policy: RestartPolicy, record: Record, ready_seconds: float | None) -> Restart:
@@ -148,7 +148,9 @@ def _after(policy: RestartPolicy, record: Record, ready_seconds: float | None) -
     if ready_seconds is None:
         return record
     return (
-        Record(worked=True) if ready_seconds >= policy.reset_after_seconds else replace(record, worked=True)
+        Record(has_been_ready=True)
+        if ready_seconds >= policy.reset_after_seconds
+        else replace(record, has_been_ready=True)
     )
 
 
