@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scalerl_api.process import COORDINATOR_TIMEOUT_SECONDS
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import BROKEN, FORECAST, INTERRUPTED
-from scalerl_api.wire import Phase as Word
+from scalerl_api.wire import Phase as CoordinatorPhase
 from scalerl_operator.policy.budget import Usage
 from scalerl_operator.policy.decision import (
     CoordinatorReport,
@@ -44,12 +44,12 @@ RUNNING = LifecycleInput(
     100.0,
     prepare=DONE,
     trainer=Job(JobState.ACTIVE, 1),
-    coordinator_report=CoordinatorReport(Word.RUNNING, "", Usage(10.0, 20.0)),
+    coordinator_report=CoordinatorReport(CoordinatorPhase.RUNNING, "", Usage(10.0, 20.0)),
 )
 FIRST = Memory(attempt=1, ready_since=95.0)
 
 
-def coordinator_report(word: Word, reason: str = "", seconds: float = 10.0) -> CoordinatorReport:
+def coordinator_report(word: CoordinatorPhase, reason: str = "", seconds: float = 10.0) -> CoordinatorReport:
     return CoordinatorReport(word, reason, Usage(seconds, 2 * seconds))
 
 
@@ -93,14 +93,16 @@ def test_a_run_at_work_is_left_alone_and_asked_now_and_then() -> None:
 
 
 def test_the_budget_is_told_and_the_end_is_completed() -> None:
-    spent = replace(RUNNING, coordinator_report=coordinator_report(Word.RUNNING, seconds=1000.0))
+    spent = replace(RUNNING, coordinator_report=coordinator_report(CoordinatorPhase.RUNNING, seconds=1000.0))
     assert decide(SPEC, spent, FIRST).request_stop == "maxSeconds"
-    known = replace(RUNNING, coordinator_report=coordinator_report(Word.FINISHING, "maxSeconds", 1000.0))
+    known = replace(
+        RUNNING, coordinator_report=coordinator_report(CoordinatorPhase.FINISHING, "maxSeconds", 1000.0)
+    )
     decision = decide(SPEC, known, FIRST)
     assert (decision.phase, decision.request_stop, decision.trainer) == ("Finishing", None, 1)
     over = replace(
         known,
-        coordinator_report=coordinator_report(Word.FINISHED, "maxSeconds", 1001.0),
+        coordinator_report=coordinator_report(CoordinatorPhase.FINISHED, "maxSeconds", 1001.0),
         trainer=Job(JobState.COMPLETE, 1),
     )
     outcome = decide(SPEC, over, FIRST).memory.outcome
@@ -188,7 +190,7 @@ def test_the_coordinator_has_a_budget_of_restarts() -> None:
 def test_a_rank_that_fails_after_the_last_checkpoint_loses_nothing() -> None:
     over = replace(
         RUNNING,
-        coordinator_report=coordinator_report(Word.FINISHED, "maxSteps"),
+        coordinator_report=coordinator_report(CoordinatorPhase.FINISHED, "maxSteps"),
         trainer=Job(JobState.FAILED, 1, (Ended(139),)),
     )
     outcome = decide(SPEC, over, FIRST).memory.outcome
@@ -225,7 +227,7 @@ def test_a_changed_spec_is_drained_on_the_old_one_then_prepared_then_begun() -> 
     )
     left = replace(
         stale,
-        coordinator_report=coordinator_report(Word.FINISHED, INTERRUPTED),
+        coordinator_report=coordinator_report(CoordinatorPhase.FINISHED, INTERRUPTED),
         trainer=Job(JobState.COMPLETE, 1, stale=True),
     )
     decision = decide(SPEC, left, decision.memory)
@@ -257,13 +259,15 @@ def test_suspend_drains_then_rests_then_goes_on() -> None:
         1,
     )
     told = replace(
-        seen, coordinator_report=coordinator_report(Word.FINISHING, INTERRUPTED), unix_seconds=110.0
+        seen,
+        coordinator_report=coordinator_report(CoordinatorPhase.FINISHING, INTERRUPTED),
+        unix_seconds=110.0,
     )
     decision = decide(SPEC, told, decision.memory)
     assert (decision.request_stop, decision.memory.drain_since) == (None, 100.0)
     left = replace(
         told,
-        coordinator_report=coordinator_report(Word.FINISHED, INTERRUPTED),
+        coordinator_report=coordinator_report(CoordinatorPhase.FINISHED, INTERRUPTED),
         trainer=Job(JobState.COMPLETE, 1),
     )
     decision = decide(SPEC, left, decision.memory)
@@ -281,7 +285,7 @@ def test_suspend_drains_then_rests_then_goes_on() -> None:
     back = replace(
         RUNNING,
         trainer=Job(JobState.ACTIVE, 1),
-        coordinator_report=coordinator_report(Word.FINISHED, INTERRUPTED),
+        coordinator_report=coordinator_report(CoordinatorPhase.FINISHED, INTERRUPTED),
     )
     decision = decide(SPEC, back, decision.memory)
     assert (decision.request_stop, decision.phase, decision.memory.outcome) == ("", "Running", None)
@@ -344,18 +348,18 @@ def test_what_the_forecast_stops_is_suspended_until_a_person_resumes_it() -> Non
     assert decide(SPEC, replace(RUNNING, stop=FORECAST), FIRST).request_stop == FORECAST
     broken = replace(
         RUNNING,
-        coordinator_report=coordinator_report(Word.FINISHED, BROKEN),
+        coordinator_report=coordinator_report(CoordinatorPhase.FINISHED, BROKEN),
         trainer=Job(JobState.COMPLETE, 1),
     )
     assert decide(spec(autoscaling={"onStop": "Complete"}), broken, FIRST).set_suspend, (
         "what is held can be resumed"
     )
     # Another leader knows nothing of the decision, and holds on to it all the same.
-    told = replace(RUNNING, coordinator_report=coordinator_report(Word.FINISHING, FORECAST))
+    told = replace(RUNNING, coordinator_report=coordinator_report(CoordinatorPhase.FINISHING, FORECAST))
     assert decide(SPEC, told, FIRST).request_stop is None
     over = replace(
         RUNNING,
-        coordinator_report=coordinator_report(Word.FINISHED, FORECAST),
+        coordinator_report=coordinator_report(CoordinatorPhase.FINISHED, FORECAST),
         trainer=Job(JobState.COMPLETE, 1),
     )
     decision = decide(SPEC, over, FIRST)
@@ -370,11 +374,15 @@ def test_what_the_forecast_stops_is_suspended_until_a_person_resumes_it() -> Non
     rest = decide(SPEC, replace(gone, suspend=True), again.memory)
     assert (rest.set_suspend, rest.memory.rest) == (False, Suspension.YES)
     resumed = decide(SPEC, gone, rest.memory).memory
-    back = replace(RUNNING, coordinator_report=coordinator_report(Word.FINISHED, FORECAST), trainer=Job())
+    back = replace(
+        RUNNING, coordinator_report=coordinator_report(CoordinatorPhase.FINISHED, FORECAST), trainer=Job()
+    )
     decision = decide(SPEC, back, resumed)
     assert (decision.request_stop, decision.trainer, decision.memory.outcome) == ("", 1, None)
     decision = decide(
-        SPEC, replace(RUNNING, coordinator_report=coordinator_report(Word.RUNNING)), decision.memory
+        SPEC,
+        replace(RUNNING, coordinator_report=coordinator_report(CoordinatorPhase.RUNNING)),
+        decision.memory,
     )
     assert not decision.memory.resumed
     complete = spec(autoscaling={"onStop": "Complete"})
@@ -445,7 +453,7 @@ def test_two_attempts_are_never_wanted_at_once_and_every_run_ends(day: list[str]
     """The world moves at random; then it is left in peace, and the run has to come to its end."""
     memory, stored, serving = Memory(), Memory(), False
     trainer, prepare, now = Job(), Job(), 0.0
-    word, reason, answers, suspend, forecast = Word.WAITING, "", True, False, ""
+    word, reason, answers, suspend, forecast = CoordinatorPhase.WAITING, "", True, False, ""
     peace = [*["look", "tick", "let in", "pods", "look"] * 12, "finish"]
     calm = ["resume", *peace * 12]
     for event in day + calm:
@@ -457,10 +465,10 @@ def test_two_attempts_are_never_wanted_at_once_and_every_run_ends(day: list[str]
                     prepare = replace(prepare, state=JobState.COMPLETE)
                 if trainer.state is JobState.LEAVING:
                     trainer = Job()
-                if works(trainer) and word is Word.FINISHING:
+                if works(trainer) and word is CoordinatorPhase.FINISHING:
                     trainer, word = (
                         replace(trainer, state=JobState.COMPLETE),
-                        Word.FINISHED,
+                        CoordinatorPhase.FINISHED,
                     )
             case "hold" if queued and works(trainer):
                 trainer = replace(trainer, held=True)
@@ -470,8 +478,8 @@ def test_two_attempts_are_never_wanted_at_once_and_every_run_ends(day: list[str]
                 trainer = replace(trainer, state=JobState.FAILED, ends=(Ended(137),))
             case "leave" if works(trainer):
                 trainer = replace(trainer, state=JobState.COMPLETE)
-            case "finish" if works(trainer) and word is Word.RUNNING:
-                word, reason = Word.FINISHING, reason or "maxSteps"
+            case "finish" if works(trainer) and word is CoordinatorPhase.RUNNING:
+                word, reason = CoordinatorPhase.FINISHING, reason or "maxSteps"
             case "suspend":
                 suspend = True
             case "resume":
@@ -509,7 +517,7 @@ def test_two_attempts_are_never_wanted_at_once_and_every_run_ends(day: list[str]
                 serving = decision.coordinator or decision.generators > 0
                 if decision.request_stop is not None and answers:
                     reason = decision.request_stop
-                    word = Word.FINISHING if reason else Word.RUNNING
+                    word = CoordinatorPhase.FINISHING if reason else CoordinatorPhase.RUNNING
                 suspend = suspend or decision.set_suspend
                 if decision.prepare and prepare.state is JobState.ABSENT:
                     prepare = Job(JobState.ACTIVE, held=queued)
@@ -522,7 +530,7 @@ def test_two_attempts_are_never_wanted_at_once_and_every_run_ends(day: list[str]
                     trainer = replace(trainer, state=JobState.LEAVING)
                 if decision.trainer is not None and trainer.state is JobState.ABSENT:
                     trainer = Job(JobState.ACTIVE, decision.trainer, held=queued)
-                    word = Word.FINISHING if reason else Word.RUNNING
+                    word = CoordinatorPhase.FINISHING if reason else CoordinatorPhase.RUNNING
                 if memory.rest is Suspension.YES and event in calm:
                     suspend = False
     assert memory.outcome is not None or suspend

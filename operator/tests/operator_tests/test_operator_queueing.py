@@ -12,7 +12,7 @@ from operator_tests.test_operator_degraded import QUIET
 from operator_tests.test_operator_lifecycle import DONE, FIRST, RUNNING, SPEC, coordinator_report, exists
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.status import RunStatus
-from scalerl_api.wire import Phase as Word
+from scalerl_api.wire import Phase as CoordinatorPhase
 from scalerl_operator.controller.observe import JOB_NAME, RunObservation, observe
 from scalerl_operator.controller.status import report
 from scalerl_operator.controller.volume import may_have_mounted
@@ -111,7 +111,9 @@ def test_the_next_attempt_is_looked_at_by_the_queue_anew_while_all_else_stays() 
 
 
 def test_one_that_was_put_back_while_it_ended_needs_no_devices_any_more() -> None:
-    over = replace(QUEUED, coordinator_report=coordinator_report(Word.FINISHED, "maxSteps"), trainer=HELD)
+    over = replace(
+        QUEUED, coordinator_report=coordinator_report(CoordinatorPhase.FINISHED, "maxSteps"), trainer=HELD
+    )
     outcome = decide(SPEC, over, FIRST).memory.outcome
     assert outcome is not None
     assert outcome.reason == "BudgetReached"

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from scalerl_api.conditions import Phase, Reason
-from scalerl_api.wire import Phase as Word
+from scalerl_api.wire import Phase as CoordinatorPhase
 from scalerl_operator.policy import budget, restarts
 
 
@@ -60,7 +60,7 @@ class Service:
 class CoordinatorReport:
     """The part of the coordinator's status that the lifecycle depends on."""
 
-    phase: Word
+    phase: CoordinatorPhase
     stop_reason: str
     usage: budget.Usage
 

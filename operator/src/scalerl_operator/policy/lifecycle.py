@@ -29,7 +29,7 @@ from scalerl_api.conditions import Phase, Reason
 from scalerl_api.process import BAD_INPUT_EXIT_CODE, COORDINATOR_TIMEOUT_SECONDS, DIVERGED_EXIT_CODE
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import BROKEN, FORECAST, INTERRUPTED
-from scalerl_api.wire import Phase as Word
+from scalerl_api.wire import Phase as CoordinatorPhase
 from scalerl_operator.policy import budget, restarts, stop_requests
 from scalerl_operator.policy.decision import (
     CoordinatorReport,
@@ -121,7 +121,7 @@ def _without_drain(memory: Memory) -> Memory:
 
 def _reset_failures(memory: Memory) -> Memory:
     """Resets the back-off and the failure counts."""
-    return replace(memory, next_at=0.0, record=memory.record.anew())
+    return replace(memory, next_at=0.0, record=memory.record.reset())
 
 
 def _drain(observed: LifecycleInput, memory: Memory, phase: Phase) -> LifecycleDecision | None:
@@ -226,7 +226,9 @@ def _run(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> LifecycleDe
     request_stop = _stop_request(wanted, coordinator_report, resumed=memory.resumed)
     # While a stop request is to be sent, the coordinator's present status is out of date.
     finished = (
-        coordinator_report is not None and request_stop is None and coordinator_report.phase is Word.FINISHED
+        coordinator_report is not None
+        and request_stop is None
+        and coordinator_report.phase is CoordinatorPhase.FINISHED
     )
     # A rank that fails once the coordinator has noted the last checkpoint has nothing to lose any more.
     put_back = observed.trainer.held and not observed.trainer.ending
@@ -259,7 +261,8 @@ def _run(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> LifecycleDe
             Phase.PENDING, memory, prepare=True, trainer=trainer, again_seconds=again, note=_IN_QUEUE
         )
     ending = coordinator_report is not None and (
-        coordinator_report.phase in (Word.FINISHING, Word.FINISHED) or bool(coordinator_report.stop_reason)
+        coordinator_report.phase in (CoordinatorPhase.FINISHING, CoordinatorPhase.FINISHED)
+        or bool(coordinator_report.stop_reason)
     )
     return LifecycleDecision(
         Phase.FINISHING if ending and request_stop != "" else Phase.RUNNING,

@@ -84,7 +84,7 @@ class Record:
     has_been_ready: bool = False
     disruptions: int = 0
 
-    def anew(self) -> Record:
+    def reset(self) -> Record:
         """Resets all counts, of a unit that is resumed, perhaps with another spec; its checkpoint stays."""
         return Record(diverged=self.diverged)
 
