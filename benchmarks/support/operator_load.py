@@ -42,7 +42,7 @@ from typing import Any
 import aiohttp
 import yaml
 
-from scalerl_api import metric_names
+from scalerl_api import operator_metric_names as metric_names
 from scalerl_api.conditions import Phase
 from scalerl_operator import names
 from scalerl_operator.kube import connection

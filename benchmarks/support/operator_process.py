@@ -21,7 +21,7 @@ import aiohttp
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from scalerl_api import metric_names
+from scalerl_api import operator_metric_names as metric_names
 
 if TYPE_CHECKING:
     from testcluster import Cluster

@@ -5,7 +5,7 @@ from __future__ import annotations
 from panels import Board, Panel, Query, Section, Variable, lines, number, quantiles
 
 from scalerl_api import forecast as curvefit
-from scalerl_api import metric_names as names
+from scalerl_api import operator_metric_names as names
 
 # Where a metric says nothing of a namespace, it is the one that the operator runs in.
 OPERATOR = 'job="scalerl-operator", namespace="$namespace"'

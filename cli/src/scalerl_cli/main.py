@@ -117,9 +117,11 @@ def main(argv: Sequence[str] | None = None, *, planner: Callable[[ScaleRLRun], P
             from scalerl_cli.replay import replay
 
             return replay(arguments.source, arguments.policy)
-        from scalerl_cli.plot import plot
+        if arguments.command == "plot":
+            from scalerl_cli.plot import plot
 
-        return plot(arguments.dir)
+            return plot(arguments.dir)
+        raise AssertionError(f"no code for the command {arguments.command}")
     except KeyboardInterrupt:
         return INTERRUPTED
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from scalerl_api import endpoints
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import DIR, TOKEN_FILE, TRAINER_HOST
@@ -61,7 +62,7 @@ def _environment(spec: RunSpec, *, offline: bool = True) -> dict[str, str]:
 
 def forecaster(spec: RunSpec) -> Workload:
     """The curve-fit sidecar of one run, for a runtime without a sidecar of its own."""
-    startup, liveness, readiness = _probes("/healthz", "/healthz", "http", stuck_seconds=60)
+    startup, liveness, readiness = _probes(endpoints.HEALTH, endpoints.HEALTH, "http", stuck_seconds=60)
     container = Container(
         name="sidecar",
         argv=(
@@ -100,7 +101,7 @@ def _prepare(spec: RunSpec) -> Workload:
 
 
 def _coordinator(spec: RunSpec) -> Workload:
-    startup, liveness, readiness = _probes("/healthz", "/readyz", "http", stuck_seconds=60)
+    startup, liveness, readiness = _probes(endpoints.HEALTH, endpoints.READY, "http", stuck_seconds=60)
     container = Container(
         name="coordinator",
         argv=("python", "-m", "scalerl_coordinator.main", "--listen", _listen("http")),
@@ -141,7 +142,7 @@ def _generator(spec: RunSpec) -> Workload:
         ),
         volumes=_volumes(spec, sources=False, writable=False),
     )
-    startup, liveness, readiness = _probes("/healthz", "/readyz", "control", stuck_seconds=60)
+    startup, liveness, readiness = _probes(endpoints.HEALTH, endpoints.READY, "control", stuck_seconds=60)
     verifier = spec.task.verifier
     actor = Container(
         name="actor",
@@ -189,7 +190,7 @@ def _server_options(spec: RunSpec) -> tuple[str, ...]:
 
 def _trainer(spec: RunSpec) -> Workload:
     trainer = spec.trainer
-    startup, liveness, readiness = _probes("/healthz", "/readyz", "http", stuck_seconds=300)
+    startup, liveness, readiness = _probes(endpoints.HEALTH, endpoints.READY, "http", stuck_seconds=300)
     environment = _environment(spec) | {TRAINER_HOST: f"$({ADDRESS})"}
     if trainer.devices == 0:
         environment["DS_ACCELERATOR"] = "cpu"

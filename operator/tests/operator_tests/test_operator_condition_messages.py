@@ -19,7 +19,7 @@ from scalerl_operator.controller.observe import RunObservation, observe
 from scalerl_operator.controller.run_state import RunState
 from scalerl_operator.controller.status import report
 from scalerl_operator.names import QUEUE
-from scalerl_operator.policy.decision import End, LifecycleDecision, Memory, Outcome
+from scalerl_operator.policy.lifecycle_types import End, LifecycleDecision, Memory, Outcome
 from scalerl_operator.policy.problems import Problem
 from scalerl_operator.workloads import Role
 

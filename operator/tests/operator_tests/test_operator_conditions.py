@@ -20,7 +20,7 @@ from scalerl_operator.controller.status import (
     report,
 )
 from scalerl_operator.names import COMPONENT, RUN_UID
-from scalerl_operator.policy.decision import End, Job, LifecycleDecision, Memory, Outcome, Suspension
+from scalerl_operator.policy.lifecycle_types import End, Job, LifecycleDecision, Memory, Outcome, Suspension
 from scalerl_operator.policy.problems import Problem
 from scalerl_operator.policy.restarts import Record
 from scalerl_operator.workloads import Role

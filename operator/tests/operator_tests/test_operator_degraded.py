@@ -15,7 +15,7 @@ from scalerl_api.status import RunStatus
 from scalerl_api.wire import Tracker
 from scalerl_operator.controller.conditions import QUIET_SECONDS
 from scalerl_operator.controller.status import report, waits_for_progress_only
-from scalerl_operator.policy.decision import LifecycleDecision, Memory
+from scalerl_operator.policy.lifecycle_types import LifecycleDecision, Memory
 
 _COUNTS = dict.fromkeys(
     [

@@ -14,8 +14,15 @@ from operator_tests.test_operator_lifecycle import FIRST, RUNNING, SPEC, spec
 from scalerl_api.conditions import Phase, Reason
 from scalerl_operator.controller.observe import RunObservation, observe, pod_view, rfc3339
 from scalerl_operator.controller.status import remembered, report
-from scalerl_operator.policy.decision import Ended, Job, JobState, LifecycleDecision, LifecycleInput, Memory
 from scalerl_operator.policy.lifecycle import NEWS_SECONDS, decide
+from scalerl_operator.policy.lifecycle_types import (
+    Ended,
+    Job,
+    JobState,
+    LifecycleDecision,
+    LifecycleInput,
+    Memory,
+)
 from scalerl_operator.policy.restarts import Record
 from scalerl_operator.workloads import Role
 

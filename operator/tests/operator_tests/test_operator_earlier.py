@@ -25,7 +25,7 @@ from scalerl_api.status import Phase, RunStatus
 from scalerl_operator.autoscaling.decide import decide
 from scalerl_operator.autoscaling.decision_log import as_recorded
 from scalerl_operator.autoscaling.forecast_request import implausibility
-from scalerl_operator.autoscaling.generator_memory import rules
+from scalerl_operator.autoscaling.generator_history import rules
 from scalerl_operator.autoscaling.history import MOST_EXAMINED, MOST_POINTS, earlier_run, evenly
 from scalerl_operator.autoscaling.models import Generators, State
 from scalerl_operator.autoscaling.replay import under, verify

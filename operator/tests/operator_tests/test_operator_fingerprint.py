@@ -13,7 +13,7 @@ from scalerl_api.conditions import Phase
 from scalerl_operator.build.scope import Desired, Images
 from scalerl_operator.controller.apply import fingerprint
 from scalerl_operator.controller.run_context import RunContext
-from scalerl_operator.policy.decision import LifecycleDecision, Memory
+from scalerl_operator.policy.lifecycle_types import LifecycleDecision, Memory
 
 RUN = cluster_run()
 IMAGES = Images("t", "g", "c")

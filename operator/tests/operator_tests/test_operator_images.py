@@ -15,7 +15,7 @@ from scalerl_operator.controller.run_context import RunContext
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import IMAGE
 from scalerl_operator.policy import lifecycle
-from scalerl_operator.policy.decision import LifecycleInput, Memory
+from scalerl_operator.policy.lifecycle_types import LifecycleInput, Memory
 from scalerl_operator.workloads import Role
 
 OLD = Images("trainer:1", "generator:1", "operator:1")

@@ -14,7 +14,8 @@ from scalerl_api.spec import RunSpec
 from scalerl_api.wire import BROKEN, FORECAST, INTERRUPTED
 from scalerl_api.wire import Phase as CoordinatorPhase
 from scalerl_operator.policy.budget import Usage
-from scalerl_operator.policy.decision import (
+from scalerl_operator.policy.lifecycle import DRAIN_SECONDS, decide
+from scalerl_operator.policy.lifecycle_types import (
     CoordinatorReport,
     End,
     Ended,
@@ -26,7 +27,6 @@ from scalerl_operator.policy.decision import (
     Service,
     Suspension,
 )
-from scalerl_operator.policy.lifecycle import DRAIN_SECONDS, decide
 
 
 def spec(**changes: object) -> RunSpec:

@@ -9,7 +9,7 @@ import sys
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from scalerl_api import metric_names
+from scalerl_api import operator_metric_names as metric_names
 from scalerl_api.conditions import Phase
 from scalerl_api.status import Condition, RunStatus
 from scalerl_operator.kube.cache import Cache

@@ -17,8 +17,8 @@ from scalerl_operator.controller.observe import JOB_NAME, RunObservation, observ
 from scalerl_operator.controller.status import report
 from scalerl_operator.controller.volume import may_have_mounted
 from scalerl_operator.names import ATTEMPT, COMPONENT, QUEUE, RUN_UID
-from scalerl_operator.policy.decision import Job, JobState, LifecycleDecision, LifecycleInput, Memory
 from scalerl_operator.policy.lifecycle import HELD_SECONDS, decide
+from scalerl_operator.policy.lifecycle_types import Job, JobState, LifecycleDecision, LifecycleInput, Memory
 from scalerl_operator.workloads import Role
 
 HELD = Job(JobState.ACTIVE, 1, held=True)

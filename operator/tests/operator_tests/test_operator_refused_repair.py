@@ -13,7 +13,7 @@ from scalerl_operator.kube import errors
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.types import Object
-from scalerl_operator.policy.decision import LifecycleDecision, Memory
+from scalerl_operator.policy.lifecycle_types import LifecycleDecision, Memory
 
 SPEC = ("ConfigMap", "math-spec")
 

@@ -14,7 +14,7 @@ from scalerl_operator.controller.run_object import RunObject
 from scalerl_operator.controller.volume import without_steps
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
-from scalerl_operator.policy.decision import Memory
+from scalerl_operator.policy.lifecycle_types import Memory
 
 
 class OlderServer:

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import Status
-from scalerl_operator.autoscaling.generator_memory import remember, scaled, why_not
+from scalerl_operator.autoscaling.generator_history import remember, scaled, why_not
 from scalerl_operator.autoscaling.models import (
     Action,
     Decision,

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_operator.autoscaling.alarm import alarm, is_healthy
-from scalerl_operator.autoscaling.generator_memory import remember, scaled, why_not
+from scalerl_operator.autoscaling.generator_history import remember, scaled, why_not
 from scalerl_operator.autoscaling.models import (
     Action,
     Alarm,

@@ -11,7 +11,7 @@ from msgspec import UNSET
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.forecast import Flat, ForecastAnswer, ForecastRequest, Points
 from scalerl_operator.autoscaling.decide import LEAST_ELASTICITY
-from scalerl_operator.autoscaling.generator_memory import remember
+from scalerl_operator.autoscaling.generator_history import remember
 from scalerl_operator.autoscaling.models import History, Observation
 from scalerl_operator.autoscaling.observation import Point, usable
 from scalerl_operator.autoscaling.throughput import left, pace_now, reach

@@ -35,7 +35,7 @@ from scalerl_operator.kube.objects import (
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import ATTEMPT, COMPONENT, IMAGE, RUN, Names, label_value
 from scalerl_operator.names import labels as labels_of_run
-from scalerl_operator.policy.decision import Suspension
+from scalerl_operator.policy.lifecycle_types import Suspension
 from scalerl_operator.policy.problems import Problem
 from scalerl_operator.workloads import Role
 

@@ -20,7 +20,7 @@ from scalerl_operator.controller.observe import rfc3339, seconds
 from scalerl_operator.controller.run_context import RunContext
 from scalerl_operator.controller.volume import size_problem
 from scalerl_operator.names import QUEUE
-from scalerl_operator.policy.decision import End, JobState
+from scalerl_operator.policy.lifecycle_types import End, JobState
 from scalerl_operator.policy.problems import Problem
 from scalerl_operator.workloads import Role
 

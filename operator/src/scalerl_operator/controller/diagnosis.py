@@ -12,7 +12,7 @@ from scalerl_operator.kube import errors
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import COMPONENT, QUEUE, Names
-from scalerl_operator.policy.decision import JobState
+from scalerl_operator.policy.lifecycle_types import JobState
 from scalerl_operator.policy.problems import Problem, claim_problem, creation_problem, mount_problem
 from scalerl_operator.workloads import Role
 

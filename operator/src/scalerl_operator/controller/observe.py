@@ -15,7 +15,7 @@ from scalerl_api.conditions import Reason
 from scalerl_api.process import BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE, STEPS_LOST_EXIT_CODE
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import ATTEMPT, COMPONENT, RUN_UID, SPEC_HASH
-from scalerl_operator.policy.decision import Ended, Job, JobState, Service
+from scalerl_operator.policy.lifecycle_types import Ended, Job, JobState, Service
 from scalerl_operator.policy.problems import Problem, creation_problem, placing_problem
 from scalerl_operator.workloads import Role
 

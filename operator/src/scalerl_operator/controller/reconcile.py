@@ -34,7 +34,7 @@ from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import EventType, KubeApi
 from scalerl_operator.kube.types import Key
 from scalerl_operator.names import FINALIZER
-from scalerl_operator.policy.decision import LifecycleDecision
+from scalerl_operator.policy.lifecycle_types import LifecycleDecision
 
 BLOCKED_SECONDS: Final = 30.0
 """Between two tries of what the cluster refused."""

@@ -18,7 +18,12 @@ from scalerl_operator.kube.types import Object
 from scalerl_operator.names import QUEUE
 from scalerl_operator.policy import lifecycle
 from scalerl_operator.policy.budget import Usage
-from scalerl_operator.policy.decision import CoordinatorReport, LifecycleDecision, LifecycleInput, Memory
+from scalerl_operator.policy.lifecycle_types import (
+    CoordinatorReport,
+    LifecycleDecision,
+    LifecycleInput,
+    Memory,
+)
 from scalerl_operator.policy.problems import Problem
 from scalerl_operator.workloads import Role
 

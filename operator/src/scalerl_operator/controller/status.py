@@ -21,7 +21,7 @@ from scalerl_operator.controller.observe import rfc3339, seconds
 from scalerl_operator.controller.run_context import RunContext
 from scalerl_operator.names import selector
 from scalerl_operator.policy import restarts
-from scalerl_operator.policy.decision import End, Memory, Outcome, Suspension
+from scalerl_operator.policy.lifecycle_types import End, Memory, Outcome, Suspension
 from scalerl_operator.workloads import Role
 
 PROGRESS: Final = frozenset(

@@ -21,7 +21,7 @@ from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.errors import ApiError
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import ABANDON, RUN, RUN_UID, Names, label_value
-from scalerl_operator.policy.decision import JobState
+from scalerl_operator.policy.lifecycle_types import JobState
 from scalerl_operator.policy.problems import Problem
 from scalerl_operator.workloads import Role
 

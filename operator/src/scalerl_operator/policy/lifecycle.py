@@ -31,7 +31,7 @@ from scalerl_api.spec import RunSpec
 from scalerl_api.wire import BROKEN, FORECAST, INTERRUPTED
 from scalerl_api.wire import Phase as CoordinatorPhase
 from scalerl_operator.policy import budget, restarts, stop_requests
-from scalerl_operator.policy.decision import (
+from scalerl_operator.policy.lifecycle_types import (
     CoordinatorReport,
     End,
     Ended,
