@@ -135,7 +135,7 @@ def disrupted(policy: RestartPolicy, record: Record, ready_seconds: float | None
     """What to do about an end that the unit is not to blame for: its machine, or who shares it out, took its place away or
     did not let it begin.
 
-    >>> disrupted(RestartPolicy(), Record(in_a_row=20), ready_seconds=5.0).delay_seconds
+    >>> disrupted(RestartPolicy(), Record(consecutive_failures=20), ready_seconds=5.0).delay_seconds
     1.0
     """
     record = _after(policy, record, ready_seconds)
