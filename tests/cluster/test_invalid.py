@@ -269,8 +269,15 @@ def test_a_run_that_was_taken_before_there_was_a_rule_goes_on(server: Server) ->
     del schema["x-kubernetes-validations"]
     broken = merged(BASE, {"spec": {"trainer": {"replicas": 64}, "recipe": {"promptsPerStep": 8}}})
     install(server.api, without)
+    deadline = time.monotonic() + ESTABLISHED_SECONDS
+    created = None
     try:
-        created = server.create(merged(broken, {"metadata": {"name": "earlier"}}))
+        while created is None:  # until the rules are no longer in force
+            try:
+                created = server.create(merged(broken, {"metadata": {"name": "earlier"}}))
+            except ApiException:
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
     finally:
         install(server.api)
     deadline = time.monotonic() + ESTABLISHED_SECONDS

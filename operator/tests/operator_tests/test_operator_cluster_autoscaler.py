@@ -101,6 +101,18 @@ async def test_a_flat_run_is_stopped_and_says_why(url: str) -> None:
     assert verify(stepped.api.content())[1] == []
 
 
+async def test_no_step_follows_a_stop_that_the_coordinator_has_yet_to_take(url: str) -> None:
+    """A later evaluation without a forecast would cancel the stop."""
+    stepped, curve = Stepped(url), flat_curve()
+    for count in (39, 40):
+        await stepped.settled(curve[:count])
+    stopped = stepped.report(curve[:40])
+    assert stopped.stop == FORECAST
+    later = await stepped.settled(curve)
+    assert (later.stop, later.decisions) == (FORECAST, stopped.decisions)
+    assert stepped.loop._task is None
+
+
 async def test_an_operator_that_starts_anew_knows_as_much(url: str) -> None:
     stepped, curve = Stepped(url), flat_curve()
     for count in (40, 41):

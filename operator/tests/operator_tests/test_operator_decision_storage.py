@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from operator_tests.decision_service import DOWN, LOST, UID, DecisionService, cluster_run
 from operator_tests.scaling import evaluations, run, spec, status
+from scalerl_api.wire import DecisionLines
 from scalerl_operator.autoscaling.decide import decide
 from scalerl_operator.autoscaling.decision_log import DecisionRecord, Line
 from scalerl_operator.autoscaling.log_storage import RecordError, RecordLost
@@ -222,3 +224,29 @@ def test_of_two_writers_at_once_every_line_is_kept_once_and_in_order(
         assert len({line.sequence for line in lines}) == len(lines)
 
     asyncio.run(race())
+
+
+@pytest.mark.parametrize(
+    ("answer", "lines"),
+    [
+        ({"content": b"one\ntwo\n"}, b"one\ntwo\n"),
+        ({"content": b"", "size": 0}, b""),
+        ({"content": b"", "size": 8}, None),
+    ],
+    ids=["all at once, by a coordinator without pages", "no decision yet", "cut while it is read"],
+)
+async def test_pages_end_with_what_the_coordinator_has(
+    answer: dict[str, object], lines: bytes | None
+) -> None:
+    service = DecisionService()
+
+    async def decisions(uid: str, offset: int) -> DecisionLines:
+        return msgspec.convert(answer, DecisionLines)
+
+    service.decisions = decisions  # type: ignore[method-assign]
+    storage = CoordinatorStorage(RUN, UID, service, service)
+    if lines is None:
+        with pytest.raises(RecordError, match="ends at byte 0 of 8"):
+            [page async for page in storage.pages()]
+    else:
+        assert b"".join([page async for page in storage.pages()]) == lines

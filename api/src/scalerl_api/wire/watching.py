@@ -45,8 +45,8 @@ class DecisionLines(Struct, frozen=True, kw_only=True):
 
     content: bytes
     """From byte ``offset`` on."""
-    size: int
-    """Bytes of all whole lines."""
+    size: int = -1
+    """Bytes of all whole lines; -1 from a coordinator that sends them all at once."""
 
 
 class EvaluationPoint(Struct, frozen=True, kw_only=True):

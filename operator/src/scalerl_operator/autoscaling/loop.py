@@ -146,8 +146,8 @@ class AutoscalerLoop:
             return False
         if self._record is None:
             return True
-        if status.stop_reason:
-            return False  # a run that ends needs no further decision
+        if status.stop_reason or (report.stop and self._problem is None):
+            return False  # a run that ends, or is about to, needs no further decision
         newest = self._record.known.sequence
         if report.generators is not None and newest != self._reported_sequence:
             # The number is applied first, so that the next step observes it.

@@ -105,7 +105,7 @@ class Applier:
                 state.fingerprint = found
         if decision.coordinator and not any(pod.role == Role.COORDINATOR for pod in context.observed.pods):
             await self._replace_unlabelled_coordinator(context)
-        state.blocked = blocked or state.refused_repair or await diagnose(self._api, context)
+        state.blocked = blocked or await diagnose(self._api, context)
         if state.blocked is not None:
             self._preflight.forget_namespace(context.namespace)
 
@@ -161,8 +161,7 @@ class Applier:
         if (problem := name_taken(live, context)) is not None or is_deleted(live):
             return problem
         if kind == "Job":  # immutable: another spec is another attempt
-            await self._adopt(live, context, _labels_of(name, context))
-            return None
+            return await self._adopt(live, context, _labels_of(name, context))
         if kind == CLAIM:
             wanted = never_smaller(wanted, live)
             if was_refused(context, wanted, live):
@@ -171,7 +170,6 @@ class Applier:
         if key not in state.settled and rendered_hash(live) == now.rendered and is_untouched(wanted, live):
             state.settled[key] = now  # the first reconcile of this process finds what an earlier one applied
         if state.settled.get(key) == now:
-            state.note_refusal(key, None)
             return None
         if rendered_hash(live) != now.rendered:
             return (await self._change(wanted, live, context))[1]
@@ -179,7 +177,6 @@ class Applier:
         if not state.may_repair(key, context.unix_seconds):
             return None
         made, problem = await self._change(wanted, live, context)
-        state.note_refusal(key, problem)
         changed = None if made is None else first_difference(live, made)
         if changed is not None:
             path, was, restored = changed
@@ -191,7 +188,7 @@ class Applier:
         elif made is not None:  # others changed only what is theirs: no repair, so it does not count as one
             state.repairs.pop(key)
             state.repairs |= {} if before is None else {key: before}
-        return None  # a repair that was refused keeps nothing else from being made
+        return problem
 
     async def _replace_unlabelled_coordinator(self, context: RunContext) -> None:
         """Deletes the coordinator's pod if somebody removed its labels: its Service and the operator no longer find it, and
@@ -238,8 +235,8 @@ class Applier:
             if (problem := name_taken(live, context)) is not None:
                 return problem
             ours = _labels_of(name, context) if kind == "Job" else obj["metadata"]["labels"]
-            await self._adopt(live, context, ours)
-            return None if frozen else await self.apply_one(obj, context)
+            problem = await self._adopt(live, context, ours)
+            return problem if frozen or problem is not None else await self.apply_one(obj, context)
         except (errors.Invalid, errors.Forbidden) as error:
             return refused(error, obj, context)
         self._settle(obj, made, context)
@@ -247,31 +244,29 @@ class Applier:
 
     async def _adopt(
         self, live: Object, context: RunContext, labels: dict[str, str], *, at_once: bool = False
-    ) -> None:
+    ) -> Problem | None:
         """Restores the labels of an object: without them the cache does not get its events.
 
         labels: those to restore; of a Job only ours, since Kueue lets nobody write its own on a Job that it has admitted.
-        at_once: without back-off.
+        at_once: without back-off. Returns why the API server refused.
         """
-        key, state = _key(live), context.state
-        missing = {name: text for name, text in labels.items() if label(live, name) != text}
-        problem = state.repairs[key].refused if key in state.repairs else None
-        if not missing or is_deleted(live):
-            problem = None
-        elif at_once or state.may_repair(key, context.unix_seconds):
+        key = kind, name = _key(live)
+        missing = {label_name: text for label_name, text in labels.items() if label(live, label_name) != text}
+        if (
+            missing
+            and not is_deleted(live)
+            and (at_once or context.state.may_repair(key, context.unix_seconds))
+        ):
             patch = {"metadata": {"uid": live["metadata"]["uid"], "labels": missing}}
             try:
-                live = await self._api.patch(key[0], context.namespace, key[1], patch)
+                live = await self._api.patch(kind, context.namespace, name, patch)
             except (errors.Invalid, errors.Forbidden) as error:
-                problem = refused(error, live, context)
-            else:
-                problem = None
-                text = (
-                    f"{key[0]} {key[1]}: labels were removed, and are restored: {', '.join(sorted(missing))}"
-                )
-                await self._api.event(context.obj, "Warning", Reason.REPAIRED_DRIFT, text)
-        state.note_refusal(key, problem)
+                self._remember(live, context)
+                return refused(error, live, context)
+            text = f"{kind} {name}: labels were removed, and are restored: {', '.join(sorted(missing))}"
+            await self._api.event(context.obj, "Warning", Reason.REPAIRED_DRIFT, text)
         self._remember(live, context)
+        return None
 
     async def _change(
         self, wanted: Object, live: Object, context: RunContext

@@ -90,8 +90,13 @@ class CoordinatorStorage:
             except (CoordinatorUnreachable, CoordinatorRefused) as error:
                 raise RecordError(f"{self.name} cannot be read: {error}") from error
             self._status_only = False
+            if not page.content and page.size > offset:
+                raise RecordError(
+                    f"{self.name} ends at byte {offset} of {page.size}: it was cut while it was read"
+                )
             yield page.content
-            offset, size = offset + len(page.content), page.size
+            offset += len(page.content)
+            size = page.size if page.size >= 0 else offset
 
     async def append(self, content: bytes, at: int) -> None:
         """One line, acknowledged when this returns."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from scalerl_operator.autoscaling.loop import AutoscalerLoop
@@ -21,13 +21,11 @@ ObjectName = tuple[str, str]
 
 @dataclass(frozen=True)
 class Repair:
-    """count: repairs in a row. last: when the latest was made, Unix seconds. due: when a withheld one may be made. refused: why
-    the latest was not accepted."""
+    """count: repairs in a row. last: when the latest was made, Unix seconds. due: when a withheld one may be made."""
 
     count: int
     last: float
     due: float = 0.0
-    refused: Problem | None = None
 
 
 @dataclass(frozen=True)
@@ -79,20 +77,10 @@ class RunState:
             return True
         pause = min(REPAIR_SECONDS * 2.0 ** min(before.count - 1, 16), LONGEST_REPAIR_SECONDS)
         if 0 <= now - before.last < pause:
-            self.repairs[what] = replace(before, due=before.last + pause)
+            self.repairs[what] = Repair(before.count, before.last, before.last + pause)
             return False
         self.repairs[what] = Repair(before.count + 1, now)
         return True
-
-    def note_refusal(self, what: ObjectName, problem: Problem | None) -> None:
-        """Notes why the last repair of an object was refused; None: it was not, or the object is as it should be."""
-        if what in self.repairs:
-            self.repairs[what] = replace(self.repairs[what], refused=problem)
-
-    @property
-    def refused_repair(self) -> Problem | None:
-        """Why an object is not as it should be and cannot be repaired; it stays so while the next try is withheld."""
-        return next((repair.refused for repair in self.repairs.values() if repair.refused), None)
 
     def next_repair_seconds(self, now: float) -> float | None:
         """In how many seconds a withheld repair is due; None: none is withheld."""

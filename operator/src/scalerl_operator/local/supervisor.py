@@ -251,9 +251,9 @@ class LocalRuntime:
         """The rendezvous port of a gang, another one for each start: a late message of an earlier start must not reach it."""
         known, port = self._master_ports.get(role, (0, 0))
         if known != start:
+            before, port = port, self._ports.take()
             if known:
-                self._ports.give_back(port)
-            port = self._ports.take()
+                self._ports.give_back(before)
             self._master_ports[role] = (start, port)
         return port
 
