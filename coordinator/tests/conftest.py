@@ -16,6 +16,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from aiohttp import web
+from free_port import free_port
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -48,9 +49,7 @@ class Process:
         self.task = open_task(parse_run(text, "test").spec.task)
         self.digest = self.task.train.digest
         self.process: subprocess.Popen[bytes] | None = None
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
 
     def start(self, *, ready: bool = True) -> None:

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ import msgspec
 import stand_in_vllm
 import yaml
 from aiohttp import web
+from free_port import free_port
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from scalerl_api import endpoints
@@ -56,12 +56,6 @@ from scalerl_generator.actor import Arguments, exit_code, run_actor
 TOKEN = "test-token"
 CHARACTERS = "0123456789+-*/=()., abcdefghijklmnopqrstuvwxyz<>?!:{|}\n_"
 END = 1
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def write_tokenizer(directory: Path) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
-from actor_stand_ins import TOKEN, Generator, TrainerSide, free_port, role_environment, write_run
+from actor_stand_ins import TOKEN, Generator, TrainerSide, role_environment, write_run
+from free_port import free_port
 
 from scalerl_api import endpoints
 from scalerl_api.wire import (

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from free_port import free_port
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -58,12 +59,6 @@ def build_model(where: Path, *, tied: bool, dtype: torch.dtype) -> None:
         pad_token_id=0,
     )
     LlamaForCausalLM(config).to(dtype).save_pretrained(where)
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 @dataclass

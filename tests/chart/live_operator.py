@@ -15,11 +15,11 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from socket import socket
 from typing import TYPE_CHECKING, Any
 
 import yaml
 from charts import Object
+from free_port import free_port
 
 if TYPE_CHECKING:
     from testcluster import Cluster
@@ -30,12 +30,6 @@ direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 AS_A_ROLE_SAYS = {"apply": "patch", "replace": "update"}
-
-
-def free_port() -> int:
-    with socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 def until(condition: Callable[[], Any], seconds: float, what: Callable[[], str]) -> Any:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from live_operator import direct, free_port, until
+from free_port import free_port
+from live_operator import direct, until
 
 
 @dataclass(frozen=True)

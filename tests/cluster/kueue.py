@@ -10,7 +10,6 @@ import base64
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import time
 import urllib.request
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from free_port import free_port
 from testcluster import Cluster, KubectlError
 from testcluster.processes import die_with_parent
 from testcluster.tools import kueue_objects, tool
@@ -37,7 +37,7 @@ _UP_SECONDS = 90.0
 def kueue(cluster: Cluster, folder: Path, integrations: tuple[str, ...] = INTEGRATIONS) -> Iterator[Path]:
     """Kueue, as long as this lasts; the log of its manager."""
     program = tool("kueue")
-    webhook, health = _free_port(), _free_port()
+    webhook, health = free_port(), free_port()
     cluster.kubectl("apply", "--server-side", "-f", "-", stdin=yaml.safe_dump_all(_objects(webhook)))
     certificates = folder / "certificates"
     certificates.mkdir()
@@ -148,9 +148,3 @@ def _wait_ready(
         except OSError:
             pass
         time.sleep(0.3)
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])

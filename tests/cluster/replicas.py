@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import aiohttp
 import yaml
+from free_port import free_port
 from stage import ROOT
 from testcluster import Cluster
 
@@ -149,9 +149,7 @@ async def replica(
     served: Cluster, namespace: str, identity: str, *, log: Path | None = None, **more: str
 ) -> AsyncIterator[Replica]:
     """One process, killed at the end if it still runs. log: where its words go; more: environment."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     environ = {
         **os.environ,
         "KUBECONFIG": str(served.kubeconfig),

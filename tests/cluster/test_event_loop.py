@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from free_port import free_port
 from replicas import leader, replica
 from stage import ROOT, Object, condition, evaluations, stage, tiny
 from testcluster import Cluster
@@ -38,9 +38,7 @@ def words(log: Path) -> str:
 @contextlib.asynccontextmanager
 async def curve_fit() -> AsyncIterator[str]:
     """The sidecar's process; its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "scalerl_curvefit.sidecar", "--host", "127.0.0.1", "--port", str(port))
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from typing import Any
 
 import httpx
 import obstore
+from free_port import free_port
 from obstore.store import S3Store
 
 BUCKET = "models"
@@ -21,9 +21,7 @@ class S3Server:
 
     def __init__(self, log: Path) -> None:
         self._log = log
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            self._port = s.getsockname()[1]
+        self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self.environ = {
             "AWS_ENDPOINT_URL": self.url,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from free_port import free_port
 
 from scalerl_trainer.models import load_model
 
@@ -25,9 +25,7 @@ def model(make_model: Any) -> str:
 
 
 def run_ranks(model: str, out: Path, world: int, timeout: float = 300) -> list[dict[str, Any]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     nothing = out / "empty-path"
     nothing.mkdir()
     environment = {

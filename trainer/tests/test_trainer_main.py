@@ -19,6 +19,7 @@ import msgspec
 import pytest
 import torch
 import yaml
+from free_port import free_port
 from safetensors.torch import load_file
 
 from scalerl_api import endpoints, wire
@@ -29,12 +30,6 @@ from scalerl_trainer.saved_state import SavedState
 
 TOKEN = "secret"
 pytestmark = pytest.mark.slow
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def until(true: Callable[[], Any], seconds: float = 120.0, what: str = "it") -> None:

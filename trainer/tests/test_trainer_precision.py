@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from free_port import free_port
 
 from scalerl_trainer.errors import EngineError, ModelError
 from scalerl_trainer.models.precision import buffer_dtypes, cast_parameters, check_buffer_dtypes
@@ -22,9 +22,7 @@ POSITIONS = ((0, 64), (64, 256), (256, 1024), (1024, 4095))
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("precision")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     environment = os.environ | {
         "RANK": "0",
         "LOCAL_RANK": "0",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
+from free_port import free_port
 
 from scalerl_trainer.engine import distributed
 from scalerl_trainer.engine.distributed import Rank
@@ -18,9 +18,7 @@ class Gathering:
     """Three ranks as threads; rank 0 sleeps after its first poll until ``look`` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            self._port = int(s.getsockname()[1])
+        self._port = free_port()
         self.told = [threading.Event() for _ in range(3)]
         self.asleep, self.look = threading.Event(), threading.Event()
         self.outcome: dict[int, str] = {}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from free_port import free_port
 
 from scalerl_trainer.saved_state import KEYS, SavedState
 
@@ -53,9 +53,7 @@ class Ranks:
 
     def run(self, world: int, jobs: list[dict[str, Any]]) -> None:
         self._runs += 1
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         common = {"out": self.out, "world": world, "port": port, "model": str(self._model), "jobs": jobs}
         started = [
             self._processes.run("reshape_worker.py", WORKER=common | {"rank": r, "name": f"run{self._runs}"})

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from edited_fields import BASE, Edited, base, edits
+from free_port import free_port
 from spec_reads import reads
 
 import scalerl_trainer
@@ -43,9 +43,7 @@ def results(module_processes: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     write_scratch(model, spec.scratch, texts, seed=3, dtype=spec.dtype, context_tokens=spec.context_tokens)
 
     def run(world: int, runs: dict[str, Any]) -> dict[str, Any]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         common = {"world": world, "port": port, "model": str(model), "root": root, "runs": runs}
         started = [
             module_processes.run("edits_worker.py", WORKER=common | {"rank": r, "out": root / "out"})
