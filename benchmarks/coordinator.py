@@ -52,7 +52,7 @@ RUN = {
             "promptsPerStep": PROMPTS,
             "completionsPerPrompt": COMPLETIONS,
             "maxCompletionTokens": TOKENS,
-            "maxStalenessSteps": 8,
+            "offPolicy": {"pipeline": {"maxStalenessSteps": 8}},
         },
         "evaluation": {"everySteps": 1_000_000, "samplesPerPrompt": 1},
     },

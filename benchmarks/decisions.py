@@ -358,7 +358,7 @@ def observed(
         points=point_set(points),
         generators=Generators(wanted=8, ready=8, devices_each=8),
         staleness=Staleness(allowed=8, most=4),
-        recipe=Recipe(batch_completions=768, context_tokens=16_384, fp32_head=True, loss="CISPO"),
+        recipe=Recipe(batch_completions=768, context_tokens=16_384, fp32_head=True, loss="cispo"),
     )
     asked = question(SPEC, points, seen, history)
     assert isinstance(asked, ForecastRequest)

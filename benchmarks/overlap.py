@@ -46,13 +46,15 @@ def main() -> None:
                 "promptsPerStep": prompts,
                 "completionsPerPrompt": 16,
                 "maxCompletionTokens": longest,
-                "maxStalenessSteps": k,
+                "offPolicy": {"pipeline": {"maxStalenessSteps": k}},
             },
             generator={"cpuThreads": 1, "kvCache": "512Mi"},
             trainer={"replicas": 1, "cpuThreads": 1},
             budget={"maxSteps": 2 * steps},
         )
-        _, rows = measured_run(run, work / "run", PINS, edit=Edit(steps, {"maxStalenessSteps": 0}))
+        _, rows = measured_run(
+            run, work / "run", PINS, edit=Edit(steps, {"offPolicy": {"pipeline": {"maxStalenessSteps": 0}}})
+        )
     figures: dict[str, float] = {}
     # The coordinator's return is within the first steps of the second half.
     for name, half, lead in (("asynchronous", rows[:steps], k + 1), ("synchronous", rows[steps:], 3)):

@@ -54,7 +54,13 @@ def test_defaults_survive_a_round_trip() -> None:
     ("path", "value", "where", "says"),
     [
         ("spec.model.scratch.layer", 3, "spec.model.scratch.layer", "did you mean layers?"),
-        ("spec.recipe.maxStaleness", 3, "spec.recipe.maxStaleness", "did you mean maxStalenessSteps?"),
+        ("spec.recipe.promptsPerSteps", 3, "spec.recipe.promptsPerSteps", "did you mean promptsPerStep?"),
+        (
+            "spec.recipe.maxStalenessSteps",
+            3,
+            "spec.recipe.maxStalenessSteps",
+            "recipe.offPolicy.pipeline.maxStalenessSteps",
+        ),
         ("spec.zzz", 3, "spec.zzz", "known here: autoscaling"),
         ("spec.model.dtype", "fp16", "spec.model.dtype", "'bfloat16' or 'float32'"),
         ("spec.recipe.temperature", 0.5, "spec.recipe.temperature", 'write it as a string: "0.5"'),
@@ -119,7 +125,12 @@ def test_defaults_survive_a_round_trip() -> None:
             "or a list of these",
         ),
         ("spec.recipe.temperature", "0", "spec.recipe.temperature", "greater than 0"),
-        ("spec.recipe.maxStalenessSteps", -1, "spec.recipe.maxStalenessSteps", "greater than or equal to 0"),
+        (
+            "spec.recipe.offPolicy.pipeline.maxStalenessSteps",
+            -1,
+            "spec.recipe.offPolicy.pipeline.maxStalenessSteps",
+            "greater than or equal to 0",
+        ),
         ("spec.recipe.maxCompletionTokens", 64, "spec", "the prompt needs room too"),
         (
             "spec.trainer.export",

@@ -485,7 +485,7 @@ def test_wandb_offline_kill_writes_each_step_once(paths: RunPaths) -> None:
         for r in records
         if r["type"] == "config" and "recipe" in r["config"].get("update", {})
     )
-    assert config["recipe"]["loss"]["name"] == "CISPO"
+    assert config["recipe"]["loss"]["cispo"] == {"ratioCap": "5"}
 
 
 def test_wandb_online_kill_sends_each_row_once(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -595,7 +595,7 @@ def test_mlflow_kill_writes_each_step_once(paths: RunPaths) -> None:
     assert losses[900:] == [7.0, 7.0, 7.0]
     assert run.info.status == "FINISHED"
     assert run.info.run_name == "test"
-    assert run.data.params["recipe.loss.name"] == "CISPO"
+    assert run.data.params["recipe.loss.cispo.ratioCap"] == "5"
     assert run.data.params["evaluation.everySteps"] == "2"
     assert run.data.tags["spec.evaluation.everySteps"] == "3"
     assert run.data.tags["scalerl.run"] == tracker_id(paths)
@@ -608,7 +608,7 @@ def test_hyperparameters_exclude_secrets() -> None:
     template = {"env": [{"name": "WANDB_API_KEY", "value": "secret"}]}
     run = parse_run(run_text(podTemplate=template, coordinator={"podTemplate": template}), "test")
     found = dict(flat(hyperparameters(run)))
-    assert found["recipe.loss.ratioCap"] == "5"
+    assert found["recipe.loss.cispo.ratioCap"] == "5"
     assert "secret" not in json.dumps(found)
 
 

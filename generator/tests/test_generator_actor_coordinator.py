@@ -163,7 +163,7 @@ async def test_actor_and_coordinator_run_three_steps(tmp_path: Path, kill: bool)
         tmp_path,
         [f"say {i}" for i in range(30)],
         recipe__promptsPerStep=PROMPTS_PER_STEP,
-        recipe__maxStalenessSteps=1,
+        recipe__offPolicy__pipeline__maxStalenessSteps=1,
         evaluation={"everySteps": 2, "samplesPerPrompt": 2},
         budget={"maxSteps": STEPS},
     )

@@ -126,7 +126,7 @@ async def test_random_kills_with_bad_items(tmp_path: Path, rounds: int, steps: i
         tmp_path,
         [*GOOD, *CLAMPED, *REFUSED, *TOO_LONG],
         task__verifier={"name": "exact", "timeoutSeconds": 1},
-        recipe__maxStalenessSteps=2,
+        recipe__offPolicy__pipeline__maxStalenessSteps=2,
         generator__maxConcurrentSequences=COMPLETIONS,
         evaluation={"everySteps": 8, "samplesPerPrompt": 2, "holdSeconds": 5},
         budget={"maxSteps": steps},

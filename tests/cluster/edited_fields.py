@@ -38,7 +38,7 @@ BASE: Final[Object] = {
             "promptsPerStep": 4,
             "completionsPerPrompt": 2,
             "maxCompletionTokens": 16,
-            "maxStalenessSteps": 2,
+            "offPolicy": {"pipeline": {"maxStalenessSteps": 2}},
         },
         "evaluation": {"everySteps": 2, "samplesPerPrompt": 2},
         "generator": {"replicas": 2},
@@ -58,6 +58,17 @@ OTHER: Final[dict[str, Object]] = {
     "warmStart.batchSize": {"warmStart": {"steps": 1, "batchSize": 8}},
     "warmStart.learningRate": {"warmStart": {"steps": 1, "learningRate": "1e-4"}},
     "warmStart.stopAtPassRate": {"warmStart": {"steps": 1, "stopAtPassRate": "0.5"}},
+    "recipe.offPolicy.ppo.stepsPerBatch": {
+        "recipe": {"offPolicy": {"pipeline": None, "ppo": {"stepsPerBatch": 2}}}
+    },
+    "recipe.length.none": {"recipe": {"length": {"overlong": {}}}},
+    "recipe.curriculum.uniform": {"recipe": {"curriculum": {"noPositiveResampling": {}}}},
+    "recipe.curriculum.difficultyPools.edges": {
+        "recipe": {"curriculum": {"difficultyPools": {"edges": ["0.3", "0.6"]}}}
+    },
+    "recipe.curriculum.difficultyPools.weights": {
+        "recipe": {"curriculum": {"difficultyPools": {"weights": [1, 2, 3]}}}
+    },
     "trainer.microBatchTokens": {"trainer": {"microBatchTokens": 128}},
     "trainer.export.to": {"trainer": {"export": {"to": "/data/models"}}},
     "weightSync.backend": {"weightSync": {"backend": "Gloo"}},

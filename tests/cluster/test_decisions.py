@@ -64,7 +64,7 @@ async def write(record: DecisionRecord, run: ScaleRLRun, points: list[Point]) ->
         points=point_set(points),
         generators=Generators(wanted=1, ready=1),
         staleness=Staleness(allowed=8, most=1),
-        recipe=Recipe(batch_completions=64, context_tokens=64, fp32_head=True, loss="CISPO"),
+        recipe=Recipe(batch_completions=64, context_tokens=64, fp32_head=True, loss="cispo"),
         trouble="no forecast: none was asked for",
     )
     rules = run.spec.autoscaling

@@ -398,7 +398,7 @@ async def test_a_spec_that_changes_rolls_what_reads_it(there: Stage) -> None:
     assert changed == {"tiny-addition-coordinator"}
     await there.begin("coordinator")
     before = after
-    await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"recipe": {"loss": {"name": "GRPO"}}}})
+    await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"recipe": {"loss": {"ppoClip": {}}}}})
     await there.looks(phase("Preparing"))
     assert there.coordinator.told == ["interrupted"], (
         "training is saved first, on the spec that it began with"

@@ -140,7 +140,7 @@ def run_with_faults(
         task__verifier__timeoutSeconds=2,
         warmStart__steps=400,
         recipe__completionsPerPrompt=COMPLETIONS,
-        recipe__maxStalenessSteps=STALENESS,
+        recipe__offPolicy__pipeline__maxStalenessSteps=STALENESS,
         checkpoint__everySteps=4,
         budget__maxSteps=steps,
         budget__maxSeconds=seconds,

@@ -51,7 +51,7 @@ def hungry(data: Path) -> dict[str, Any]:
         recipe__promptsPerStep=10,
         recipe__zeroVarianceFilter=False,
         recipe__maxCompletionTokens=120,
-        recipe__maxStalenessSteps=STALENESS,
+        recipe__offPolicy__pipeline__maxStalenessSteps=STALENESS,
         generator__maxConcurrentSequences=4,
         generator__kvCache="64Mi",
         trainer__replicas=1,

@@ -52,7 +52,7 @@ SUMMARY_KEYS = {
 STEPS = 20
 # Unfiltered: of an untrained policy's few fresh groups all may score alike, and then no fresh token is measured.
 RUN = small_spec(
-    recipe__maxStalenessSteps=3,
+    recipe__offPolicy__pipeline__maxStalenessSteps=3,
     recipe__zeroVarianceFilter=False,
     budget__maxSteps=STEPS,
     trackers__tensorBoard={},

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalerl_api import wire
-from scalerl_api.spec import RecipeSpec
+from scalerl_api.recipe import RecipeSpec
 from scalerl_trainer.batch import Staleness, probe_sequences, rank_batch
 from scalerl_trainer.errors import BadBatchError
 

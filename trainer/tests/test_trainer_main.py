@@ -72,7 +72,7 @@ class Run:
                 "promptsPerStep": 4,
                 "completionsPerPrompt": 3,
                 "maxCompletionTokens": 8,
-                "maxStalenessSteps": 2,
+                "offPolicy": {"pipeline": {"maxStalenessSteps": 2}},
                 "optimizer": {"learningRate": "1e-3", "warmupSteps": 0},
             },
             "trainer": {"replicas": 2, "zeroStage": 1, "cpuThreads": 1},
@@ -324,7 +324,7 @@ def test_zero_stages_publish_the_same_weights(new_run: Any) -> None:
         run = new_run(
             trainer__zeroStage=zero_stage,
             budget__maxSteps=1,
-            recipe__maxStalenessSteps=0,
+            recipe__offPolicy__pipeline__maxStalenessSteps=0,
             weightSync__probeSequences=0,
         )
         directory = run.start()

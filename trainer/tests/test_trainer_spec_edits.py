@@ -107,7 +107,7 @@ def test_reads_finds_spec_fields() -> None:
     found = set().union(*(reads(source, ANNOTATED) for source in SOURCES))
     assert found >= {
         *("checkpoint.everySteps", "checkpoint.keep", "trainer.export.to", "trainer.zeroStage"),
-        *("recipe.optimizer.beta1", "recipe.aggregation", "recipe.loss.ratioCap", "weightSync.backend"),
+        *("recipe.optimizer.beta1", "recipe.aggregation", "recipe.loss.cispo.ratioCap", "weightSync.backend"),
         *("trainer.microBatchTokens", "generator.devices", "model.attention", "autoscaling.mode"),
     }
 

@@ -102,7 +102,8 @@ EDITS: Final[Mapping[str, Edit]] = {
     ),
     "seed": _of_the_run("the seed"),
     "recipe.promptsPerStep": _NEXT_STEP,
-    "recipe.maxStalenessSteps": _NEXT_STEP,
+    "recipe.preset": Edit(Effect.ALL),
+    "recipe.offPolicy": _NEXT_STEP,
     "recipe.zeroVarianceFilter": Edit(Effect.COORDINATOR, "From the first step on that is not complete yet."),
     "recipe.completionsPerPrompt": Edit(
         Effect.GENERATORS,
@@ -117,10 +118,14 @@ EDITS: Final[Mapping[str, Edit]] = {
         "the recipe's temperature cannot change: rollouts that were accepted have log-probabilities at the one of before. "
         "Create another run",
     ),
+    "recipe.length": Edit(
+        Effect.GENERATORS, "For completions issued from then on; rewards that were given stay."
+    ),
+    "recipe.curriculum": Edit(Effect.COORDINATOR, "For prompts that are not chosen yet."),
     "recipe.loss": Edit(Effect.ALL),
     "recipe.aggregation": Edit(Effect.ALL),
-    "recipe.advantageNormalization": Edit(Effect.ALL),
-    "recipe.fp32Head": Edit(Effect.ALL),
+    "recipe.advantage": Edit(Effect.ALL),
+    "recipe.fp32Logits": Edit(Effect.ALL),
     "recipe.optimizer": Edit(Effect.ALL, "The moments come from the checkpoint."),
     "generator.replicas": Edit(Effect.AT_ONCE),
     "generator.devices": Edit(Effect.ALL),
@@ -212,7 +217,7 @@ def leaves(model: type[BaseModel] = RunSpec) -> Iterator[Leaf]:
     """All fields of the spec, in its order."""
     for name, field in model.model_fields.items():
         alias, nested = field.alias or name, nested_model(field.annotation)
-        if nested is None:
+        if nested is None or not nested.model_fields:
             yield Leaf(alias, (name,), field)
         else:
             for leaf in leaves(nested):

@@ -101,6 +101,26 @@ class Model(BaseModel):
         return self
 
 
+def exactly_one(*names: str) -> Rule:
+    """Of those fields, one and no more is given."""
+    given = ", ".join(f"has(self.{name})" for name in names)
+    return Rule(
+        f"[{given}].exists_one(given, given)",
+        f"give exactly one of {', '.join(names)}",
+        holds=lambda model: sum(getattr(model, to_snake(name)) is not None for name in names) == 1,
+    )
+
+
+def at_most_one(*names: str) -> Rule:
+    """Of those fields, no more than one is given."""
+    given = ", ".join(f"has(self.{name})" for name in names)
+    return Rule(
+        f"[{given}].filter(given, given).size() <= 1",
+        f"give no more than one of {', '.join(names)}",
+        holds=lambda model: sum(getattr(model, to_snake(name)) is not None for name in names) <= 1,
+    )
+
+
 def decimal_input(value: Any) -> Any:
     """An integer passes for a decimal string; a float never does."""
     if isinstance(value, bool):

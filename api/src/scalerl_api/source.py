@@ -5,22 +5,11 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
-from pydantic.alias_generators import to_snake
 
-from scalerl_api.fields import GraderQuantity, Matches, Model, PositiveUnitDecimal, Rule
+from scalerl_api.fields import GraderQuantity, Matches, Model, PositiveUnitDecimal, Rule, exactly_one
 
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 """Any 64-bit integer."""
-
-
-def exactly_one(*names: str) -> Rule:
-    """Of those fields, one and no more is given."""
-    given = ", ".join(f"has(self.{name})" for name in names)
-    return Rule(
-        f"[{given}].exists_one(given, given)",
-        f"give exactly one of {', '.join(names)}",
-        holds=lambda model: sum(getattr(model, to_snake(name)) is not None for name in names) == 1,
-    )
 
 
 class HubModel(Model):

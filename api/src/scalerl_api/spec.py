@@ -14,7 +14,6 @@ from pydantic import AfterValidator, Field
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.cluster import ImagesSpec, StorageSpec
 from scalerl_api.fields import (
-    DecayDecimal,
     LearningRateDecimal,
     Matches,
     MemoryQuantity,
@@ -24,12 +23,11 @@ from scalerl_api.fields import (
     PositiveQuantity,
     PositiveUnitDecimal,
     Rule,
-    SmallDecimal,
-    TemperatureDecimal,
     UnitDecimal,
-    WeightDecayDecimal,
 )
 from scalerl_api.pods import ObjectName, PodTemplate
+from scalerl_api.recipe import MAX_BATCH_COMPLETIONS, RecipeSpec
+from scalerl_api.recipe.presets import cel
 from scalerl_api.source import (
     HeldOutSpec,
     HubModel,
@@ -65,10 +63,8 @@ __all__ = [
     "HeldOutSpec",
     "HubModel",
     "JsonlSource",
-    "LossSpec",
     "ModelSpec",
     "ObjectMeta",
-    "OptimizerSpec",
     "PromptSpec",
     "ReasoningGymSource",
     "RecipeSpec",
@@ -81,72 +77,6 @@ __all__ = [
     "WarmStartSpec",
     "WeightSyncSpec",
 ]
-
-
-# --- recipe ------------------------------------------------------------------------------------
-
-
-class LossSpec(Model):
-    """The policy-gradient objective."""
-
-    name: Literal["CISPO", "GRPO"] = "CISPO"
-    """CISPO truncates the importance ratio and keeps every token's gradient; GRPO clips it away."""
-    ratio_cap: PositiveDecimal = "5"
-    """CISPO: the importance ratio is truncated here, no lower clip (4, 5 and 8 made no difference [P])."""
-    clip_low: UnitDecimal = "0.2"
-    """GRPO: lower clip, ratio ≥ 1 − clipLow."""
-    clip_high: NonNegativeDecimal = "0.2"
-    """GRPO: upper clip, ratio ≤ 1 + clipHigh."""
-
-
-class OptimizerSpec(Model):
-    """AdamW with a linear warm-up, then constant (ScaleRL's values [P])."""
-
-    learning_rate: LearningRateDecimal = "5e-7"
-    """After the warm-up."""
-    weight_decay: WeightDecayDecimal = "0.01"
-    """Decoupled from the gradient."""
-    beta1: DecayDecimal = "0.9"
-    """Memory of the gradient's mean."""
-    beta2: DecayDecimal = "0.999"
-    """Memory of the gradient's square."""
-    epsilon: SmallDecimal = "1e-15"
-    """Added to the root of that; so small because gradients of a mean over a large batch are."""
-    warmup_steps: Annotated[int, Field(ge=0, le=100_000_000)] = 100
-    """Steps from 0 to the full learning rate."""
-    max_gradient_norm: NonNegativeDecimal = "1"
-    """Gradients with a larger norm are scaled down to it; 0 never scales."""
-
-
-MAX_BATCH_COMPLETIONS: Final = 1_048_576
-"""Completions of one step: 32 times the largest batch of the paper."""
-
-
-class RecipeSpec(Model):
-    """How rollouts become a gradient."""
-
-    loss: LossSpec = LossSpec()
-    """The objective."""
-    aggregation: Literal["PromptAverage", "SampleAverage", "TokenAverage"] = "PromptAverage"
-    """What counts the same in the loss: every prompt, every completion, or every token."""
-    advantage_normalization: Literal["Batch", "Group", "None"] = "Batch"
-    """By whose standard deviation advantages are divided."""
-    zero_variance_filter: bool = True
-    """Prompts whose completions all scored the same teach nothing and take no place in a batch."""
-    prompts_per_step: Annotated[int, Field(ge=1, le=65536)] = 48
-    """Prompts of one update; times ``completionsPerPrompt`` is the batch."""
-    completions_per_prompt: Annotated[int, Field(ge=2, le=1024)] = 16
-    """At least 2: a completion is worth what it has over the mean of its prompt's, and one alone has nothing."""
-    max_completion_tokens: Annotated[int, Field(ge=1, le=1_048_576)] = 14336
-    """Longest completion; less than ``model.contextTokens``, because the prompt needs room too."""
-    temperature: TemperatureDecimal = "1"
-    """Of sampling, in training."""
-    max_staleness_steps: Annotated[int, Field(ge=0, le=64)] = 8
-    """k of PipelineRL-k: no token is trained on more than k updates after it was sampled [P]; 0 is synchronous."""
-    fp32_head: bool = True
-    """Logits in float32 on both sides; in the paper it moves the asymptote from .52 to .61 [P]."""
-    optimizer: OptimizerSpec = OptimizerSpec()
-    """AdamW and its schedule."""
 
 
 class WarmStartSpec(Model):
@@ -354,6 +284,7 @@ class BudgetSpec(Model):
 
 _RANKS: Final = "self.trainer.replicas * (self.trainer.devices > 1 ? self.trainer.devices : 1)"
 """CEL of ``TrainerSpec.ranks``."""
+_PROMPTS: Final = cel("promptsPerStep", RecipeSpec().prompts_per_step)
 
 
 class RunSpec(Model):
@@ -444,14 +375,14 @@ class RunSpec(Model):
             lambda spec: spec.generator.lease_seconds > spec.task.verifier.timeout_seconds,
         ),
         Rule(
-            f"{_RANKS} <= self.recipe.promptsPerStep",
+            f"{_RANKS} <= {_PROMPTS}",
             "the ranks of %(trainer.replicas)s and %(trainer.devices)s must be at most %(recipe.promptsPerStep)s: each "
             "rank takes a prompt or more",
             "trainer.replicas",
             lambda spec: spec.trainer.ranks <= spec.recipe.prompts_per_step,
         ),
         Rule(
-            f"self.recipe.promptsPerStep * self.recipe.completionsPerPrompt <= {MAX_BATCH_COMPLETIONS}",
+            f"{_PROMPTS} * self.recipe.completionsPerPrompt <= {MAX_BATCH_COMPLETIONS}",
             "%(recipe.promptsPerStep)s times %(recipe.completionsPerPrompt)s must be at most "
             f"{MAX_BATCH_COMPLETIONS}: the coordinator holds every completion of a step in memory",
             "recipe.promptsPerStep",

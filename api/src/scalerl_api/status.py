@@ -180,6 +180,17 @@ class DecisionStatus(StatusModel):
     """The deciding reason."""
 
 
+class RecipeValue(StatusModel):
+    """A value of the recipe that is carried out."""
+
+    field: Annotated[str, Field(max_length=128)]
+    """Path in spec.recipe."""
+    value: Annotated[str, Field(max_length=256)]
+    """As it would be written there."""
+    origin: Annotated[str, Field(max_length=128)] = ""
+    """``preset`` and the paper that it has the value from, ``default``, or ``spec``."""
+
+
 class RunStatus(StatusModel):
     """What is known of a run."""
 
@@ -191,6 +202,8 @@ class RunStatus(StatusModel):
     """The spec that was accepted last, as JSON. The run goes on with it while its spec is invalid."""
     conditions: Annotated[list[Condition], Field(max_length=32), AfterValidator(Unique("type"))] = []
     """What is said about the run, one entry a type."""
+    recipe: Annotated[list[RecipeValue], Field(max_length=64), AfterValidator(Unique("field"))] = []
+    """The recipe with every value that the preset and the defaults give."""
     start_time: Time | None = None
     """When the first pod of the run was asked for."""
     completion_time: Time | None = None

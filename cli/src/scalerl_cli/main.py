@@ -49,6 +49,9 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="leave out whether this machine has the devices and the memory",
     )
+    validate.add_argument(
+        "--show", action="store_true", help="print every value of the recipe, and where it is from"
+    )
 
     plot = commands.add_parser("plot", help="draw DIR/curve.png from DIR/curve.csv")
     plot.add_argument("dir", type=Path, metavar="DIR")
@@ -100,7 +103,7 @@ def main(argv: Sequence[str] | None = None, *, planner: Callable[[ScaleRLRun], P
         if arguments.command == "validate":
             from scalerl_cli.validate import validate
 
-            return validate(arguments.files, any_machine=arguments.any_machine)
+            return validate(arguments.files, any_machine=arguments.any_machine, show=arguments.show)
         if arguments.command == "fit":
             from scalerl_cli.curves.fit import run_fit
 

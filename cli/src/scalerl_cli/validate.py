@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scalerl_api.load import SpecError, SpecProblem
+from scalerl_api.recipe import resolve
 from scalerl_api.spec_warnings import past_deadline, warnings_of
 from scalerl_cli.exits import BAD_INPUT, DONE
 from scalerl_cli.inputs import load, machine_problems, model_problems, task_problems
@@ -16,8 +17,8 @@ _ANSWERS = 200
 """Reference answers to try on the verifier, spread over the source; a mathematical one takes milliseconds."""
 
 
-def validate(files: Sequence[Path], *, any_machine: bool = False) -> int:
-    """Print what is wrong, one line a problem, or that a file is fine."""
+def validate(files: Sequence[Path], *, any_machine: bool = False, show: bool = False) -> int:
+    """Print what is wrong, one line a problem, or that a file is fine. ``show``: also every value of its recipe, and where it is from."""
     bad = 0
     for file in files:
         found = problems(file, any_machine=any_machine)
@@ -27,6 +28,11 @@ def validate(files: Sequence[Path], *, any_machine: bool = False) -> int:
         if not found:
             for warning in warnings_of(load(file).spec):
                 say(f"{file}: warning: {warning}", error=True)
+            if show:
+                recipe = resolve(load(file).spec.recipe)
+                say(f"{file}: recipe {recipe.preset}")
+                for choice in recipe.choices:
+                    say(f"  {choice.field}: {choice}")
             say(f"{file}: ok")
     if bad and len(files) > 1:
         say(f"{bad} of {len(files)} files cannot be used", error=True)

@@ -8,6 +8,7 @@ from typing import Final
 
 import msgspec
 
+from scalerl_api.recipe import CurriculumSpec, LengthSpec, OffPolicySpec, RecipeSpec
 from scalerl_api.spec import ScaleRLRun
 
 _COMPLETION_SLACK_BYTES = 2**14
@@ -55,6 +56,9 @@ class Settings:
     max_steps: int | None
     generator_devices: int
     trainer_devices: int
+    length: LengthSpec = RecipeSpec().length
+    curriculum: CurriculumSpec = RecipeSpec().curriculum
+    off_policy: OffPolicySpec = RecipeSpec().off_policy
     heartbeat_seconds: float = 2.0
     context_tokens: int = 2**20
     """Maximum length of prompt and completion together."""
@@ -92,6 +96,9 @@ class Settings:
             hold_seconds=float(evaluation.hold_seconds),
             lease_seconds=float(spec.generator.lease_seconds),
             max_steps=spec.budget.max_steps,
+            length=recipe.length,
+            curriculum=recipe.curriculum,
+            off_policy=recipe.off_policy,
             generator_devices=max(1, spec.generator.devices),
             context_tokens=spec.model.context_tokens,
             trainer_devices=spec.trainer.ranks,

@@ -179,7 +179,7 @@ def _server_options(spec: RunSpec) -> tuple[str, ...]:
         *("--max-num-seqs", str(generator.max_concurrent_sequences)),
         *("--memory-fraction", generator.memory_fraction),
         *("--tensor-parallel", str(max(1, generator.devices))),
-        "--fp32-head" if spec.recipe.fp32_head else "--no-fp32-head",
+        "--fp32-head" if spec.recipe.fp32_logits in ("Both", "Generator") else "--no-fp32-head",
     ]
     if generator.kv_cache:
         options += ["--kv-cache-bytes", str(quantity_bytes(generator.kv_cache))]

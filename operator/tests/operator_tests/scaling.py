@@ -133,7 +133,7 @@ def seen(
             "points": PointSet(used=20, version=version, eval_version="set", digest="d"),
             "generators": generators or Generators(wanted=1, ready=1),
             "staleness": Staleness(allowed=8, most=4),
-            "recipe": Recipe(batch_completions=768, context_tokens=16384, fp32_head=True, loss="CISPO"),
+            "recipe": Recipe(batch_completions=768, context_tokens=16384, fp32_head=True, loss="cispo"),
             "forecast": forecast,
             "trouble": trouble,
         }

@@ -328,7 +328,7 @@ def test_another_policy_counts_anew() -> None:
 def test_a_flat_curve_comes_with_advice_that_names_its_source() -> None:
     (decision,) = chain(decide, spec(), [seen(200, 0.05)])
     assert any("batch of 2048" in line and "[P]" in line for line in decision.advice)
-    assert not any("fp32Head" in line for line in decision.advice)
+    assert not any("fp32Logits" in line for line in decision.advice)
     assert chain(decide, spec(), [seen(200, 0.5)])[0].advice == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ from pydantic import AfterValidator
 
 from scalerl_api.fields import A_DECIMAL, DECIMAL_FORM, Model
 from scalerl_api.load import load_run
+from scalerl_api.recipe import RecipeSpec
+from scalerl_api.recipe.presets import set_by_others
 from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_operator import crd
 from scalerl_operator.crd import cel_rules
@@ -64,9 +67,9 @@ def models(model: type[Model]) -> Iterator[type[Model]]:
     waiting = [model]
     while waiting:
         for annotation in (field.annotation for field in waiting.pop().model_fields.values()):
-            for name in re.findall(r"scalerl_api\.\w+\.\w+", repr(annotation)):
+            for name in re.findall(r"scalerl_api(?:\.\w+)+", repr(annotation)):
                 module, _, cls = name.rpartition(".")
-                found = getattr(__import__(module, fromlist=[cls]), cls, None)
+                found = getattr(importlib.import_module(module), cls, None)
                 if isinstance(found, type) and issubclass(found, Model) and found not in seen:
                     seen.add(found)
                     waiting.append(found)
@@ -131,13 +134,27 @@ def test_the_servers_defaults_are_the_models() -> None:
         kept = {key: shown(item) for key, item in value.items()}
         return {key: item for key, item in kept.items() if item not in ({}, [])}
 
+    recipe, completed = shown(spec.pop("recipe")), shown(written.pop("recipe"))
     assert shown(spec) == shown(written)
+    of_presets = set_by_others()
+
+    def without_presets(fields: dict[str, Any], path: str = "") -> dict[str, Any]:
+        kept = {
+            name: without_presets(item, f"{path}{name}.") if isinstance(item, dict) else item
+            for name, item in fields.items()
+            if f"{path}{name}" not in of_presets
+        }
+        return {name: item for name, item in kept.items() if item != {}}
+
+    assert recipe == without_presets(completed), "what a preset gives is not the server's to write"
 
 
 def test_every_check_across_fields_is_a_rule() -> None:
     """A validator of another kind would have no CEL."""
     found = list(models(RunSpec))
-    assert all(list(m.__pydantic_decorators__.model_validators) == ["_rules_hold"] for m in found)
+    for model in found:
+        completing = ["_completed"] if model is RecipeSpec else []
+        assert sorted(model.__pydantic_decorators__.model_validators) == sorted(["_rules_hold", *completing])
     assert sum(len(m.rules) for m in found) > 15
     assert all(rule.holds for m in found for rule in m.rules)
 

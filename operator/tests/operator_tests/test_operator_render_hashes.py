@@ -59,7 +59,7 @@ def hashes(**spec: Any) -> dict[Role, str]:
         ({"recipe": {"promptsPerStep": 9}}, {Role.COORDINATOR}),
         ({"recipe": {"completionsPerPrompt": 9}}, {Role.COORDINATOR, Role.GENERATOR}),
         ({"generator": {"extraArgs": ["-x"]}}, {Role.GENERATOR}),
-        ({"recipe": {"loss": {"name": "GRPO"}}}, set(Role) - {Role.PREPARE, Role.FORECASTER}),
+        ({"recipe": {"loss": {"ppoClip": {}}}}, set(Role) - {Role.PREPARE, Role.FORECASTER}),
         ({"recipe": {"loss": {}, "optimizer": {"beta1": "0.9"}}}, set()),
         ({"trainer": {}, "generator": {"replicas": 1}}, set()),
     ],
@@ -86,16 +86,16 @@ def test_pods_and_jobs_carry_the_spec_hash() -> None:
 def test_spec_hash_keeps_its_values() -> None:
     """If this fails, the input of the hash has changed: raise SPEC_HASH_VERSION, then update these values."""
     assert [spec_hash(cluster_run(), role) for role in ROLES] == [
-        "3-e8e0f5c2aaa0177d",
-        "3-ce16489e945bc2c1",
-        "3-e8e0f5c2aaa0177d",
-        "3-e8e0f5c2aaa0177d",
+        "4-e8e0f5c2aaa0177d",
+        "4-ce16489e945bc2c1",
+        "4-e8e0f5c2aaa0177d",
+        "4-e8e0f5c2aaa0177d",
     ]
     assert [spec_hash(cluster_run(**FULL), role) for role in ROLES] == [
-        "3-2f50861d056990ee",
-        "3-05b1770e1ccd682f",
-        "3-014c87ae5e8c28da",
-        "3-2f50861d056990ee",
+        "4-2f50861d056990ee",
+        "4-05b1770e1ccd682f",
+        "4-014c87ae5e8c28da",
+        "4-2f50861d056990ee",
     ]
 
 

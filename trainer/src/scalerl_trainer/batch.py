@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from scalerl_api import wire
-from scalerl_api.spec import RecipeSpec
+from scalerl_api.recipe import RecipeSpec
 from scalerl_trainer.algo.advantages import advantages
 from scalerl_trainer.algo.aggregation import sequence_weights
 from scalerl_trainer.engine.stats import TrainBatch
@@ -138,7 +138,7 @@ def _whole_step(
     reward_s = 2.0 * torch.tensor(scores, dtype=torch.float64) - 1.0
     graded_s = torch.tensor([at not in g.ungraded for _, g in kept for at in range(len(g.scores))]).bool()
     advantage_s = torch.zeros(len(scores))
-    advantage_s[graded_s] = advantages(reward_s[graded_s], group_s[graded_s], recipe.advantage_normalization)
+    advantage_s[graded_s] = advantages(reward_s[graded_s], group_s[graded_s], recipe.advantage.normalization)
     weight_s = sequence_weights(torch.tensor(lengths, dtype=torch.long), group_s, recipe.aggregation)
     sizes = (0 if group.filtered else len(group.scores) for group in groups)
     return advantage_s, weight_s, [0, *accumulate(sizes)]

@@ -67,7 +67,7 @@ def stage_model(
     """Write the model into a staging folder beside ``target``, and return it.
 
     ``tensors`` are in the order of ``infos``, with the names and shapes of the transformers model, tied ones once.
-    All other files are ``base_model``'s; in the config the dtype is set and, with ``recipe.fp32Head``, vLLM's
+    All other files are ``base_model``'s; in the config the dtype is set and, with ``recipe.fp32Logits`` of the generator, vLLM's
     ``head_dtype``, so that ``vllm serve`` computes the same as the run's generators.
 
     Raises:
@@ -112,7 +112,7 @@ def exported_config(config: dict[str, Any], spec: RunSpec) -> dict[str, Any]:
     """``config.json`` of the base model with the dtypes of the exported weights."""
     kept = {name: value for name, value in config.items() if name not in ("torch_dtype", "head_dtype")}
     kept["dtype"] = spec.model.dtype
-    if spec.recipe.fp32_head and spec.model.dtype != "float32":
+    if spec.recipe.fp32_logits in ("Both", "Generator") and spec.model.dtype != "float32":
         kept["head_dtype"] = "float32"
     return kept
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from scalerl_api.fields import quantity_bytes
-from scalerl_api.spec import LossSpec, RunSpec
+from scalerl_api.recipe import LossSpec
+from scalerl_api.spec import RunSpec
 from scalerl_trainer.algo.losses import Cispo, Grpo, Loss
 from scalerl_trainer.engine import EngineSettings
 from scalerl_trainer.publish.publisher import PublishSettings
@@ -28,7 +29,7 @@ def engine_settings(spec: RunSpec) -> EngineSettings:
         micro_batch_tokens=spec.micro_batch_tokens,
         temperature=float(recipe.temperature),
         activation_checkpointing=trainer.activation_checkpointing,
-        fp32_head=recipe.fp32_head,
+        fp32_head=recipe.fp32_logits in ("Both", "Trainer"),
     )
 
 
@@ -42,11 +43,12 @@ def collective_timeout_seconds(spec: RunSpec) -> float:
 
 
 def make_loss(spec: LossSpec) -> Loss:
-    match spec.name:
-        case "CISPO":
-            return Cispo(float(spec.ratio_cap))
-        case "GRPO":
-            return Grpo(float(spec.clip_low), float(spec.clip_high))
+    """The loss of ``recipe.loss``."""
+    if spec.cispo is not None:
+        return Cispo(float(spec.cispo.ratio_cap))
+    if spec.ppo_clip is not None:
+        return Grpo(float(spec.ppo_clip.clip_low), float(spec.ppo_clip.clip_high))
+    raise AssertionError("a parsed recipe has a loss")
 
 
 def publish_settings(spec: RunSpec, host: str, device: torch.device) -> PublishSettings:

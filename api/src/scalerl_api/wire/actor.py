@@ -141,7 +141,7 @@ class PushResult(enum.StrEnum):
     LATE = "late"
     """The lease had expired and the work was given away; dropped and counted."""
     STALE = "stale"
-    """A token older than maxStalenessSteps at its step; dropped and counted, the slot is issued again."""
+    """A token older than recipe.offPolicy allows at its step; dropped and counted, the slot is issued again."""
     INVALID = "invalid"
     """Does not match the lease (count, lengths, non-finite log-probabilities); dropped, counted, issued again: at
     once the first time, then after ever longer waits."""

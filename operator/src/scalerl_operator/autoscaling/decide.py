@@ -229,15 +229,15 @@ def advice(recipe: Recipe) -> list[str]:
 
     More devices do not. Figures from ScaleRL, arXiv 2510.13786: [P] read in the paper, [S] reported by others about it.
 
-    >>> advice(Recipe(batch_completions=2048, context_tokens=32768, fp32_head=True, loss="CISPO"))[0]
+    >>> advice(Recipe(batch_completions=2048, context_tokens=32768, fp32_head=True, loss="cispo"))[0]
     'a larger model: A .610 → .710 with the Scout mixture of experts, Cmid 2,542 → 4,242 GPU-hours (ScaleRL [P])'
     """
     found = []
     if not recipe.fp32_head:
-        found.append("recipe.fp32Head: A .52 → .61 (ScaleRL [P])")
-    if recipe.loss != "CISPO":
+        found.append("recipe.fp32Logits Both: A .52 → .61 (ScaleRL [P])")
+    if recipe.loss.lower() not in ("cispo", "gspo"):
         found.append(
-            "recipe.loss CISPO in place of a clipped one: A .520 → .595 against DAPO's (ScaleRL [S])"
+            "recipe.loss cispo in place of a clipped one: A .520 → .595 against DAPO's (ScaleRL [S])"
         )
     if recipe.batch_completions < LARGE_BATCH:
         found.append(

@@ -100,7 +100,7 @@ class Generators(Recorded, frozen=True, kw_only=True):
 
 
 class Staleness(Recorded, frozen=True, kw_only=True):
-    """allowed: maxStalenessSteps. most: the oldest token trained on so far, in steps."""
+    """allowed: k of recipe.offPolicy. most: the oldest token trained on so far, in steps."""
 
     allowed: int
     most: int

@@ -108,7 +108,7 @@ def observe(
         recipe=Recipe(
             batch_completions=recipe.prompts_per_step * recipe.completions_per_prompt,
             context_tokens=spec.model.context_tokens,
-            fp32_head=recipe.fp32_head,
+            fp32_head=recipe.fp32_logits == "Both",
             loss=recipe.loss.name,
         ),
         load=load,

@@ -8,8 +8,12 @@ from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from typing import Any, Final
 
-from scalerl_api.edits import Effect, edit_of, leaves
+from pydantic import BaseModel
+from pydantic.alias_generators import to_snake
+
+from scalerl_api.edits import Effect, edit_of, nested_model
 from scalerl_api.pods import PodTemplate
+from scalerl_api.recipe import ONE_OF
 from scalerl_api.spec import API_VERSION, KIND, RunSpec, ScaleRLRun
 from scalerl_operator import names
 from scalerl_operator.names import Names
@@ -17,7 +21,7 @@ from scalerl_operator.kube.types import Object
 from scalerl_operator.plan import plan
 from scalerl_operator.workloads import Plan, Role, Workload
 
-SPEC_HASH_VERSION: Final = "3"
+SPEC_HASH_VERSION: Final = "4"
 """Of :func:`spec_hash`: raised with every change of its input, so that hashes of two releases are never compared."""
 _PODS: Final = (Role.PREPARE, Role.COORDINATOR, Role.GENERATOR, Role.TRAINER)
 
@@ -159,24 +163,34 @@ def spec_hash(run: ScaleRLRun, role: Role) -> str:
 
 @cache
 def _unread(role: Role) -> dict[str, Any]:
-    """Fields whose edit does not restart ``role``, as ``model_dump`` excludes them."""
-    unread: dict[str, Any] = {}
-    for leaf in leaves():
-        # Fields that cannot be edited are in the hash too, although they never change it.
-        if edit_of(leaf.path).effect is not Effect.REFUSED and role not in edit_of(leaf.path).effect.roles:
-            section = unread
-            for name in leaf.names[:-1]:
-                section = section.setdefault(name, {})
-            section[leaf.names[-1]] = True
-    return unread
+    """Fields whose edit does not restart ``role``, as ``model_dump`` excludes them; a section without others as a whole."""
+
+    def unread(model: type[BaseModel], path: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, field in model.model_fields.items():
+            here, nested = f"{path}{field.alias}", nested_model(field.annotation)
+            if nested is not None and nested.model_fields:
+                below = unread(nested, f"{here}.")
+                whole = below.keys() == nested.model_fields.keys() and all(v is True for v in below.values())
+                found |= {name: True if whole else below} if below else {}
+            # Fields that cannot be edited are in the hash too, although they never change it.
+            elif edit_of(here).effect is not Effect.REFUSED and role not in edit_of(here).effect.roles:
+                found[name] = True
+        return found
+
+    return unread(RunSpec, "")
+
+
+_ALTERNATIVES: Final = frozenset(to_snake(name) for alternatives in ONE_OF.values() for name in alternatives)
 
 
 def _pruned(value: Any) -> Any:
-    """Without empty objects: an object of defaults, written out or not, is no difference."""
+    """Without empty objects: an object of defaults, written out or not, is no difference. Which one of several
+    alternatives stands there is one, also where that has no fields."""
     if not isinstance(value, dict):
         return value
     kept = {name: _pruned(item) for name, item in value.items()}
-    return {name: item for name, item in kept.items() if item != {}}
+    return {name: item for name, item in kept.items() if item != {} or name in _ALTERNATIVES}
 
 
 def raw_hash(run: ScaleRLRun) -> str:

@@ -7,10 +7,12 @@ from typing import Any, Final
 
 from scalerl_api.conditions import ConditionType, Reason
 from scalerl_api.exports import ExportedModel, Exports
+from scalerl_api.recipe import resolve
 from scalerl_api.status import (
     ExportsStatus,
     ExportStatus,
     GeneratorsStatus,
+    RecipeValue,
     RunStatus,
     TrainerStatus,
     UsageStatus,
@@ -56,6 +58,10 @@ def report(context: RunContext) -> RunStatus:
             "decisions": list(scaling.decisions),
         }
     if context.accepted is not None:
+        update["recipe"] = [
+            RecipeValue(field=choice.field, value=choice.value[:256], origin=choice.shown_origin)
+            for choice in resolve(context.accepted.spec.recipe).choices
+        ]
         pods = [pod for pod in context.observed.of(Role.GENERATOR) if not pod.over]
         ready = sum(pod.ready for pod in pods)
         update |= {

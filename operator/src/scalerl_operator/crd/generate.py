@@ -15,6 +15,7 @@ import argparse
 import ast
 import copy
 import inspect
+import json
 import re
 import sys
 from dataclasses import replace
@@ -28,7 +29,10 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
 from pydantic_core import core_schema
 
+from scalerl_api.edits import nested_model
 from scalerl_api.load import to_yaml
+from scalerl_api.recipe import RecipeSpec
+from scalerl_api.recipe.presets import set_by_others
 from scalerl_api.spec import GROUP, KIND, PLURAL, VERSION, RunSpec
 from scalerl_api.status import RunStatus
 from scalerl_operator.crd import cel_rules
@@ -117,6 +121,21 @@ def _column(name: str, kind: str, path: str, priority: int) -> dict[str, Any]:
     return column | ({"priority": priority} if priority else {})
 
 
+def _of_presets() -> frozenset[tuple[type[BaseModel], str]]:
+    """Fields that a preset gives. With a default here, the API server would write it before the preset is read."""
+    found: set[tuple[type[BaseModel], str]] = set()
+    for path in set_by_others():
+        model: type[BaseModel] = RecipeSpec
+        for alias in path.split("."):
+            name, field = next((n, f) for n, f in model.model_fields.items() if f.alias == alias)
+            owner, model = model, nested_model(field.annotation) or model
+        found.add((owner, name))
+    return frozenset(found)
+
+
+OF_PRESETS: Final = _of_presets()
+
+
 class _Structural(GenerateJsonSchema):
     """Schemas as a CustomResourceDefinition takes them: without references, titles and ``null``."""
 
@@ -171,7 +190,8 @@ class _Structural(GenerateJsonSchema):
 
     def _checked(self, schema: Any) -> Schema:
         written = self.generate_inner(schema["schema"])
-        if schema["schema"]["type"] != "model":  # the rules of a model are added with its fields
+        # The rules of a model are added with its fields; what completes one is read before them.
+        if schema["schema"]["type"] not in ("model", "model-fields"):
             cel_rules.add_check(written, schema["function"]["function"])
         return written
 
@@ -198,6 +218,8 @@ class _Structural(GenerateJsonSchema):
                 )
             written = fields["properties"][field.alias]
             note = written.pop("description", "") if "x-kubernetes-int-or-string" in written else ""
+            if (model, name) in OF_PRESETS:
+                note = f"Left out: the preset's value, else {json.dumps(written.pop('default'))}. {note}"
             written = {"description": ""} | written | {"description": _plain(f"{docstrings[name]} {note}")}
             fields["properties"][field.alias] = written
             cel_rules.add(written, cel_rules.OF_FIELDS.get((model, name), ()))

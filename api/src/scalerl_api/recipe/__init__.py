@@ -1,0 +1,57 @@
+"""The recipe of a run: its fields (``spec``), published recipes (``presets``), and where each value comes from (``resolve``)::
+
+    manifest ──RecipeSpec, completed by presets.PRESETS──▶ every value ──resolve──▶ Recipe: value, origin, source
+
+Where a new one goes: a loss, a length rule or a sampler is a model in ``spec`` and a name in ``presets.ONE_OF``; a
+published recipe is an entry of ``presets.PRESETS``.
+"""
+
+from scalerl_api.recipe.presets import ONE_OF, PRESETS, Source
+from scalerl_api.recipe.resolve import Choice, Recipe, resolve
+from scalerl_api.recipe.spec import (
+    MAX_BATCH_COMPLETIONS,
+    AdvantageSpec,
+    CispoLoss,
+    CurriculumSpec,
+    DifficultyPoolsSpec,
+    InterruptionSpec,
+    LengthPenaltySpec,
+    LengthSpec,
+    LossSpec,
+    NoPositiveResamplingSpec,
+    OffPolicySpec,
+    OptimizerSpec,
+    OverlongSpec,
+    PassRateBandSpec,
+    PipelineSpec,
+    PpoClipLoss,
+    PpoOffPolicySpec,
+    RecipeSpec,
+)
+
+__all__ = [
+    "MAX_BATCH_COMPLETIONS",
+    "ONE_OF",
+    "PRESETS",
+    "AdvantageSpec",
+    "Choice",
+    "CispoLoss",
+    "CurriculumSpec",
+    "DifficultyPoolsSpec",
+    "InterruptionSpec",
+    "LengthPenaltySpec",
+    "LengthSpec",
+    "LossSpec",
+    "NoPositiveResamplingSpec",
+    "OffPolicySpec",
+    "OptimizerSpec",
+    "OverlongSpec",
+    "PassRateBandSpec",
+    "PipelineSpec",
+    "PpoClipLoss",
+    "PpoOffPolicySpec",
+    "Recipe",
+    "RecipeSpec",
+    "Source",
+    "resolve",
+]

@@ -1,0 +1,168 @@
+"""Presets: the recipes that papers publish, each value with its source.
+
+A preset gives fields of :class:`~scalerl_api.recipe.spec.RecipeSpec` by path. What it does not give has the field's
+default, which is ScaleRL's. GRPO, DAPO, Magistral and MiniMax-M1 are as ScaleRL rebuilt them to compare itself with them
+(arXiv 2510.13786, appendix), and not in all parts as their own papers have them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from pydantic.alias_generators import to_snake
+
+Grade = Literal["P", "S", "?"]
+"""P: read in the paper. S: reported by others. ?: not known, chosen here."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a value comes from."""
+
+    paper: str
+    grade: Grade
+
+    def __str__(self) -> str:
+        return f"{self.paper} [{self.grade}]"
+
+
+@dataclass(frozen=True)
+class Published:
+    """A value that a paper gives."""
+
+    value: Any
+    source: Source
+
+
+_SCALERL: Final = Source("ScaleRL, arXiv 2510.13786", "P")
+_REBUILT: Final = Source("as rebuilt in ScaleRL, arXiv 2510.13786", "P")
+_DAPO: Final = Source("DAPO, arXiv 2503.14476", "P")
+_MAGISTRAL: Final = Source("Magistral, arXiv 2506.10910", "P")
+_MINIMAX: Final = Source("MiniMax-M1, arXiv 2506.13585", "S")
+
+
+def _all(source: Source, **values: Any) -> dict[str, Published]:
+    """Values of one source; a path's dots are written ``__``."""
+    return {path.replace("__", "."): Published(value, source) for path, value in values.items()}
+
+
+_PPO_OFF_POLICY_8 = {"offPolicy.ppo.stepsPerBatch": Published(8, _REBUILT)}
+
+PRESETS: Final[Mapping[str, Mapping[str, Published]]] = {
+    "scalerl": _all(
+        _SCALERL,
+        loss__cispo__ratioCap="5",
+        aggregation="PromptAverage",
+        advantage__normalization="Batch",
+        zeroVarianceFilter=True,
+        promptsPerStep=48,
+        completionsPerPrompt=16,
+        maxCompletionTokens=14336,
+        temperature="1",
+        offPolicy__pipeline__maxStalenessSteps=8,
+        fp32Logits="Both",
+        optimizer__learningRate="5e-7",
+        optimizer__weightDecay="0.01",
+        optimizer__epsilon="1e-15",
+        optimizer__warmupSteps=100,
+    ),
+    "grpo": {
+        **_all(
+            _REBUILT, loss__ppoClip__clipLow="0.2", loss__ppoClip__clipHigh="0.2", aggregation="SampleAverage"
+        ),
+        **_all(_REBUILT, advantage__normalization="Group", zeroVarianceFilter=False, fp32Logits="None"),
+        **_PPO_OFF_POLICY_8,
+    },
+    "dapo": {
+        **_all(_REBUILT, loss__ppoClip__clipLow="0.2", loss__ppoClip__clipHigh="0.26"),
+        **_all(_REBUILT, aggregation="PromptAverage", promptsPerStep=80, zeroVarianceFilter=True),
+        **_all(_DAPO, advantage__normalization="Group"),
+        **_all(_REBUILT, fp32Logits="None"),
+        **_PPO_OFF_POLICY_8,
+    },
+    "magistral": {
+        **_all(_MAGISTRAL, loss__ppoClip__clipLow="0.2", loss__ppoClip__clipHigh="0.28"),
+        **_all(_MAGISTRAL, aggregation="TokenAverage", advantage__normalization="Batch"),
+        **_all(_MAGISTRAL, zeroVarianceFilter=True),
+        **_all(_REBUILT, offPolicy__pipeline__maxStalenessSteps=8, fp32Logits="None"),
+    },
+    "minimax-m1": {
+        **_all(_REBUILT, loss__cispo__ratioCap="5", aggregation="PromptAverage", promptsPerStep=80),
+        **_all(_REBUILT, fp32Logits="Both"),
+        **_all(_MINIMAX, advantage__normalization="Group"),
+        **_PPO_OFF_POLICY_8,
+    },
+    "ppo-off-policy": _PPO_OFF_POLICY_8,
+}
+
+ONE_OF: Final[Mapping[str, tuple[str, ...]]] = {
+    "loss": ("cispo", "ppoClip"),
+    "offPolicy": ("pipeline", "ppo"),
+    "length": ("none", "interruption", "penalty", "overlong"),
+    "curriculum": ("uniform", "noPositiveResampling", "passRateBand", "difficultyPools"),
+}
+"""Fields of which one is given: another one replaces the preset's."""
+
+
+def completed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """``given`` with the values of its preset where it has none; names as in a manifest or as in Python.
+
+    >>> completed({"preset": "dapo", "loss": {"ppoClip": {"clipLow": "0.1"}}})["loss"]
+    {'ppoClip': {'clipLow': '0.1', 'clipHigh': '0.26'}}
+    >>> completed({"preset": "dapo", "loss": {"cispo": {}}})["loss"]
+    {'cispo': {}}
+    """
+    preset = given.get("preset", "scalerl")
+    if not isinstance(preset, str) or preset not in PRESETS:
+        return dict(given)  # its field refuses it
+    return _merged(_nested(preset), given)
+
+
+def _merged(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(given)
+    for name, value in preset.items():
+        written = name if name in given else to_snake(name)
+        own = given.get(written)
+        if own is None:
+            merged[name] = value
+        elif isinstance(value, dict) and isinstance(own, Mapping):
+            chosen = {n for n in ONE_OF.get(name, ()) if own.get(n, own.get(to_snake(n))) is not None}
+            if not chosen or chosen <= value.keys():
+                merged[written] = _merged(value, own)
+    return merged
+
+
+@functools.cache
+def _nested(preset: str) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for path, published in PRESETS[preset].items():
+        section = nested
+        *sections, last = path.split(".")
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[last] = published.value
+    return nested
+
+
+def set_by_others() -> frozenset[str]:
+    """Paths that a preset besides ``scalerl`` gives: their value without one in the spec depends on the preset."""
+    return frozenset(path for name, fields in PRESETS.items() if name != "scalerl" for path in fields)
+
+
+def cel(path: str, default: Any) -> str:
+    """CEL of a number of the recipe, seen from the spec, whether it is given, the preset's, or the default.
+
+    >>> cel("maxCompletionTokens", 14336)
+    '(has(self.recipe.maxCompletionTokens) ? self.recipe.maxCompletionTokens : 14336)'
+    """
+    otherwise = str(default)
+    by_value: dict[Any, list[str]] = {}
+    for name, fields in PRESETS.items():
+        if path in fields and fields[path].value != default:
+            by_value.setdefault(fields[path].value, []).append(name)
+    for value, names in by_value.items():
+        otherwise = f"self.recipe.preset in {names} ? {value} : {otherwise}"
+    return f"(has(self.recipe.{path}) ? self.recipe.{path} : {otherwise})"
