@@ -6,6 +6,8 @@ versions token by token, and can be killed. ``POST /stand-in`` sets how the next
 
 Some prompts it cannot serve well, by a token in them: :data:`REFUSED` answers 500, :data:`CLAMPED` gives the second
 token of every completion the log-probability that vLLM writes for one that is not finite, :data:`ENDLESS` never ends.
+After :data:`COUNTED` a completion is its position's numbers (:func:`counted`), as long as the prompt's first token says
+and the same from wherever a request continues it.
 """
 
 from __future__ import annotations
@@ -26,6 +28,19 @@ CLAMPED = 51
 ENDLESS = 54
 """Token of ``|``: completions go on to ``max_tokens``."""
 
+COUNTED = 53
+"""Token of ``{``."""
+
+
+def counted(length: int) -> list[int]:
+    """The completion of ``length`` tokens."""
+    return [*(2 + i % 40 for i in range(length - 1)), END]
+
+
+def counted_length(prompt: list[int]) -> int:
+    """Tokens of the completion that :data:`COUNTED` in this prompt asks for."""
+    return 10 * prompt[0]
+
 
 class Server:
     def __init__(self, token: str, seconds_per_token: float) -> None:
@@ -39,6 +54,8 @@ class Server:
         self.requests: list[dict[str, Any]] = []
         self.report: dict[str, Any] = {"state": "whole"}
         self.group: dict[str, Any] | None = None
+        self.breaks: list[tuple[int, str]] = []
+        """For the next streamed requests: after how many tokens each fails, and how (``close`` or ``error``)."""
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -49,10 +66,14 @@ class Server:
             rows = [None] + [{str(t): {"logprob": -0.5 * i}} for i, t in enumerate(prompt[1:], start=1)]
             choice = {"index": 0, "token_ids": [END], "finish_reason": "length"}
             return web.json_response({"choices": [choice], "prompt_logprobs": rows})
+        params.setdefault("n", 1)
         self.requests.append(params)
         if REFUSED in prompt:
             return refusal("the engine cannot serve this prompt")
         texts = [[*prompt, END] if i % 2 == 0 else [*prompt[:1] * 3, END] for i in range(params["n"])]
+        if COUNTED in prompt:
+            done = len(prompt) - prompt.index(COUNTED) - 1
+            texts = [counted(counted_length(prompt))[done:] for _ in texts]
         if ENDLESS in prompt:
             texts = [prompt[:1] * params["max_tokens"] for _ in texts]
         if body.get("stream"):
@@ -66,10 +87,18 @@ class Server:
         """One event a completion for its first token, for every ``stream_interval``, and for its end."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        longest, versions, sent = max(len(t) for t in texts), [], 0
+        longest = min(max(len(t) for t in texts), params["max_tokens"])
+        versions, sent = [], 0
+        fails, how = self.breaks.pop(0) if self.breaks else (longest, "")
         while sent < longest:
             end = min(longest, 1 if sent == 0 else sent + params["stream_interval"])
-            versions += await self.decode(end - sent)
+            versions += await self.decode(min(end, fails) - sent)
+            if fails < end:
+                if how == "error":
+                    await response.write(b'data: {"error": {"message": "the engine is ill"}}\n\n')
+                elif request.transport is not None:
+                    request.transport.close()
+                return response
             for choice in self.choices(texts, params, versions):
                 ids, content = choice["token_ids"][sent:end], choice["logprobs"]["content"][sent:end]
                 if not ids:
@@ -155,6 +184,9 @@ class Server:
         report = {"version": None, "tensors": 1, "buckets": 1, "bytes": 8, **zeros, **self.report}
         return web.json_response({"results": [report]})
 
+    async def weight_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.version})
+
     async def fail(self, request: web.Request) -> web.Response:
         self.failure = await request.json()
         return web.json_response({})
@@ -177,8 +209,10 @@ def refusal(message: str) -> web.Response:
     return web.json_response({"error": {"message": message}}, status=500)
 
 
-async def serve(port: int, token: str, seconds_per_token: float) -> web.AppRunner:
-    server = Server(token, seconds_per_token)
+async def serve(
+    port: int, token: str, seconds_per_token: float, server: Server | None = None
+) -> web.AppRunner:
+    server = server or Server(token, seconds_per_token)
 
     @web.middleware
     async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
@@ -196,6 +230,7 @@ async def serve(port: int, token: str, seconds_per_token: float) -> web.AppRunne
     app.router.add_post("/update_weights", server.update)
     app.router.add_post("/finish_weight_update", server.finish)
     app.router.add_post("/collective_rpc", server.collective_rpc)
+    app.router.add_get("/weight_info", server.weight_info)
     app.router.add_post("/stand-in", server.fail)
     app.router.add_get("/stand-in", server.look)
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.01)

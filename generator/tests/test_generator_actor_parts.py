@@ -7,6 +7,7 @@ import doctest
 import gzip
 import io
 import json
+import resource
 import time
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 from scalerl_api.spec import PromptSpec
 from scalerl_api.wire import MASKED, Group, Split
 from scalerl_generator import leasing, server_state
+from scalerl_generator.actor import raise_open_files_limit
 from scalerl_generator.coordinator_client import CoordinatorClient
 from scalerl_generator.delivery import Delivery
 from scalerl_generator.leasing import Occupancy, groups_wanted
@@ -283,6 +285,16 @@ def empty_group(lease_id: str) -> Group:
         completions=[],
         generation_seconds=0.0,
     )
+
+
+def test_open_files_limit_is_raised() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, hard), hard))
+        raise_open_files_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(65535, hard), hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_runner_does_not_decompress_bodies() -> None:

@@ -14,11 +14,12 @@ from scalerl_generator.vllm_client import VllmClient, gather_all
 from scalerl_generator.vllm_replies import (
     UNVERSIONED,
     BadReply,
+    Finish,
     GenerationFailed,
     ServerDown,
     ServerRefused,
     Span,
-    StreamedCompletions,
+    StreamedAnswer,
     UpdateFailed,
     VllmError,
 )
@@ -241,44 +242,46 @@ def event(**part: Any) -> bytes:
     return b"data: " + json.dumps({"choices": [part]}).encode() + b"\n\n"
 
 
-def in_parts(*, end: bytes = b"data: [DONE]\n\n") -> bytes:
-    logprob = {"logprob": -0.5}
-    spans = [{"version": "3", "start": 0, "end": 3}]
-    last = {"finish_reason": "stop", "weight_versions": spans}
-    return (
-        event(index=1, token_ids=[7], finish_reason=None, logprobs={"content": [logprob]})
-        + event(index=0, token_ids=[4], finish_reason=None, logprobs={"content": [logprob]})
-        + event(index=0, token_ids=[5, 6], logprobs={"content": [logprob] * 2}, **last)
-        + event(index=1, token_ids=[8, 9], logprobs={"content": [logprob] * 2}, **last)
-        + end
-    )
+SPANS = [{"version": "2", "start": 0, "end": 1}, {"version": "3", "start": 1, "end": 4}]
+
+
+def in_parts(*, end: bytes = b"data: [DONE]\n\n", last: bool = True) -> bytes:
+    def logprobs(*values: float) -> dict[str, Any]:
+        return {"content": [{"logprob": value} for value in values]}
+
+    parts = event(index=0, token_ids=[4], finish_reason=None, logprobs=logprobs(-0.5))
+    parts += event(index=0, token_ids=[5, 6], finish_reason=None, logprobs=logprobs(-1.0, -9999.0))
+    if last:
+        ended = {"finish_reason": "stop", "weight_versions": SPANS}
+        parts += event(index=0, token_ids=[7], logprobs=logprobs(-2.0), **ended)
+    return parts + end
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
 def test_stream_is_joined_at_any_cut(size: int) -> None:
-    whole, reply = in_parts(), StreamedCompletions("/path", 2)
-    told = [reply.feed(whole[at : at + size]) for at in range(0, len(whole), size)]
-    assert sum(told) == 6
-    assert reply.done
-    first, second = reply.completions()
-    assert (first.token_ids.tolist(), second.token_ids.tolist()) == ([4, 5, 6], [7, 8, 9])
-    assert first.logprobs.tolist() == [-0.5] * 3
-    assert (first.weight_versions, first.finish_reason) == ((Span(3, 0, 3),), "stop")
+    whole, answer = in_parts(), StreamedAnswer("/path")
+    parts = [part for at in range(0, len(whole), size) for part in answer.feed(whole[at : at + size])]
+    assert [part.token_ids.tolist() for part in parts] == [[4], [5, 6], [7]]
+    assert [part.logprobs.tolist() for part in parts] == [[-0.5], [-1.0, 0.0], [-2.0]]
+    assert [part.masked.tolist() for part in parts] == [[False], [False, True], [False]]
+    assert answer.finish == Finish("stop", (Span(2, 0, 1), Span(3, 1, 4)))
 
 
-async def test_stream_refuses_partial_or_failed_answer(serve: Any) -> None:
+async def test_stream_raises_on_broken_answer_after_its_parts(serve: Any) -> None:
     async def stream(request: web.Request) -> web.Response:
         assert (await request.json())["sampling_params"]["stream_interval"] == 64
         return web.Response(body=bodies.pop(0), content_type="text/event-stream")
 
     error = b'data: {"error": {"message": "the engine is dead", "code": 500}}\n\n'
-    bodies = [in_parts(end=b""), in_parts(end=error + b"data: [DONE]\n\n"), in_parts()]
+    bodies = [in_parts(end=b"", last=False), in_parts(end=error, last=False), in_parts(end=b"")]
     client = await serve({"/inference/v1/generate": stream})
-    told: list[int] = []
-    ask = {"n": 2, "max_tokens": 100, "on_tokens": told.append}
+    tokens: list[int] = []
+    ask = {"max_tokens": 100, "on_part": lambda part: tokens.extend(part.token_ids.tolist())}
     with pytest.raises(ServerDown, match="ends in the middle"):
-        await client.generate([5], **ask)
+        await client.stream([5], **ask)
+    assert tokens == [4, 5, 6]
     with pytest.raises(ServerRefused, match="the engine is dead"):
-        await client.generate([5], **ask)
-    assert len(await client.generate([5], **ask)) == 2
-    assert sum(told) >= 6
+        await client.stream([5], **ask)
+    # The last token has arrived: that the connection breaks behind it does not matter.
+    assert (await client.stream([5], **ask)).reason == "stop"
+    assert tokens == [4, 5, 6, 4, 5, 6, 4, 5, 6, 7]

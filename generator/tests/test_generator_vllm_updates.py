@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,11 +23,26 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from scalerl_api.weights import lay_out, trailer
-from scalerl_api.wire import GroupJoin, TensorSpec, WeightReceive
+from scalerl_api.wire import GroupJoin, Lease, Split, TensorSpec, WeightReceive
 from scalerl_generator.checksum import checksum_u8
-from scalerl_generator.server_state import ServerState
+from scalerl_generator.completion_streams import CompletionStreams
+from scalerl_generator.metrics import ActorMetrics
+from scalerl_generator.partial_completion import PartialCompletion
+from scalerl_generator.registration import ServerMonitor
+from scalerl_generator.rollouts import sample_plain
+from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_client import VllmClient
-from scalerl_generator.vllm_replies import UNVERSIONED, ServerRefused, UpdateFailed, VllmError
+from scalerl_generator.vllm_replies import (
+    UNVERSIONED,
+    Finish,
+    Part,
+    Sampled,
+    ServerDown,
+    ServerRefused,
+    Span,
+    UpdateFailed,
+    VllmError,
+)
 from scalerl_generator.vllm_server import TOKEN_VARIABLE
 
 pytestmark = pytest.mark.vllm
@@ -232,9 +247,19 @@ async def test_vllm_update_with_generations_in_flight(server: Server) -> None:
         assert await weight_version(client) == "default"
         sender = await connect(client, 1)
         told: list[int] = []
-        long = asyncio.create_task(
-            client.generate([5, 6, 7], n=16, max_tokens=SPAN_LIMIT, cache_salt="0", on_tokens=told.append)
-        )
+
+        async def stream() -> PartialCompletion:
+            completion = PartialCompletion()
+
+            def on_part(part: Part) -> None:
+                completion.append(part, UNVERSIONED)
+                told.append(len(part.token_ids))
+
+            finish = await client.stream([5, 6, 7], max_tokens=SPAN_LIMIT, cache_salt="0", on_part=on_part)
+            completion.settle(0, finish.weight_versions)
+            return completion
+
+        long = asyncio.gather(*(stream() for _ in range(16)))
         await asyncio.sleep(0.15)
         policy = new_weights(server.model, 1)
         before = await client.prompt_logprobs(PROBE)
@@ -245,14 +270,14 @@ async def test_vllm_update_with_generations_in_flight(server: Server) -> None:
         assert np.abs(after - before).max() > 0.1
 
         sampled = await long
-        assert sum(told) == sum(len(c.token_ids) for c in sampled)
-        assert len(told) > 2
+        assert sum(told) == sum(c.tokens for c in sampled)
+        assert len(told) > 32
         crossed = [c for c in sampled if len(c.weight_versions) > 1]
         assert crossed, "every completion ended before the update"
         for completion in crossed:
             old, new = completion.weight_versions
             assert (old.version, new.version) == (UNVERSIONED, 1)
-            assert 0 == old.start < old.end == new.start < new.end == len(completion.token_ids)
+            assert 0 == old.start < old.end == new.start < new.end == completion.tokens
         report = await client.publish_report()
         assert (report.state, report.version, report.tensors) == ("whole", 1, len(manifest(policy)))
         assert report.buckets == len(lay_out(manifest(policy), BUCKET_BYTES)) > 3
@@ -260,16 +285,73 @@ async def test_vllm_update_with_generations_in_flight(server: Server) -> None:
 
 
 async def test_vllm_stream_equals_whole_answer(server: Server) -> None:
-    ask: dict[str, Any] = {"n": 1, "max_tokens": SPAN_LIMIT, "temperature": 0.0}
+    ask: dict[str, Any] = {"max_tokens": SPAN_LIMIT, "temperature": 0.0}
     async with VllmClient(server.url, TOKEN) as client:
-        told: list[int] = []
-        (whole,) = await client.generate([5, 6, 7], **ask)
-        (parts,) = await client.generate([5, 6, 7], **ask, on_tokens=told.append)
-        assert parts.token_ids.tolist() == whole.token_ids.tolist()
-        np.testing.assert_allclose(parts.logprobs, whole.logprobs, atol=1e-5)
-        assert (parts.weight_versions, parts.finish_reason) == (whole.weight_versions, whole.finish_reason)
-        assert sum(told) == len(whole.token_ids)
-        assert len(told) <= 2 + len(whole.token_ids) // 64
+        parts: list[Part] = []
+        (whole,) = await client.generate([5, 6, 7], n=1, **ask)
+        finish = await client.stream([5, 6, 7], **ask, on_part=parts.append)
+        assert [t for part in parts for t in part.token_ids] == whole.token_ids.tolist()
+        np.testing.assert_allclose(
+            np.concatenate([part.logprobs for part in parts]), whole.logprobs, atol=1e-5
+        )
+        assert finish == Finish(whole.finish_reason, whole.weight_versions)
+        assert len(parts) <= 2 + len(whole.token_ids) // 64
+
+
+async def test_vllm_broken_streams_continue_as_one_completion(server: Server) -> None:
+    """Log-probabilities are those of the whole sequence's, wherever the connection broke."""
+    policy, prompt = new_weights(server.model, 6), [9, 8, 7]
+    state, parts, breaks = ServerState(), 0, 0
+    metrics = ActorMetrics(state, BusyClock())
+
+    class Breaking(VllmClient):
+        """Every fourth part is lost with its connection, unless it is the last of its completion."""
+
+        async def stream(self, *given: Any, on_part: Callable[[Part], None], **options: Any) -> Finish:
+            def passed_on(part: Part) -> None:
+                nonlocal parts, breaks
+                parts += 1
+                if parts % 4 == 0 and not isinstance(part, Sampled):
+                    breaks += 1
+                    raise ServerDown("the connection breaks here")
+                on_part(part)
+
+            return await super().stream(*given, on_part=passed_on, **options)
+
+    async with Breaking(server.url, TOKEN) as client:
+        sender = await connect(client, 6)
+        await publish(client, sender, policy, 6)
+        state.mark_up()
+        state.complete_update(6)
+        lease = Lease(
+            lease_id="l",
+            split=Split.TRAIN,
+            slot=0,
+            prompt_index=0,
+            prompt_id="p",
+            completions=16,
+            max_tokens=SPAN_LIMIT,
+            temperature=1.0,
+            remaining_seconds=120.0,
+            policy_version=6,
+        )
+        streams = CompletionStreams(
+            *(client, ServerMonitor(client, state, metrics), state, metrics, lease, prompt),
+            stop_token_ids=[1],
+            max_sequences=64,
+            on_tokens=lambda _: None,
+        )
+        await sample_plain(streams)
+    assert metrics.registry.get_sample_value("scalerl_actor_resubmitted_requests_total") == breaks > 2
+    for completion in streams.completions:
+        sampled = completion.sampled()
+        tokens = sampled.token_ids.tolist()
+        assert (tokens[-1] == 1) == (sampled.finish_reason == "stop")
+        assert 1 not in tokens[:-1]
+        assert len(tokens) == SPAN_LIMIT or sampled.finish_reason == "stop"
+        assert sampled.weight_versions == (Span(6, 0, len(tokens)),)
+        expected = score(policy, prompt + tokens)[len(prompt) - 1 :]
+        np.testing.assert_allclose(sampled.logprobs, expected, atol=1e-4)
 
 
 async def test_vllm_logprobs_are_of_sampled_distribution(server: Server) -> None:

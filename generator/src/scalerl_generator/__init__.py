@@ -8,8 +8,8 @@ The way of a request (``actor.run_actor()`` starts the loops)::
         │◀─ lease ───── Leasing.run(): groups_wanted() says how many                    │
         │── Leases ───▶ RolloutGenerator.generate()                                     │
         │                 PromptCodec.encode() ▶ ServerState.serving() ▶ sample_plain() │
-        │                 VllmClient.generate() ──────────────────────── POST generate ▶│
-        │                 read_completions() ◀── token ids, log-probabilities, versions │
+        │                 CompletionStreams.extend() ▶ VllmClient.stream() POST generate▶│
+        │                   PartialCompletion ◀─ token ids, log-probabilities, versions │
         │               RolloutGenerator.grade(): PromptCodec.texts(), version_spans()  │
         │◀─ groups ──── Delivery.put() ▶ Delivery.run()                                 │
 

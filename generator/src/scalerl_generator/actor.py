@@ -31,6 +31,7 @@ import contextlib
 import gc
 import logging
 import os
+import resource
 import signal
 import sys
 import time
@@ -66,6 +67,7 @@ logger = logging.getLogger("scalerl.actor")
 
 Result = TypeVar("Result")
 
+_OPEN_FILES = 65535
 _OVER_GRACE_SECONDS = 5.0
 _FLUSH_SECONDS = 5.0
 _UNREGISTER_SECONDS = 3.0
@@ -232,12 +234,20 @@ async def _until_signal(arguments: Arguments, environment: ProcessEnvironment, s
     await run_actor(arguments, environment, spec, stop)
 
 
+def raise_open_files_limit() -> None:
+    """Allow as many open files as vLLM's server does: each completion has a connection, and many systems allow 1024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     arguments = parse(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     # One prompt or one group at a time: a pool of threads would cost more than it gains.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    raise_open_files_limit()
     try:
         environment = ProcessEnvironment.read()
         run = environment.load_run()

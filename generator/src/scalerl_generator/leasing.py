@@ -1,6 +1,6 @@
 """Leases enough groups to keep the server full, with a bounded surplus.
 
-A group is one request of n sequences that end at different times: while the longest is still generating, the others'
+A group is n sequences that end at different times: while the longest is still generating, the others'
 places in the batch are free. *Occupancy* is the fraction of a group's sequences that is still generating, averaged over
 the group's duration (mean length over longest); it determines how many groups fill the server.
 
@@ -26,12 +26,13 @@ import time
 from dataclasses import dataclass, field
 
 from scalerl_api.wire import Lease, LeaseRequest, ReleaseCause, Split
+from scalerl_generator.completion_streams import ServerLost
 from scalerl_generator.coordinator_client import Backoff, CoordinatorClient, CoordinatorDown, UnknownMember
 from scalerl_generator.delivery import Delivery
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.prompt_codec import PromptTooLong
 from scalerl_generator.registration import Registration, wait_set
-from scalerl_generator.rollouts import Generated, PromptMismatch, RolloutGenerator, ServerLost
+from scalerl_generator.rollouts import Generated, PromptMismatch, RolloutGenerator
 from scalerl_generator.server_state import ServerState
 from scalerl_generator.vllm_replies import VllmError
 from scalerl_tasks.errors import TaskError

@@ -18,6 +18,7 @@ from scalerl_generator.coordinator_client import (
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.server_state import NO_WEIGHTS, BusyClock, ServerState
 from scalerl_generator.vllm_client import VllmClient
+from scalerl_generator.vllm_replies import UNVERSIONED, VllmError
 
 logger = logging.getLogger("scalerl.actor.join")
 
@@ -74,6 +75,19 @@ class ServerMonitor:
                     await asyncio.sleep(_CHECK_AGAIN_SECONDS)
             self.server_lost("it does not answer")
             return False
+
+    async def check_same_server(self) -> bool:
+        """Check that the server is alive and has not restarted unnoticed, which would have cost it its weights."""
+        alive = await self.check_alive()
+        if not alive or self._state.updating or self._state.version == NO_WEIGHTS:
+            return alive
+        try:
+            version = await self._server.weight_version()
+        except VllmError:
+            return await self.check_alive()
+        if version == UNVERSIONED:
+            self.server_lost("it has restarted: it holds none of the weights published to it")
+        return self._state.up
 
     def server_lost(self, reason: str) -> None:
         """Set the server down: it, or its weights, are lost, and with them all requests in flight."""

@@ -1,8 +1,7 @@
 """Makes a graded group from a lease.
 
-A *strategy* is the function that samples the completions of a prompt; today :func:`sample_plain` is the only one.
-Encoding, waiting for weights, grading and packing do not depend on it. A strategy with forced interruption of long
-thoughts would be a second one: two requests, the phrase's tokens between them, and a mask of the forced tokens.
+A *strategy* is the function that samples the completions of a prompt; :func:`sample_plain` is the default. Encoding,
+waiting for weights, grading and packing do not depend on it.
 """
 
 from __future__ import annotations
@@ -19,12 +18,13 @@ from typing import TypeVar
 import numpy as np
 
 from scalerl_api.wire import MASKED, Completion, Group, Lease, Split, VersionSpan
+from scalerl_generator.completion_streams import CompletionStreams
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.prompt_codec import EncodedPrompt, PromptCodec
 from scalerl_generator.registration import ServerMonitor
 from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_client import VllmClient, gather_all
-from scalerl_generator.vllm_replies import GenerationFailed, Sampled, ServerRefused, VllmError
+from scalerl_generator.vllm_replies import Sampled
 from scalerl_tasks.grading.grading_pool import GradingPool
 from scalerl_tasks.prompts import Prompt, PromptSource
 
@@ -33,18 +33,10 @@ logger = logging.getLogger("scalerl.actor.rollouts")
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
 
-_ATTEMPTS = 3
-_LEASE_MARGIN_SECONDS = 60.0
-"""Margin over the lease's deadline, which ends the request: with equal timeouts, either could hide the other."""
-
 _VARYING = re.compile(r"\d[\d,.]*|'[^']*'|\"[^\"]*\"")
 _ERROR_KIND_CHARACTERS = 80
 _MAX_ERROR_KINDS = 50
 """Bound on logged kinds of errors: their texts derive from model output, and must not fill the log."""
-
-
-class ServerLost(Exception):
-    """The server failed with this group in flight, or holds weights that were not published to it."""
 
 
 class PromptMismatch(Exception):
@@ -62,48 +54,12 @@ def version_spans(sampled: Sampled) -> list[VersionSpan]:
     return [VersionSpan(int(versions[start]), int(start)) for start in starts]
 
 
-@dataclass(frozen=True)
-class SampleRequest:
-    """Input of a strategy: generate ``lease.completions`` completions of ``prompt``."""
-
-    lease: Lease
-    prompt: EncodedPrompt
-    stop_token_ids: Sequence[int]
-    cache_salt: str
-    """:attr:`ServerState.cache_salt <scalerl_generator.server_state.ServerState.cache_salt>` as the request is sent."""
-    max_sequences: int
-    """The server's maximum of completions in one request."""
-    on_tokens: Callable[[int], None]
-    """Called with the number of new tokens, as far as the server reports them."""
+Strategy = Callable[[CompletionStreams], Awaitable[None]]
 
 
-Strategy = Callable[[VllmClient, SampleRequest], Awaitable[list[Sampled]]]
-
-
-async def sample_plain(server: VllmClient, request: SampleRequest) -> list[Sampled]:
-    """Independent completions, each until an end token or ``max_tokens``.
-
-    No request has a seed: the result depends on the times of updates anyway, vLLM samples seeded sequences one after
-    another, and its CPU engine crashes when it discards a seeded request's draw ("CPU Generator does not use offset", 0.32).
-    """
-    lease = request.lease
-    most = (
-        request.max_sequences if lease.temperature > 0 else 1
-    )  # vLLM accepts greedy requests only one by one
-    parts = [
-        server.generate(
-            request.prompt.token_ids,
-            n=min(most, lease.completions - start),
-            max_tokens=lease.max_tokens,
-            temperature=lease.temperature,
-            stop_token_ids=request.stop_token_ids,
-            cache_salt=request.cache_salt,
-            timeout_seconds=lease.remaining_seconds + _LEASE_MARGIN_SECONDS,
-            on_tokens=request.on_tokens,
-        )
-        for start in range(0, lease.completions, most)
-    ]
-    return [completion for part in await gather_all(parts) for completion in part]
+async def sample_plain(streams: CompletionStreams) -> None:
+    """Independent completions, each until an end token or the lease's ``max_tokens``."""
+    await gather_all(streams.extend(batch, streams.lease.max_tokens) for batch in streams.batches())
 
 
 @dataclass(frozen=True)
@@ -162,31 +118,28 @@ class RolloutGenerator:
             PromptMismatch, SourceError: the run's configuration or data are wrong.
         """
         prompt, encoded = await self._in_thread(self._encoded, lease)
-        for attempt in range(1, _ATTEMPTS + 1):
-            await self._state.serving()
-            salt = self._state.cache_salt
-            stop = self._codec.stop_token_ids
-            request = SampleRequest(lease, encoded, stop, salt, self._max_sequences, on_tokens)
-            started = time.monotonic()
-            self._busy.request_started()
-            try:
-                completions = await self._strategy(self._server, request)
-            except VllmError as error:
-                if not await self._monitor.check_alive():
-                    raise ServerLost(str(error)) from error
-                refused = isinstance(error, ServerRefused) and error.status < 500
-                if refused or attempt == _ATTEMPTS:
-                    raise
-                logger.warning("attempt %d of lease %s: %s", attempt, lease.lease_id, error)
-                self._metrics.resubmitted.inc()
-                continue
-            finally:
-                self._busy.request_ended()
-            self._check_versions(completions)
-            seconds = time.monotonic() - started
-            self._record(lease, completions, seconds)
-            return Generated(lease, prompt, encoded, completions, seconds)
-        raise AssertionError("the last attempt returns or raises")
+        streams = CompletionStreams(
+            self._server,
+            self._monitor,
+            self._state,
+            self._metrics,
+            lease,
+            encoded.token_ids,
+            stop_token_ids=self._codec.stop_token_ids,
+            max_sequences=self._max_sequences,
+            on_tokens=on_tokens,
+        )
+        await self._state.serving()
+        started = time.monotonic()
+        self._busy.request_started()
+        try:
+            await self._strategy(streams)
+        finally:
+            self._busy.request_ended()
+        completions = [completion.sampled() for completion in streams.completions]
+        seconds = time.monotonic() - started
+        self._record(lease, completions, seconds)
+        return Generated(lease, prompt, encoded, completions, seconds)
 
     async def grade(self, generated: Generated, on_graded: Callable[[], None]) -> Group:
         """Score the completions and pack the group.
@@ -265,18 +218,6 @@ class RolloutGenerator:
                     prompt.id,
                     error,
                 )
-
-    def _check_versions(self, completions: Sequence[Sampled]) -> None:
-        sampled = {span.version for c in completions for span in c.weight_versions}
-        covered = (sum(span.end - span.start for span in c.weight_versions) for c in completions)
-        if any(len(c.token_ids) != tokens for c, tokens in zip(completions, covered, strict=True)):
-            raise GenerationFailed("the answer lacks the weight versions of its tokens")
-        if foreign := sorted(v for v in sampled if not self._state.has_held(v)):
-            reason = (
-                f"it sampled with weight versions {foreign}, which were not published to it since its start"
-            )
-            self._monitor.server_lost(reason)
-            raise ServerLost(reason)
 
     def _record(self, lease: Lease, completions: Sequence[Sampled], seconds: float) -> None:
         metrics = self._metrics

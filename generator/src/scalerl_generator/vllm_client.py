@@ -19,17 +19,20 @@ from numpy.typing import NDArray
 
 from scalerl_api.wire import GroupJoin, WeightReceive, WeightReceived
 from scalerl_generator.vllm_replies import (
+    Finish,
+    Part,
     PublishReport,
     Sampled,
     ServerDown,
     ServerRefused,
-    StreamedCompletions,
+    StreamedAnswer,
     UpdateFailed,
     VllmError,
     read_completions,
     read_error,
     read_prompt_logprobs,
     read_report,
+    read_weight_version,
 )
 
 _CONTROL_SECONDS = 30.0
@@ -40,8 +43,10 @@ _GENERATE = "/inference/v1/generate"
 _KEEP_ALIVE_SECONDS = 30.0
 """Shorter than the server's, so that the client is the one that closes an idle connection."""
 
-_MIN_INTERVAL_TOKENS = 64
-"""Shorter completions are not streamed: each event costs the server a little."""
+UNSTREAMED_TOKENS = 64
+"""Answers of at most so many tokens are not streamed, and longer ones in parts of at least so many: each part costs
+the server a little."""
+_MAX_PARTS = 64
 
 _ENCODE = msgspec.json.Encoder().encode
 
@@ -65,6 +70,21 @@ def _generate_body(
 ) -> dict[str, Any]:
     body: dict[str, Any] = {"token_ids": list(token_ids), "sampling_params": params}
     return body if cache_salt is None else body | {"cache_salt": cache_salt}
+
+
+def _sampling(max_tokens: int, temperature: float, stop_token_ids: Sequence[int]) -> dict[str, Any]:
+    """vLLM's sampling parameters.
+
+    Without a seed: the result depends on the times of updates anyway, vLLM samples seeded sequences one after another,
+    and its CPU engine crashes when it discards a seeded request's draw ("CPU Generator does not use offset", 0.32).
+    """
+    return {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "logprobs": 0,  # the sampled token's, and no alternatives
+        "stop_token_ids": list(stop_token_ids),
+        "detokenize": False,
+    }
 
 
 class VllmClient:
@@ -116,36 +136,66 @@ class VllmClient:
         stop_token_ids: Sequence[int] = (),
         cache_salt: str | None = None,
         timeout_seconds: float = 600.0,
-        on_tokens: Callable[[int], None] | None = None,
     ) -> list[Sampled]:
-        """Sample ``n`` completions of one prompt.
+        """Sample ``n`` completions of one prompt; the answer comes whole.
 
         Args:
             stop_token_ids: generation ends with the first of these; it is the last of ``token_ids``. The
                 model's own end-of-sequence token ends it too.
             cache_salt: cached prefixes are shared among equal salts only. Give every installation of weights
                 one of its own: an update does not drop what older weights have cached.
-            timeout_seconds: for the whole answer; for a streamed one, between its parts.
-            on_tokens: called with the number of new tokens, about a dozen times a completion; never for short ones.
+            timeout_seconds: for the whole answer.
 
         Raises:
             ServerDown, ServerRefused, BadReply, GenerationFailed
         """
-        params: dict[str, Any] = {
-            "n": n,
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "logprobs": 0,  # the sampled token's, and no alternatives
-            "stop_token_ids": list(stop_token_ids),
-            "detokenize": False,
-        }
-        interval = max(_MIN_INTERVAL_TOKENS, max_tokens // 16)
-        if on_tokens is None or max_tokens <= interval:
-            return read_completions(
-                await self._generate(prompt_token_ids, params, cache_salt, timeout_seconds), n
-            )
-        body = _generate_body(prompt_token_ids, params | {"stream_interval": interval}, cache_salt)
-        return await self._stream(body | {"stream": True}, n, timeout_seconds, on_tokens)
+        params = _sampling(max_tokens, temperature, stop_token_ids) | {"n": n}
+        return read_completions(
+            await self._generate(prompt_token_ids, params, cache_salt, timeout_seconds), n
+        )
+
+    async def stream(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        on_part: Callable[[Part], None],
+        temperature: float = 1.0,
+        stop_token_ids: Sequence[int] = (),
+        cache_salt: str | None = None,
+        timeout_seconds: float = 600.0,
+    ) -> Finish:
+        """Sample one completion that arrives in parts; arguments and errors as :meth:`generate`'s.
+
+        Args:
+            on_part: called with the new tokens: the first one, then whenever there are a 64th of ``max_tokens`` (but
+                at least :data:`UNSTREAMED_TOKENS`), and the rest. After a failure, what it was given is valid.
+            timeout_seconds: between two parts.
+        """
+        interval = max(UNSTREAMED_TOKENS, max_tokens // _MAX_PARTS)
+        params = _sampling(max_tokens, temperature, stop_token_ids) | {"stream_interval": interval}
+        body = _generate_body(prompt_token_ids, params, cache_salt) | {"stream": True}
+        timeout = aiohttp.ClientTimeout(sock_connect=min(5.0, timeout_seconds), sock_read=timeout_seconds)
+        answer = StreamedAnswer(_GENERATE)
+        url = self._base + _GENERATE
+        try:
+            async with self._session_for(_GENERATE).post(
+                url, data=_ENCODE(body), timeout=timeout
+            ) as response:
+                if response.status != 200:
+                    raise ServerRefused(_GENERATE, response.status, read_error(await response.read()))
+                async for content in response.content.iter_any():
+                    for part in answer.feed(content):
+                        on_part(part)
+        except TimeoutError as error:
+            if answer.finish is None:
+                raise ServerDown(f"{url}: no data for {timeout_seconds:g} s") from error
+        except aiohttp.ClientError as error:
+            if answer.finish is None:
+                raise ServerDown(f"{url}: {error}") from error
+        if answer.finish is None:
+            raise ServerDown(f"{url}: the answer ends in the middle")
+        return answer.finish
 
     async def prompt_logprobs(
         self, token_ids: Sequence[int], *, cache_salt: str | None = None, timeout_seconds: float = 60.0
@@ -163,6 +213,10 @@ class VllmClient:
         return read_prompt_logprobs(
             await self._generate(token_ids, params, cache_salt, timeout_seconds), token_ids
         )
+
+    async def weight_version(self) -> int:
+        """Version of the weights that the server holds; ``UNVERSIONED`` from its start to its first update."""
+        return read_weight_version(await self._call("GET", "/weight_info", None, _CONTROL_SECONDS))
 
     async def pause(self) -> None:
         """Pause generation between two tokens; requests in flight keep their KV cache and wait.
@@ -258,29 +312,6 @@ class VllmClient:
     ) -> bytes:
         body = _generate_body(token_ids, params, cache_salt)
         return await self._call("POST", _GENERATE, body, timeout_seconds)
-
-    async def _stream(
-        self, body: dict[str, Any], n: int, timeout_seconds: float, on_tokens: Callable[[int], None]
-    ) -> list[Sampled]:
-        timeout = aiohttp.ClientTimeout(sock_connect=min(5.0, timeout_seconds), sock_read=timeout_seconds)
-        reply = StreamedCompletions(_GENERATE, n)
-        url = self._base + _GENERATE
-        try:
-            async with self._session_for(_GENERATE).post(
-                url, data=_ENCODE(body), timeout=timeout
-            ) as response:
-                if response.status != 200:
-                    raise ServerRefused(_GENERATE, response.status, read_error(await response.read()))
-                async for content in response.content.iter_any():
-                    if tokens := reply.feed(content):
-                        on_tokens(tokens)
-        except TimeoutError as error:
-            raise ServerDown(f"{url}: no data for {timeout_seconds:g} s") from error
-        except aiohttp.ClientError as error:
-            raise ServerDown(f"{url}: {error}") from error
-        if not reply.done:
-            raise ServerDown(f"{url}: the answer ends in the middle")
-        return reply.completions()
 
     def _session_for(self, path: str) -> aiohttp.ClientSession:
         """Generation shares a pool; every other request gets its own connection.

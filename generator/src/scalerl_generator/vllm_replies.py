@@ -13,7 +13,7 @@ Errors of :class:`~scalerl_generator.vllm_client.VllmClient`::
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -79,17 +79,34 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """One completion.
+class Part:
+    """Consecutive tokens of one completion; three arrays of shape ``[tokens]``.
 
-    ``token_ids`` ends with the stop token if there was one; ``finish_reason`` is ``stop`` then, and ``length``
-    when ``max_tokens`` cut it. ``logprobs`` are natural logarithms under the distribution sampled from:
-    ``log_softmax(logits / temperature)``. Where ``masked``, the server gave no finite value, and the entry is 0.
+    ``logprobs`` are natural logarithms under the distribution sampled from: ``log_softmax(logits / temperature)``. Where
+    ``masked``, the server gave no finite value, and the entry is 0.
     """
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     masked: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The end of an answer.
+
+    ``reason`` is ``stop`` after a stop token, which is the last of the tokens, and ``length`` when ``max_tokens`` cut
+    them. ``weight_versions`` count from the answer's first token.
+    """
+
+    reason: Literal["stop", "length"]
+    weight_versions: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled(Part):
+    """A whole completion; the two fields are :class:`Finish`'s."""
+
     weight_versions: tuple[Span, ...]
     finish_reason: Literal["stop", "length"]
 
@@ -135,6 +152,10 @@ class _GenerateReply(msgspec.Struct):
     prompt_logprobs: list[dict[str, _LogprobReply] | None] | None = None
 
 
+class _WeightInfoReply(msgspec.Struct):
+    weight_version: str
+
+
 class _RpcReply(msgspec.Struct):
     results: list[PublishReport]
 
@@ -150,6 +171,7 @@ class _ErrorReply(msgspec.Struct):
 _FINISHED: dict[str | None, Literal["stop", "length"]] = {"stop": "stop", "length": "length"}
 
 _GENERATE = msgspec.json.Decoder(_GenerateReply)
+_WEIGHT_INFO = msgspec.json.Decoder(_WeightInfoReply)
 _RPC = msgspec.json.Decoder(_RpcReply)
 _ERROR = msgspec.json.Decoder(_ErrorReply)
 
@@ -160,54 +182,43 @@ def read_completions(content: bytes, n: int) -> list[Sampled]:
     Raises:
         BadReply, GenerationFailed
     """
-    return _all_sampled(_decoded(_GENERATE, content).choices, n)
-
-
-def _all_sampled(choices: list[_ChoiceReply], n: int) -> list[Sampled]:
+    choices = _decoded(_GENERATE, content).choices
     if len(choices) != n:
         raise GenerationFailed(f"asked for {n} completions, got {len(choices)}")
     return [_sampled(choice) for choice in sorted(choices, key=lambda choice: choice.index)]
 
 
-class StreamedCompletions:
-    """The ``n`` completions of an answer in server-sent events; each event extends one of them.
+class StreamedAnswer:
+    """One completion that arrives in server-sent events."""
 
-    Raises of every method: BadReply, GenerationFailed, ServerRefused.
-    """
-
-    def __init__(self, path: str, n: int) -> None:
-        self._path, self._n = path, n
+    def __init__(self, path: str) -> None:
+        self._path = path
         self._rest = b""
-        self._choices: dict[int, _ChoiceReply] = {}
-        self.done = False
-        """The end of the stream was received."""
+        self.finish: Finish | None = None
+        """None until the last tokens have arrived."""
 
-    def feed(self, content: bytes) -> int:
-        """Add received bytes; returns the number of new tokens."""
+    def feed(self, content: bytes) -> Iterator[Part]:
+        """Add received bytes; yields the new tokens, event by event.
+
+        Raises:
+            BadReply, GenerationFailed, ServerRefused
+        """
         *events, self._rest = (self._rest + content).split(b"\n\n")
-        return sum(self._event(event.removeprefix(b"data: ")) for event in events)
+        for event in events:
+            yield from self._event(event.removeprefix(b"data: "))
 
-    def completions(self) -> list[Sampled]:
-        """All completions, in the order of their indices."""
-        return _all_sampled(list(self._choices.values()), self._n)
-
-    def _event(self, content: bytes) -> int:
+    def _event(self, content: bytes) -> Iterator[Part]:
         if content == b"[DONE]":
-            self.done = True
-            return 0
+            return
         if content.startswith(b'{"error"'):
             raise ServerRefused(self._path, 500, read_error(content))
-        tokens = 0
-        for part in _decoded(_GENERATE, content).choices:
-            tokens += len(part.token_ids)
-            whole = self._choices.setdefault(part.index, part)
-            if whole is part:
+        for choice in _decoded(_GENERATE, content).choices:
+            if choice.finish_reason is None:
+                yield _part(choice)
                 continue
-            whole.token_ids += part.token_ids
-            if whole.logprobs is not None and part.logprobs is not None:
-                whole.logprobs.content += part.logprobs.content
-            whole.finish_reason, whole.weight_versions = part.finish_reason, part.weight_versions
-        return tokens
+            sampled = _sampled(choice)
+            self.finish = Finish(sampled.finish_reason, sampled.weight_versions)
+            yield sampled
 
 
 def read_prompt_logprobs(content: bytes, token_ids: Sequence[int]) -> NDArray[np.float32]:
@@ -224,6 +235,15 @@ def read_prompt_logprobs(content: bytes, token_ids: Sequence[int]) -> NDArray[np
     if len(logprobs) != len(found) or not np.isfinite(logprobs).all():
         raise GenerationFailed("a prompt token has no finite log-probability")
     return logprobs
+
+
+def read_weight_version(content: bytes) -> int:
+    """The version of the weights that the server holds, or :data:`UNVERSIONED`.
+
+    Raises:
+        BadReply
+    """
+    return _version(_decoded(_WEIGHT_INFO, content).weight_version)
 
 
 def read_report(content: bytes) -> PublishReport:
@@ -267,6 +287,12 @@ def _sampled(choice: _ChoiceReply) -> Sampled:
     finish_reason = _FINISHED.get(choice.finish_reason)
     if finish_reason is None:
         raise GenerationFailed(f"completion {choice.index} finished by {choice.finish_reason!r}")
+    part = _part(choice)
+    spans = tuple(Span(_version(s.version), s.start, s.end) for s in choice.weight_versions or ())
+    return Sampled(part.token_ids, part.logprobs, part.masked, spans, finish_reason)
+
+
+def _part(choice: _ChoiceReply) -> Part:
     token_ids = np.array(choice.token_ids, dtype=np.int32)
     content = choice.logprobs.content if choice.logprobs is not None else []
     if len(content) != len(token_ids):
@@ -276,8 +302,7 @@ def _sampled(choice: _ChoiceReply) -> Sampled:
     logprobs = _floats(content)
     masked = ~(np.isfinite(logprobs) & (logprobs > _CLAMPED))
     logprobs[masked] = 0.0
-    spans = tuple(Span(_version(s.version), s.start, s.end) for s in choice.weight_versions or ())
-    return Sampled(token_ids, logprobs, masked, spans, finish_reason)
+    return Part(token_ids, logprobs, masked)
 
 
 def _floats(entries: Sequence[_LogprobReply]) -> NDArray[np.float32]:

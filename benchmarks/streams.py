@@ -1,0 +1,131 @@
+"""Tokens per second of one request a completion, against one request a group of 16, on a real vLLM server.
+
+    python benchmarks/streams.py [--quick] [--rounds 6]
+
+Both ways are the actor's own calls, interleaved, with five groups at a time and 64 sequences on the server, and a model
+so small that overhead binds: on a large one a request costs the same and a token far more. ``group`` is the answer that
+comes whole, ``streams`` one streamed answer a completion (what :mod:`scalerl_generator.completion_streams` sends for
+completions longer than 64 tokens). ``ratio`` is of the totals; the recipe's shape is the longest.
+
+The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from publish import SIZES, free_port, make_model
+
+from scalerl_generator.vllm_client import VllmClient, gather_all
+from scalerl_generator.vllm_replies import Part
+
+COMPLETIONS = 16
+GROUPS_AT_ONCE = 5
+CONTEXT_TOKENS = 2048
+START_SECONDS = 300
+SHAPES = ((8, 6, 60), (64, 128, 30), (128, 1024, 10), (1024, 960, 10))
+"""Prompt tokens, completion tokens at most, groups a round."""
+
+Way = Callable[[VllmClient, list[int], int, str], Awaitable[int]]
+
+
+async def as_group(server: VllmClient, prompt: list[int], max_tokens: int, salt: str) -> int:
+    answers = await server.generate(prompt, n=COMPLETIONS, max_tokens=max_tokens, cache_salt=salt)
+    return sum(len(answer.token_ids) for answer in answers)
+
+
+async def as_streams(server: VllmClient, prompt: list[int], max_tokens: int, salt: str) -> int:
+    parts: list[Part] = []
+    await gather_all(
+        server.stream(prompt, max_tokens=max_tokens, cache_salt=salt, on_part=parts.append)
+        for _ in range(COMPLETIONS)
+    )
+    return sum(len(part.token_ids) for part in parts)
+
+
+WAYS: dict[str, Way] = {"group": as_group, "streams": as_streams}
+
+
+async def load(server: VllmClient, way: Way, shape: tuple[int, int, int], salt: str) -> tuple[int, float]:
+    """Tokens and seconds of one round; every group has a prompt of its own."""
+    prompt_tokens, max_tokens, groups = shape
+    gate = asyncio.Semaphore(GROUPS_AT_ONCE)
+
+    async def group(number: int) -> int:
+        prompt = [2 + (number * 7 + at) % 400 for at in range(prompt_tokens)]
+        async with gate:
+            return await way(server, prompt, max_tokens, salt)
+
+    started = time.perf_counter()
+    tokens = sum(await gather_all(group(number) for number in range(groups)))
+    return tokens, time.perf_counter() - started
+
+
+async def measure(url: str, token: str, rounds: int) -> list[dict[str, float]]:
+    rows = []
+    async with VllmClient(url, token) as server:
+        deadline = time.monotonic() + START_SECONDS
+        while not await server.health():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no vLLM server after {START_SECONDS} s")
+            await asyncio.sleep(0.2)  # noqa: ASYNC110 - another process starts
+        for shape in SHAPES:
+            await load(server, as_group, shape, "warm-up")
+            totals = dict.fromkeys(WAYS, (0, 0.0))
+            for number in range(rounds):
+                for name in list(WAYS)[:: 1 if number % 2 else -1]:
+                    tokens, seconds = await load(server, WAYS[name], shape, f"{name} {number} {shape}")
+                    totals[name] = totals[name][0] + tokens, totals[name][1] + seconds
+            rates = {name: tokens / seconds for name, (tokens, seconds) in totals.items()}
+            ratio = rates["streams"] / rates["group"]
+            rows.append({"prompt": shape[0], "completion": shape[1], **rates, "ratio": ratio})
+            print(
+                f"{shape[0]:>6} {shape[1]:>10} {rates['group']:>9.0f} {rates['streams']:>9.0f} {ratio:>6.2f}",
+                flush=True,
+            )
+    return rows
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--quick", action="store_true", help="two rounds")
+    p.add_argument("--rounds", type=int, default=6, help="of both ways, for each shape")
+    given = p.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        model, port, token = Path(directory) / "model", free_port(), secrets.token_hex(16)
+        make_model(model, SIZES[1])
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT_TOKENS}))
+        server = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "scalerl_generator.vllm_server"),
+                *("--model", str(model), "--port", str(port), "--dtype", "bfloat16"),
+                *("--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", "64"),
+                *("--", "--load-format", "dummy"),
+            ],
+            env={**os.environ, "SCALERL_VLLM_TOKEN": token},
+            start_new_session=True,
+        )
+        try:
+            print(f"{'prompt':>6} {'completion':>10} {'group':>9} {'streams':>9} {'ratio':>6}")
+            rounds = 2 if given.quick else given.rounds
+            rows = asyncio.run(measure(f"http://127.0.0.1:{port}", token, rounds))
+        finally:
+            os.killpg(server.pid, signal.SIGTERM)
+            server.wait(30)
+    print(json.dumps({"shapes": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""One completion as far as it is sampled: its tokens outlive the requests that brought them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scalerl_generator.vllm_replies import GenerationFailed, Part, Sampled, Span
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """Arrays of equal length, one entry a token."""
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    masked: NDArray[np.bool_]
+    versions: NDArray[np.int32]
+
+
+_NO_TOKENS = _Tokens(*(np.empty(0, dtype) for dtype in ("i4", "f4", "?", "i4")))
+
+
+def _concatenated(parts: Sequence[_Tokens]) -> _Tokens:
+    parts = parts or [_NO_TOKENS]
+    return _Tokens(
+        np.concatenate([part.token_ids for part in parts]),
+        np.concatenate([part.logprobs for part in parts]),
+        np.concatenate([part.masked for part in parts]),
+        np.concatenate([part.versions for part in parts]),
+    )
+
+
+class PartialCompletion:
+    """Tokens, log-probabilities and weight versions so far.
+
+    The server names the versions of an answer's tokens only when the answer is complete (:meth:`settle`). Until then,
+    and for ever where the answer breaks off, a token has the oldest version that can have sampled it.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[_Tokens] = []
+        self.tokens = 0
+        """Number of tokens."""
+        self.finish_reason: Literal["stop", "length"] | None = None
+        """None while it is not complete."""
+
+    def append(self, part: Part, version: int) -> None:
+        """Add tokens that were sampled by ``version`` or by later weights."""
+        versions = np.full(len(part.token_ids), version, dtype=np.int32)
+        self._parts.append(_Tokens(part.token_ids, part.logprobs, part.masked, versions))
+        self.tokens += len(part.token_ids)
+
+    def settle(self, since: int, spans: Sequence[Span]) -> None:
+        """Set the versions of the tokens from ``since`` on: ``spans``, which count from there.
+
+        Raises:
+            GenerationFailed: the spans are not those of these tokens.
+        """
+        versions = np.repeat([s.version for s in spans], [s.end - s.start for s in spans]).astype(np.int32)
+        if len(versions) != self.tokens - since:
+            raise GenerationFailed("the answer lacks the weight versions of its tokens")
+        whole = _concatenated(self._parts)
+        self._parts = [replace(whole, versions=np.concatenate([whole.versions[:since], versions]))]
+
+    def truncate(self, tokens: int) -> None:
+        """Drop all but the first ``tokens`` tokens, and the end."""
+        whole, self.tokens, self.finish_reason = _concatenated(self._parts), min(tokens, self.tokens), None
+        self._parts = [
+            _Tokens(
+                whole.token_ids[:tokens],
+                whole.logprobs[:tokens],
+                whole.masked[:tokens],
+                whole.versions[:tokens],
+            )
+        ]
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """Shape ``[tokens]``."""
+        return _concatenated(self._parts).token_ids
+
+    @property
+    def weight_versions(self) -> tuple[Span, ...]:
+        """Spans that cover all tokens, each as long as it can be."""
+        versions = _concatenated(self._parts).versions
+        starts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist()] if len(versions) else []
+        ends = [*starts[1:], len(versions)]
+        return tuple(Span(int(versions[s]), s, e) for s, e in zip(starts, ends, strict=False))
+
+    def sampled(self) -> Sampled:
+        """The complete completion; only once it has a finish reason."""
+        assert self.finish_reason is not None, "the completion is not complete"
+        whole = _concatenated(self._parts)
+        return Sampled(
+            whole.token_ids, whole.logprobs, whole.masked, self.weight_versions, self.finish_reason
+        )
