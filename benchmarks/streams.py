@@ -79,7 +79,7 @@ async def measure(url: str, token: str, rounds: int) -> list[dict[str, float]]:
         while not await server.health():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no vLLM server after {START_SECONDS} s")
-            await asyncio.sleep(0.2)  # noqa: ASYNC110 - another process starts
+            await asyncio.sleep(0.2)
         for shape in SHAPES:
             await load(server, as_group, shape, "warm-up")
             totals = dict.fromkeys(WAYS, (0, 0.0))
