@@ -61,6 +61,8 @@ OTHER: Final[dict[str, Object]] = {
     "recipe.offPolicy.ppo.stepsPerBatch": {
         "recipe": {"offPolicy": {"pipeline": None, "ppo": {"stepsPerBatch": 2}}}
     },
+    "recipe.loss.reinforce": {"recipe": {"loss": {"reinforce": {}}}},
+    "recipe.correction.none": {"recipe": {"correction": {"truncated": {}}}},
     "recipe.length.none": {"recipe": {"length": {"overlong": {}}}},
     "recipe.curriculum.uniform": {"recipe": {"curriculum": {"noPositiveResampling": {}}}},
     "recipe.curriculum.difficultyPools.edges": {

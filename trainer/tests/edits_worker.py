@@ -37,7 +37,7 @@ for path, manifest in given["runs"].items():
     checkpointer = Checkpointer(CheckpointStore(RunPaths(given["root"]), spec.checkpoint.keep), ranks, engine)
     version = checkpointer.load()
     steps = engine.steps_done
-    stats = engine.step(share(steps, rank, world), make_loss(spec.recipe.loss))
+    stats = engine.step(share(steps, rank, world), make_loss(spec.recipe))
     group = engine._deepspeed.engine.optimizer.param_groups[0]
     if version is None:
         assert checkpointer.start(engine.steps_done, b"snapshot") is None

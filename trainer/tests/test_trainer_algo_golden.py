@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Literal, get_args
 
 import pytest
 import torch
 
 from scalerl_trainer.algo.advantages import Normalization, advantages
 from scalerl_trainer.algo.aggregation import Aggregation, per_token, sequence_weights
-from scalerl_trainer.algo.losses import Cispo, Grpo, Loss, Supervised, TokenBatch
+from scalerl_trainer.algo.corrections import Corrected
+from scalerl_trainer.algo.losses import Cispo, Dppo, Gspo, Loss, PpoClip, Reinforce, Supervised, TokenBatch
 from scalerl_trainer.algo.mismatch import (
     RatioGuard,
     RatioStatistics,
@@ -22,10 +24,19 @@ from scalerl_trainer.algo.mismatch import (
 )
 from scalerl_trainer.errors import BadBatchError, NonFiniteLogprobError
 
+LOSSES: dict[str, Loss] = {
+    "cispo": Cispo(),
+    "ppo_clip": PpoClip(),
+    "gspo": Gspo(),
+    "reinforce": Reinforce(),
+    "dppo": Dppo(),
+}
+
 # Two prompts: the first with completions of 2 and 1 tokens, the second with 1 and 3.
 REWARDS = [1.0, -1.0, 1.0, 0.0]
 GROUPS = [5, 5, 9, 9]
 LENGTHS = [2, 1, 1, 3]
+CONSTANT = 10
 TRAINER = [[-0.5, -1.0], [-2.0], [-0.1], [-1.5, -0.7, -3.0]]
 GENERATOR = [[-0.7, -1.0], [-4.0], [-0.3], [-1.5, -0.9, -1.0]]
 
@@ -39,7 +50,7 @@ def token_batch(
 ) -> TokenBatch:
     lengths_s, group_s = torch.tensor(LENGTHS), torch.tensor(GROUPS)
     advantages_s = advantages(torch.tensor(REWARDS), group_s, normalization)
-    weights_s = sequence_weights(lengths_s, group_s, aggregation)
+    weights_s = sequence_weights(lengths_s, group_s, aggregation, CONSTANT)
     return TokenBatch(
         flat(TRAINER).requires_grad_(),
         flat(GENERATOR),
@@ -57,6 +68,18 @@ class TestAdvantages:
         assert advantages(torch.tensor(REWARDS), torch.tensor(GROUPS)).tolist() == pytest.approx(
             expected, rel=1e-5
         )
+
+    @pytest.mark.parametrize(
+        ("normalization", "expected"),
+        [
+            ("None", [2.0, -2.0, 1.0, -1.0]),  # r less the other's: 1 - -1, -1 - 1, 1 - 0, 0 - 1
+            ("Group", [1.0, -1.0, 1.0, -1.0]),  # groups of two: the scale of 2 cancels
+            ("Batch", [2 / math.sqrt(2.5), -2 / math.sqrt(2.5), 1 / math.sqrt(2.5), -1 / math.sqrt(2.5)]),
+        ],
+    )
+    def test_advantages_leave_one_out(self, normalization: Normalization, expected: list[float]) -> None:
+        got = advantages(torch.tensor(REWARDS), torch.tensor(GROUPS), normalization, "LeaveOneOut")
+        assert got.tolist() == pytest.approx(expected, rel=1e-5)
 
     def test_advantages_group_normalization(self) -> None:
         got = advantages(torch.tensor(REWARDS), torch.tensor(GROUPS), "Group")
@@ -95,10 +118,11 @@ class TestAggregation:
             ("PromptAverage", [1 / 6, 1 / 6, 1 / 8, 1 / 8]),
             ("SampleAverage", [1 / 8, 1 / 4, 1 / 4, 1 / 12]),
             ("TokenAverage", [1 / 7] * 4),
+            ("Constant", [1 / 40] * 4),
         ],
     )
     def test_weights(self, aggregation: Aggregation, expected: list[float]) -> None:
-        got = sequence_weights(torch.tensor(LENGTHS), torch.tensor(GROUPS), aggregation)
+        got = sequence_weights(torch.tensor(LENGTHS), torch.tensor(GROUPS), aggregation, CONSTANT)
         assert got.tolist() == pytest.approx(expected, rel=1e-12)
 
     @pytest.mark.parametrize("aggregation", ["PromptAverage", "SampleAverage", "TokenAverage"])
@@ -137,18 +161,32 @@ def reference(
                 "PromptAverage": 1 / len(prompts) / sum(LENGTHS[j] for j in members[p]),
                 "SampleAverage": 1 / len(prompts) / len(members[p]) / LENGTHS[i],
                 "TokenAverage": 1 / sum(LENGTHS),
+                "Constant": 1 / 4 / CONSTANT,
             }[aggregation]
             advantage = centred[i] / divisor
-            for t in range(LENGTHS[i]):
-                ratio = math.exp(TRAINER[i][t] - GENERATOR[i][t])
-                if loss == "CISPO":
-                    objective += scale * min(ratio, 5.0) * advantage * TRAINER[i][t]
-                    slope[i][t] = scale * min(ratio, 5.0) * advantage
+            differences = [
+                trainer - sampled for trainer, sampled in zip(TRAINER[i], GENERATOR[i], strict=True)
+            ]
+            whole = math.exp(sum(differences) / LENGTHS[i])
+            for t, logprob in enumerate(TRAINER[i]):
+                ratio = math.exp(differences[t])
+                if loss == "cispo":
+                    value, gradient = min(ratio, 5.0) * advantage * logprob, min(ratio, 5.0) * advantage
+                elif loss == "reinforce":
+                    value, gradient = advantage * logprob, advantage
+                elif loss == "dppo":
+                    moved = math.exp(logprob) - math.exp(GENERATOR[i][t])
+                    kept = abs(moved) <= 0.2 or moved * advantage <= 0
+                    value = gradient = ratio * advantage if kept else 0.0
                 else:
-                    cut = min(max(ratio, 0.8), 1.2)
-                    objective += scale * min(ratio * advantage, cut * advantage)
-                    free = ratio * advantage <= cut * advantage
-                    slope[i][t] = scale * ratio * advantage if free else 0.0
+                    # Of GSPO every token has its completion's term, and 1/|y| of the gradient of each of its tokens' terms.
+                    low, high = (0.8, 1.2) if loss == "ppo_clip" else (1 - 3e-4, 1 + 4e-4)
+                    used = ratio if loss == "ppo_clip" else whole
+                    cut = min(max(used, low), high)
+                    value = min(used * advantage, cut * advantage)
+                    gradient = used * advantage if used * advantage <= cut * advantage else 0.0
+                objective += scale * value
+                slope[i][t] = scale * gradient
     return -objective, [[-s for s in row] for row in slope]
 
 
@@ -163,9 +201,44 @@ class TestLosses:
         assert output.loss.item() == pytest.approx(-(first + second) / 2, rel=1e-6)
         assert output.sums["truncated"].item() == 1
 
-    def test_grpo_values(self) -> None:
+    def test_reinforce_values(self) -> None:
+        # The advantages 1, -1, .5, -.5 times the log-probabilities; prompt average: 3 and 4 tokens.
+        first = (1 * (-0.5 - 1.0) + -1 * -2.0) / 3
+        second = (0.5 * -0.1 + -0.5 * (-1.5 - 0.7 - 3.0)) / 4
+        output = Reinforce()(token_batch("None", "PromptAverage"))
+        assert output.loss.item() == pytest.approx(-(first + second) / 2, rel=1e-6)
+
+    def test_gspo_values(self) -> None:
+        # Mean differences: .1 | 2 | .2 | (0 + .2 - 2) / 3 = -.6. A > 0: e^.1 and e^.2 are cut to 1.2 or not at all.
+        # A < 0: e^2 stays, e^-.6 = .549 is cut to .8. Sample average: each completion's term, then the mean of four.
+        terms = [math.exp(0.1) * 1, math.exp(2.0) * -1, 1.2 * 0.5, 0.8 * -0.5]
+        output = Gspo(0.2, 0.2)(token_batch("None", "SampleAverage"))
+        assert output.loss.item() == pytest.approx(-sum(terms) / 4, rel=1e-6)
+        assert output.sums["clipped"].item() == 4, "the tokens of the last two completions"
+
+    def test_dppo_values(self) -> None:
+        # Probabilities moved by: e^-.5 - e^-.7 = .11, 0 | e^-2 - e^-4 = .12 | e^-.1 - e^-.3 = .16 | 0, e^-.7 - e^-.9 = .09,
+        # e^-3 - e^-1 = -.32: beyond .2, and with A < 0 it leads further down, so it is masked.
+        e2 = math.exp(0.2)
+        first = (e2 * 1 + 1.0 + math.exp(2.0) * -1) / 3
+        second = (e2 * 0.5 + 1.0 * -0.5 + e2 * -0.5) / 4
+        output = Dppo(0.2)(token_batch("None", "PromptAverage"))
+        assert output.loss.item() == pytest.approx(-(first + second) / 2, rel=1e-6)
+        assert output.sums["clipped"].item() == 1
+
+    @pytest.mark.parametrize(("above", "last"), [("truncate", 2.0), ("mask", 0.0)])
+    def test_correction_values(self, above: Literal["truncate", "mask"], last: float) -> None:
+        # Weights: e^.2, 1 | e^2 = 7.39 beyond 2 | e^.2 | 1, e^.2, e^-2; REINFORCE has A times the log-probability.
+        e2, e_2 = math.exp(0.2), math.exp(-2)
+        first = (e2 * -0.5 + 1 * -1.0 + last * -1 * -2.0) / 3
+        second = (e2 * 0.5 * -0.1 + -0.5 * (1 * -1.5 + e2 * -0.7 + e_2 * -3.0)) / 4
+        output = Corrected(Reinforce(), 2.0, above)(token_batch("None", "PromptAverage"))
+        assert output.loss.item() == pytest.approx(-(first + second) / 2, rel=1e-6)
+        assert output.sums["corrected"].item() == 1
+
+    def test_ppo_clip_values(self) -> None:
         tokens = token_batch("None", "SampleAverage")
-        output = Grpo()(tokens)
+        output = PpoClip()(tokens)
         # A > 0: e^.2 = 1.22 is cut to 1.2, e^-2 is not cut at all. A < 0: 7.39 and e^.2 stay, e^-2 is cut to .8.
         e2 = math.exp(0.2)
         first = ((1.2 + 1.0) / 2 + -math.exp(2.0)) / 2
@@ -173,15 +246,15 @@ class TestLosses:
         assert output.loss.item() == pytest.approx(-(first + second) / 2, rel=1e-6)
         assert output.sums["clipped"].item() == 3
 
-    @pytest.mark.parametrize("loss", ["CISPO", "GRPO"])
+    @pytest.mark.parametrize("loss", LOSSES)
     @pytest.mark.parametrize("normalization", ["Batch", "Group", "None"])
-    @pytest.mark.parametrize("aggregation", ["PromptAverage", "SampleAverage", "TokenAverage"])
+    @pytest.mark.parametrize("aggregation", get_args(Aggregation))
     def test_loss_and_gradient_match_reference(
         self, loss: str, normalization: Normalization, aggregation: Aggregation
     ) -> None:
         value, gradient = reference(loss, normalization, aggregation)
         tokens = token_batch(normalization, aggregation)
-        output = {"CISPO": Cispo, "GRPO": Grpo}[loss]()(tokens)
+        output = LOSSES[loss](tokens)
         output.loss.backward()
         assert output.loss.item() == pytest.approx(value, rel=2e-5, abs=1e-7)
         assert tokens.logprobs_n.grad is not None
@@ -201,12 +274,11 @@ class TestLosses:
             per_token(sequence_weights(lengths_s, group_s), lengths_s).float(),
             per_token(torch.arange(4), lengths_s),
         )
-        golden = {"cispo": GOLDEN_CISPO, "grpo": GOLDEN_GRPO, "supervised": GOLDEN_SUPERVISED}
-        losses: dict[str, Loss] = {"cispo": Cispo(), "grpo": Grpo(), "supervised": Supervised()}
+        losses = LOSSES | {"supervised": Supervised()}
         got = {name: loss(tokens).loss.item() for name, loss in losses.items()}
-        assert got == pytest.approx(golden, rel=1e-5)
+        assert got == pytest.approx(GOLDEN, rel=1e-5)
 
-    @pytest.mark.parametrize("loss", [Cispo(), Grpo(), Supervised()])
+    @pytest.mark.parametrize("loss", [*LOSSES.values(), Supervised(), Corrected(Reinforce())])
     def test_loss_of_no_tokens_is_zero_with_zero_gradient(self, loss: Loss) -> None:
         parameter = torch.ones(3, requires_grad=True)
         empty = torch.zeros(0)
@@ -226,16 +298,30 @@ class TestLosses:
         assert logprobs_n.grad is not None
         assert logprobs_n.grad.item() == pytest.approx(-math.exp(-7.0), rel=1e-5)
 
-    @pytest.mark.parametrize("make", [lambda: Cispo(0.0), lambda: Grpo(1.1, 0.2), lambda: Grpo(0.2, -0.1)])
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: Cispo(0.0),
+            lambda: PpoClip(1.1, 0.2),
+            lambda: Gspo(0.2, -0.1),
+            lambda: Dppo(1.5),
+            lambda: Corrected(Reinforce(), 0.0),
+        ],
+    )
     def test_loss_invalid_settings_raise(self, make: type[Cispo]) -> None:
         with pytest.raises(ValueError, match="must"):
             make()
 
 
 # Written down from the first run that agreed with the slow reference; any change of these is a change of the recipe.
-GOLDEN_CISPO = 0.4358239
-GOLDEN_GRPO = -0.1206051
-GOLDEN_SUPERVISED = 1.496902
+GOLDEN = {
+    "cispo": 0.4358239,
+    "ppo_clip": -0.1206051,
+    "gspo": -0.1058488,
+    "reinforce": 0.5249566,
+    "dppo": -0.1126473,
+    "supervised": 1.496902,
+}
 
 
 class TestMismatch:

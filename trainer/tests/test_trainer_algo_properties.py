@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from scalerl_trainer.algo.advantages import Normalization, advantages
 from scalerl_trainer.algo.aggregation import Aggregation, per_token, sequence_weights
-from scalerl_trainer.algo.losses import Cispo, Grpo, Loss, TokenBatch
+from scalerl_trainer.algo.corrections import Corrected
+from scalerl_trainer.algo.losses import Cispo, Dppo, Gspo, Loss, PpoClip, Reinforce, TokenBatch
 
-AGGREGATIONS: list[Aggregation] = ["PromptAverage", "SampleAverage", "TokenAverage"]
+AGGREGATIONS: list[Aggregation] = ["PromptAverage", "SampleAverage", "TokenAverage", "Constant"]
 NORMALIZATIONS: list[Normalization] = ["Batch", "Group", "None"]
-LOSSES: list[Loss] = [Cispo(), Grpo()]
+LOSSES: list[Loss] = [
+    Cispo(),
+    PpoClip(),
+    Gspo(0.2, 0.2),
+    Reinforce(),
+    Dppo(),
+    Corrected(PpoClip()),
+    Corrected(Reinforce(), above="mask"),
+]
 
 
 @st.composite
@@ -32,7 +43,7 @@ def batches(draw: st.DrawFn) -> dict[str, torch.Tensor]:
         "groups": torch.tensor(groups),
         "rewards": torch.tensor(rewards, dtype=torch.float64),
         "trainer": trainer_n,
-        "generator": trainer_n + torch.randn(tokens, generator=generator, dtype=torch.float64),
+        "generator": (trainer_n + torch.randn(tokens, generator=generator, dtype=torch.float64)).clamp(max=0),
     }
 
 
@@ -133,6 +144,10 @@ def test_advantages_are_invariant_to_affine_rewards(
 @settings(max_examples=60, deadline=None)
 def test_weights_sum_to_one(batch: dict[str, torch.Tensor], aggregation: Aggregation) -> None:
     weights_s = sequence_weights(batch["lengths"], batch["groups"], aggregation)
+    if aggregation == "Constant":
+        completions = int((batch["lengths"] > 0).sum())
+        assert weights_s.tolist() == [(n > 0) / max(1, completions) for n in batch["lengths"]]
+        return
     expected = 1.0 if int(batch["lengths"].sum()) else 0.0
     assert float((weights_s * batch["lengths"]).sum()) == pytest.approx(expected)
     assert bool((weights_s >= 0).all())
@@ -149,3 +164,129 @@ def test_advantages_of_group_sum_to_zero(
         assert float(advantages_s[own].sum()) == pytest.approx(0.0, abs=1e-4)
         if len(batch["rewards"][own].unique()) == 1:
             assert advantages_s[own].abs().max().item() < 1e-4
+
+
+# --- gradients and equalities ----------------------------------------------------------------------
+
+
+def smooth(batch: dict[str, torch.Tensor], loss: Loss) -> bool:
+    """Whether no ratio is so close to a limit of ``loss`` that a finite difference would step over it."""
+    ratio_n = (batch["trainer"] - batch["generator"]).exp()
+    moved_n = (batch["trainer"].exp() - batch["generator"].exp()).abs()
+    near = [(ratio_n - limit).abs().lt(1e-3).any() for limit in (0.8, 1.0, 1.2, 2.0, 5.0)]
+    near.append((moved_n - 0.2).abs().lt(1e-3).any())
+    means = [
+        part.mean().exp() for part in (batch["trainer"] - batch["generator"]).split(batch["lengths"].tolist())
+    ]
+    near += [torch.tensor(bool(min(abs(m - 0.8), abs(m - 1.2)) < 1e-3)) for m in means if m.isfinite()]
+    return not any(bool(one) for one in near)
+
+
+@pytest.mark.parametrize("loss", [PpoClip(), Gspo(0.2, 0.2), Reinforce(), Dppo()])
+@given(batch=batches(), aggregation=st.sampled_from(AGGREGATIONS))
+@settings(max_examples=30, deadline=None)
+def test_gradient_is_that_of_finite_differences(
+    loss: Loss, batch: dict[str, torch.Tensor], aggregation: Aggregation
+) -> None:
+    """Of the losses whose value their gradient is the derivative of: CISPO and corrections stop part of it."""
+    assume(smooth(batch, loss))
+    _, gradients = run(batch, loss, "Batch", aggregation)
+    gradient_n = torch.cat([*gradients, torch.zeros(0)])
+    for place in range(min(4, len(batch["trainer"]))):
+        step = torch.zeros_like(batch["trainer"])
+        step[place] = 1e-6
+        above, _ = run({**batch, "trainer": batch["trainer"] + step}, loss, "Batch", aggregation)
+        below, _ = run({**batch, "trainer": batch["trainer"] - step}, loss, "Batch", aggregation)
+        assert (above - below) / 2e-6 == pytest.approx(float(gradient_n[place]), rel=1e-4, abs=1e-6)
+
+
+def gradients_of(
+    batch: dict[str, torch.Tensor], loss: Loss, aggregation: Aggregation = "PromptAverage"
+) -> torch.Tensor:
+    return torch.cat([*run(batch, loss, "Batch", aggregation)[1], torch.zeros(0)])
+
+
+@given(batch=batches(), aggregation=st.sampled_from(AGGREGATIONS))
+@settings(max_examples=40, deadline=None)
+def test_on_policy_all_losses_are_the_plain_policy_gradient(
+    batch: dict[str, torch.Tensor], aggregation: Aggregation
+) -> None:
+    """Also PPO's at one step. GSPO spreads a completion's gradient evenly, as all tokens of one have the same advantage."""
+    batch = {**batch, "generator": batch["trainer"]}
+    plain = gradients_of(batch, Reinforce(), aggregation)
+    for loss in LOSSES:
+        torch.testing.assert_close(gradients_of(batch, loss, aggregation), plain, rtol=1e-9, atol=1e-12)
+
+
+@given(batch=batches())
+@settings(max_examples=40, deadline=None)
+def test_without_limits_losses_are_the_importance_weighted_gradient(batch: dict[str, torch.Tensor]) -> None:
+    weighted = gradients_of(batch, Corrected(Reinforce(), cap=1e12))
+    for loss in (Cispo(1e12), PpoClip(1.0, 1e12), Dppo(1.0), Corrected(PpoClip(), cap=1e12)):
+        torch.testing.assert_close(gradients_of(batch, loss), weighted, rtol=1e-6, atol=1e-12)
+
+
+@given(batch=batches(), loss=st.sampled_from(LOSSES))
+@settings(max_examples=40, deadline=None)
+def test_averages_agree_on_completions_of_one_token_and_groups_of_one_size(
+    batch: dict[str, torch.Tensor], loss: Loss
+) -> None:
+    count = len(batch["lengths"]) // 2 * 2
+    assume(count and len(batch["trainer"]) >= count)
+    one = {
+        "lengths": torch.ones(count, dtype=torch.long),
+        "groups": torch.arange(count) // 2,
+        "rewards": batch["rewards"][:count],
+        "trainer": batch["trainer"][:count],
+        "generator": batch["generator"][:count],
+    }
+    first, *others = [gradients_of(one, loss, aggregation) for aggregation in AGGREGATIONS]
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=1e-9, atol=1e-12)
+
+
+@given(batch=batches(), longest=st.integers(6, 50))
+@settings(max_examples=40, deadline=None)
+def test_dr_grpo_is_grpo_without_its_deviation_and_its_lengths(
+    batch: dict[str, torch.Tensor], longest: int
+) -> None:
+    """Up to the constant: where all completions have one length, 1/|o| is a constant too."""
+    count = len(batch["lengths"]) // 2 * 2
+    assume(count and len(batch["trainer"]) >= count)
+    batch = {
+        "lengths": torch.ones(count, dtype=torch.long),
+        "groups": torch.arange(count) // 2,
+        "rewards": batch["rewards"][:count],
+        "trainer": batch["trainer"][:count],
+        "generator": batch["generator"][:count],
+    }
+    group_s = batch["groups"]
+    advantages_s = advantages(batch["rewards"], group_s, "None").double()
+    tokens = TokenBatch(
+        batch["trainer"], batch["generator"], advantages_s, torch.zeros(0), torch.arange(count)
+    )
+    value = {
+        aggregation: PpoClip()(
+            replace(tokens, weights_n=sequence_weights(batch["lengths"], group_s, aggregation, longest))
+        ).loss.item()
+        for aggregation in ("SampleAverage", "Constant")
+    }
+    assert value["Constant"] * longest == pytest.approx(value["SampleAverage"], rel=1e-9, abs=1e-12)
+
+
+@given(st.integers(0, 2**16))
+@settings(max_examples=20, deadline=None)
+def test_each_token_is_compared_with_the_weights_that_sampled_it(seed: int) -> None:
+    """Three publishes inside one completion: the policy's log-probabilities move by a known amount at each."""
+    generator = torch.Generator().manual_seed(seed)
+    sampled_n = -1 - torch.rand(8, generator=generator, dtype=torch.float64)
+    moves = [0.3, 0.2, 0.1]  # of the updates 1, 2 and 3; tokens 0-1 were sampled before all, 6-7 after all
+    behind_n = torch.tensor(
+        [sum(moves[version:]) for version in (0, 0, 1, 1, 2, 2, 3, 3)], dtype=torch.float64
+    )
+    one_n = torch.ones(8, dtype=torch.float64)
+    trained_n = (sampled_n + behind_n).requires_grad_()
+    tokens = TokenBatch(trained_n, sampled_n, one_n, one_n / 8, torch.zeros(8, dtype=torch.long))
+    Cispo(1e6)(tokens).loss.backward()
+    assert trained_n.grad is not None
+    torch.testing.assert_close(-8 * trained_n.grad, behind_n.exp())

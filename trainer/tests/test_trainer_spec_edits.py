@@ -83,6 +83,7 @@ ANNOTATED = {
         "solved_pairs",
         "rank_batch",
         "make_loss",
+        "_loss",
         "Exporter",
         "Worker",
         "stage_model",

@@ -123,6 +123,7 @@ EDITS: Final[Mapping[str, Edit]] = {
     ),
     "recipe.curriculum": Edit(Effect.COORDINATOR, "For prompts that are not chosen yet."),
     "recipe.loss": Edit(Effect.ALL),
+    "recipe.correction": Edit(Effect.ALL),
     "recipe.aggregation": Edit(Effect.ALL),
     "recipe.advantage": Edit(Effect.ALL),
     "recipe.fp32Logits": Edit(Effect.ALL),

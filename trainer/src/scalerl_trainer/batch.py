@@ -138,8 +138,12 @@ def _whole_step(
     reward_s = 2.0 * torch.tensor(scores, dtype=torch.float64) - 1.0
     graded_s = torch.tensor([at not in g.ungraded for _, g in kept for at in range(len(g.scores))]).bool()
     advantage_s = torch.zeros(len(scores))
-    advantage_s[graded_s] = advantages(reward_s[graded_s], group_s[graded_s], recipe.advantage.normalization)
-    weight_s = sequence_weights(torch.tensor(lengths, dtype=torch.long), group_s, recipe.aggregation)
+    advantage_s[graded_s] = advantages(
+        reward_s[graded_s], group_s[graded_s], recipe.advantage.normalization, recipe.advantage.baseline
+    )
+    weight_s = sequence_weights(
+        torch.tensor(lengths, dtype=torch.long), group_s, recipe.aggregation, recipe.max_completion_tokens
+    )
     sizes = (0 if group.filtered else len(group.scores) for group in groups)
     return advantage_s, weight_s, [0, *accumulate(sizes)]
 

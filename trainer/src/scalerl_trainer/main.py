@@ -109,7 +109,7 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
         spec=spec,
         ranks=ranks,
         engine=engine,
-        loss=make_loss(spec.recipe.loss),
+        loss=make_loss(spec.recipe),
         coordinator=coordinator,
         checkpointer=checkpointer,
         metrics=metrics,

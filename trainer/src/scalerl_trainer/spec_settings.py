@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from scalerl_api.fields import quantity_bytes
-from scalerl_api.recipe import LossSpec
+from scalerl_api.recipe import LossSpec, RecipeSpec
 from scalerl_api.spec import RunSpec
-from scalerl_trainer.algo.losses import Cispo, Grpo, Loss
+from scalerl_trainer.algo.corrections import Corrected
+from scalerl_trainer.algo.losses import Cispo, Dppo, Gspo, Loss, PpoClip, Reinforce
 from scalerl_trainer.engine import EngineSettings
 from scalerl_trainer.publish.publisher import PublishSettings
 
@@ -42,12 +43,27 @@ def collective_timeout_seconds(spec: RunSpec) -> float:
     return max(MIN_COLLECTIVE_SECONDS, spec.weight_sync.timeout_seconds + 60.0)
 
 
-def make_loss(spec: LossSpec) -> Loss:
-    """The loss of ``recipe.loss``."""
+def make_loss(recipe: RecipeSpec) -> Loss:
+    """The loss of ``recipe.loss`` with ``recipe.correction``."""
+    loss, correction = _loss(recipe.loss), recipe.correction
+    if correction.truncated is not None:
+        return Corrected(loss, float(correction.truncated.cap), "truncate")
+    if correction.masked is not None:
+        return Corrected(loss, float(correction.masked.cap), "mask")
+    return loss
+
+
+def _loss(spec: LossSpec) -> Loss:
     if spec.cispo is not None:
         return Cispo(float(spec.cispo.ratio_cap))
     if spec.ppo_clip is not None:
-        return Grpo(float(spec.ppo_clip.clip_low), float(spec.ppo_clip.clip_high))
+        return PpoClip(float(spec.ppo_clip.clip_low), float(spec.ppo_clip.clip_high))
+    if spec.gspo is not None:
+        return Gspo(float(spec.gspo.clip_low), float(spec.gspo.clip_high))
+    if spec.reinforce is not None:
+        return Reinforce()
+    if spec.dppo is not None:
+        return Dppo(float(spec.dppo.threshold))
     raise AssertionError("a parsed recipe has a loss")
 
 

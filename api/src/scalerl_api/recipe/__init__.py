@@ -12,8 +12,11 @@ from scalerl_api.recipe.spec import (
     MAX_BATCH_COMPLETIONS,
     AdvantageSpec,
     CispoLoss,
+    CorrectionSpec,
     CurriculumSpec,
     DifficultyPoolsSpec,
+    DppoLoss,
+    GspoLoss,
     InterruptionSpec,
     LengthPenaltySpec,
     LengthSpec,
@@ -27,6 +30,7 @@ from scalerl_api.recipe.spec import (
     PpoClipLoss,
     PpoOffPolicySpec,
     RecipeSpec,
+    ReinforceLoss,
 )
 
 __all__ = [
@@ -36,8 +40,11 @@ __all__ = [
     "AdvantageSpec",
     "Choice",
     "CispoLoss",
+    "CorrectionSpec",
     "CurriculumSpec",
     "DifficultyPoolsSpec",
+    "DppoLoss",
+    "GspoLoss",
     "InterruptionSpec",
     "LengthPenaltySpec",
     "LengthSpec",
@@ -52,6 +59,7 @@ __all__ = [
     "PpoOffPolicySpec",
     "Recipe",
     "RecipeSpec",
+    "ReinforceLoss",
     "Source",
     "resolve",
 ]

@@ -40,8 +40,12 @@ class Published:
 _SCALERL: Final = Source("ScaleRL, arXiv 2510.13786", "P")
 _REBUILT: Final = Source("as rebuilt in ScaleRL, arXiv 2510.13786", "P")
 _DAPO: Final = Source("DAPO, arXiv 2503.14476", "P")
+_GSPO: Final = Source("GSPO, arXiv 2507.18071", "P")
+_GSPO_OFF_POLICY: Final = Source("GSPO, arXiv 2507.18071", "S")
+_DR_GRPO: Final = Source("Dr. GRPO, arXiv 2503.20783", "P")
 _MAGISTRAL: Final = Source("Magistral, arXiv 2506.10910", "P")
 _MINIMAX: Final = Source("MiniMax-M1, arXiv 2506.13585", "S")
+_CHOSEN: Final = Source("the papers do not say", "?")
 
 
 def _all(source: Source, **values: Any) -> dict[str, Published]:
@@ -83,6 +87,17 @@ PRESETS: Final[Mapping[str, Mapping[str, Published]]] = {
         **_all(_REBUILT, fp32Logits="None"),
         **_PPO_OFF_POLICY_8,
     },
+    "gspo": {
+        **_all(_GSPO, loss__gspo__clipLow="3e-4", loss__gspo__clipHigh="4e-4", aggregation="SampleAverage"),
+        **_all(_GSPO, advantage__normalization="Group"),
+        **_all(_GSPO_OFF_POLICY, offPolicy__ppo__stepsPerBatch=4),
+        **_all(_CHOSEN, zeroVarianceFilter=False, fp32Logits="None"),
+    },
+    "dr-grpo": {
+        **_all(_DR_GRPO, loss__ppoClip__clipLow="0.2", loss__ppoClip__clipHigh="0.2", aggregation="Constant"),
+        **_all(_DR_GRPO, advantage__normalization="None"),
+        **_all(_CHOSEN, zeroVarianceFilter=False, fp32Logits="None", offPolicy__ppo__stepsPerBatch=1),
+    },
     "magistral": {
         **_all(_MAGISTRAL, loss__ppoClip__clipLow="0.2", loss__ppoClip__clipHigh="0.28"),
         **_all(_MAGISTRAL, aggregation="TokenAverage", advantage__normalization="Batch"),
@@ -99,7 +114,8 @@ PRESETS: Final[Mapping[str, Mapping[str, Published]]] = {
 }
 
 ONE_OF: Final[Mapping[str, tuple[str, ...]]] = {
-    "loss": ("cispo", "ppoClip"),
+    "loss": ("cispo", "ppoClip", "gspo", "reinforce", "dppo"),
+    "correction": ("none", "truncated", "masked"),
     "offPolicy": ("pipeline", "ppo"),
     "length": ("none", "interruption", "penalty", "overlong"),
     "curriculum": ("uniform", "noPositiveResampling", "passRateBand", "difficultyPools"),

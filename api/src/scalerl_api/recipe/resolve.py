@@ -42,10 +42,9 @@ def resolve(recipe: RecipeSpec) -> Recipe:
     """Every value of a recipe with its origin. One that the spec gives and that equals the preset's counts as the
     preset's, so that a manifest with all values written out tells the same.
 
-    >>> print(*(f"{c.field}: {c}" for c in resolve(RecipeSpec(preset="dapo")).choices[:3]), sep="\\n")
+    >>> print(*(f"{c.field}: {c}" for c in resolve(RecipeSpec(preset="dapo")).choices[:2]), sep="\\n")
     loss.ppoClip.clipLow: 0.2 (preset: as rebuilt in ScaleRL, arXiv 2510.13786 [P])
     loss.ppoClip.clipHigh: 0.26 (preset: as rebuilt in ScaleRL, arXiv 2510.13786 [P])
-    aggregation: PromptAverage (preset: as rebuilt in ScaleRL, arXiv 2510.13786 [P])
     """
     # Compared with the preset alone, completed by the defaults.
     expected = dict(_leaves(RecipeSpec(preset=recipe.preset)))

@@ -47,6 +47,26 @@ class PpoClipLoss(Model):
     """Ratio ≤ 1 + clipHigh. DAPO's is higher than clipLow."""
 
 
+class GspoLoss(Model):
+    """The clipped surrogate with one ratio a completion: the geometric mean of its tokens'."""
+
+    clip_low: UnitDecimal = "3e-4"
+    """Ratio ≥ 1 − clipLow."""
+    clip_high: NonNegativeDecimal = "4e-4"
+    """Ratio ≤ 1 + clipHigh."""
+
+
+class ReinforceLoss(Model):
+    """The policy gradient without an importance ratio: every token as if it was sampled by the present policy."""
+
+
+class DppoLoss(Model):
+    """Masks the tokens that moved too far from the policy that sampled them, by the difference of probabilities."""
+
+    threshold: PositiveUnitDecimal = "0.2"
+    """Most that a token's probability may differ before its gradient, where it leads further away, is masked."""
+
+
 class LossSpec(Model):
     """The policy-gradient objective: one of these."""
 
@@ -54,6 +74,13 @@ class LossSpec(Model):
     """Truncated importance ratio, every token's gradient kept: ScaleRL's and MiniMax-M1's."""
     ppo_clip: PpoClipLoss | None = None
     """PPO's clipped surrogate: GRPO's, Dr. GRPO's, DAPO's, Magistral's."""
+    gspo: GspoLoss | None = None
+    """Clipped by the ratio of whole completions."""
+    reinforce: ReinforceLoss | None = None
+    """Policy gradient without a ratio."""
+    dppo: DppoLoss | None = None
+    """Masked by the difference of probabilities."""
+
     rules = (at_most_one(*ONE_OF["loss"]),)
 
     @property
@@ -64,6 +91,37 @@ class LossSpec(Model):
         'ppoClip'
         """
         return _chosen(self, "loss")
+
+
+class NoCorrection(Model):
+    """The loss's own ratio is all."""
+
+
+class TruncatedCorrection(Model):
+    """Truncated importance sampling (TIS): weight min(π_train / π_gen, cap)."""
+
+    cap: PositiveDecimal = "2"
+    """Largest weight of a token."""
+
+
+class MaskedCorrection(Model):
+    """Masked importance sampling (MIS): weight π_train / π_gen, and none beyond the cap."""
+
+    cap: PositiveDecimal = "2"
+    """Tokens with a larger ratio are left out."""
+
+
+class CorrectionSpec(Model):
+    """Importance weights against the mismatch of generator and trainer, on any loss: one of these."""
+
+    none: NoCorrection | None = None
+    """The loss compares with the policy that sampled."""
+    truncated: TruncatedCorrection | None = None
+    """The loss compares with the trainer's own policy, and tokens are weighted up to a cap."""
+    masked: MaskedCorrection | None = None
+    """As truncated, and tokens beyond the cap are left out."""
+
+    rules = (at_most_one(*ONE_OF["correction"]),)
 
 
 # --- off-policy --------------------------------------------------------------------------------
@@ -260,6 +318,8 @@ class AdvantageSpec(Model):
 
     normalization: Literal["Batch", "Group", "None"] = "Batch"
     """By whose standard deviation advantages are divided: the batch's, that of the completions of the prompt, or none."""
+    baseline: Literal["GroupMean", "LeaveOneOut"] = "GroupMean"
+    """What a reward is compared with: the mean over the completions of its prompt, or over the others of them (RLOO)."""
 
 
 class OptimizerSpec(Model):
@@ -281,7 +341,7 @@ class OptimizerSpec(Model):
     """Gradients with a larger norm are scaled down to it; 0 never scales."""
 
 
-Preset = Literal["scalerl", "grpo", "dapo", "magistral", "minimax-m1", "ppo-off-policy"]
+Preset = Literal["scalerl", "grpo", "dapo", "gspo", "dr-grpo", "magistral", "minimax-m1", "ppo-off-policy"]
 MAX_BATCH_COMPLETIONS: Final = 1_048_576
 """Completions of one step: 32 times the largest batch of the paper."""
 
@@ -293,8 +353,11 @@ class RecipeSpec(Model):
     """The published recipe that gives every field that is left out; docs/recipe.md has them side by side."""
     loss: LossSpec = LossSpec(cispo=CispoLoss())
     """The objective."""
-    aggregation: Literal["PromptAverage", "SampleAverage", "TokenAverage"] = "PromptAverage"
-    """What counts the same in the loss: every prompt, every completion, or every token of the batch."""
+    correction: CorrectionSpec = CorrectionSpec(none=NoCorrection())
+    """Importance weights against the mismatch of generator and trainer."""
+    aggregation: Literal["PromptAverage", "SampleAverage", "TokenAverage", "Constant"] = "PromptAverage"
+    """What counts the same in the loss: every prompt, every completion, or every token of the batch. Constant divides
+    the sum over tokens by completions times maxCompletionTokens (Dr. GRPO)."""
     advantage: AdvantageSpec = AdvantageSpec()
     """How a reward becomes an advantage."""
     zero_variance_filter: bool = True

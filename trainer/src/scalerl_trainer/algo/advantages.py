@@ -16,6 +16,7 @@ import torch
 from scalerl_trainer.errors import BadBatchError
 
 Normalization = Literal["Batch", "Group", "None"]
+Baseline = Literal["GroupMean", "LeaveOneOut"]
 
 # Avoids a division by zero. A group or a batch without spread has centred rewards of zero, so its advantages are zero
 # whatever this is. The papers' own constant is not known [?].
@@ -49,14 +50,27 @@ def centred(rewards_s: torch.Tensor, group_s: torch.Tensor) -> torch.Tensor:
 
 
 def advantages(
-    rewards_s: torch.Tensor, group_s: torch.Tensor, normalization: Normalization = "Batch"
+    rewards_s: torch.Tensor,
+    group_s: torch.Tensor,
+    normalization: Normalization = "Batch",
+    baseline: Baseline = "GroupMean",
 ) -> torch.Tensor:
-    """Group-centred advantages, float32 ``[S]``.
+    """Group-centred advantages, float32 ``[S]``. ``baseline``: what a reward is compared with.
+
+    ``GroupMean``
+        the mean of its group (GRPO, ScaleRL [P]).
+    ``LeaveOneOut``
+        the mean of the others of its group (RLOO, arXiv 2402.14740 [P]), which the reward itself does not move:
+        G/(G - 1) times the other. The scale cancels under ``Batch`` with groups of one size, and under ``Group``.
+
+    ``normalization``: what the centred rewards are divided by.
 
     ``Batch``
         divided by the standard deviation of all centred rewards given (ScaleRL [P]). The centred rewards have
         mean zero, so this is their root mean square; whether the paper divides by S or S - 1 is not known [?].
-        Pass the effective batch, without the groups that the zero-variance filter drops.
+        Pass the effective batch, without the groups that the zero-variance filter drops, or the whole one: their
+        centred rewards are 0, so they only lower the deviation. Which of the two the paper means is not known [?].
+        Magistral's form, (Â - mean) / std over the minibatch, is this one: the mean of centred rewards is 0.
     ``Group``
         divided by the group's own standard deviation, over its G members (GRPO: (R - mean) / std [P]).
     ``None``
@@ -70,6 +84,10 @@ def advantages(
     [0.9999989867210388, -0.9999989867210388, 0.0, 0.0]
     """
     centred_s = centred(rewards_s, group_s)
+    if baseline == "LeaveOneOut":
+        index_s, groups = group_indices(group_s)
+        size_g = torch.zeros(groups, dtype=torch.float64).index_add_(0, index_s, torch.ones_like(centred_s))
+        centred_s = centred_s * (size_g / (size_g - 1).clamp(min=1))[index_s]
     if normalization == "None" or centred_s.numel() == 0:
         return centred_s.float()
     if normalization == "Batch":

@@ -6,13 +6,15 @@ disjoint sets add up to that of their union. So ranks and micro-batches need no 
 Schemes (ScaleRL, arXiv 2510.13786 [P]), with G_p the completions of prompt p and P prompts:
 
 ================== ================================================================= =====================
-``PromptAverage``  (1/P) Σ_p (1/Σ_{i∈G_p}|y_i|) Σ_{i∈G_p} Σ_t                        ScaleRL, DAPO
+``PromptAverage``  (1/P) Σ_p (1/Σ_{i∈G_p}|y_i|) Σ_{i∈G_p} Σ_t                        ScaleRL, its DAPO
 ``SampleAverage``  (1/P) Σ_p (1/|G_p|) Σ_{i∈G_p} (1/|y_i|) Σ_t                       GRPO
-``TokenAverage``   (1/Σ|y_i|) Σ_i Σ_t over the whole batch
+``TokenAverage``   (1/Σ|y_i|) Σ_i Σ_t over the whole batch                           DAPO, Magistral
+``Constant``       (1/(N·C)) Σ_i Σ_t, N completions, C a constant number of tokens   Dr. GRPO
 ================== ================================================================= =====================
 
 |y| counts the trainable tokens; forced tokens are not sampled from the policy. Whether the papers count forced tokens
-in the divisor is not known [?]; here the weights of a prompt sum to 1/P either way.
+in the divisor is not known [?]; here the weights of a prompt sum to 1/P either way. ``Constant`` divides by the same
+number whatever the lengths are, so its weights do not sum to 1; C is the longest completion that the recipe allows.
 
 Shapes: see the package's legend.
 """
@@ -26,17 +28,21 @@ import torch
 from scalerl_trainer.algo.advantages import group_indices
 from scalerl_trainer.errors import BadBatchError
 
-Aggregation = Literal["PromptAverage", "SampleAverage", "TokenAverage"]
+Aggregation = Literal["PromptAverage", "SampleAverage", "TokenAverage", "Constant"]
 
 
 def sequence_weights(
-    lengths_s: torch.Tensor, group_s: torch.Tensor, aggregation: Aggregation = "PromptAverage"
+    lengths_s: torch.Tensor,
+    group_s: torch.Tensor,
+    aggregation: Aggregation = "PromptAverage",
+    constant: int = 1,
 ) -> torch.Tensor:
     """The weight of each trainable token, by sequence, float64 ``[S]``.
 
     ``lengths_s`` counts trainable tokens and ``group_s`` identifies the prompt, both of the whole batch over all ranks.
     A sequence without trainable tokens has weight 0 and does not count as a sample; a prompt without any does not count
-    as a prompt. The weights, each times its sequence's length, sum to 1 (to 0 if there is no trainable token).
+    as a prompt. The weights, each times its sequence's length, sum to 1 (to 0 if there is no trainable token), but for
+    ``Constant``, whose divisor per completion is ``constant`` tokens.
 
     Raises ``BadBatchError`` when the shapes differ, a length is negative, or the scheme is unknown.
 
@@ -57,6 +63,8 @@ def sequence_weights(
     present_s = (length_s > 0).double()
     if aggregation == "TokenAverage":
         return present_s / length_s.sum().clamp(min=1)
+    if aggregation == "Constant":
+        return present_s / (present_s.sum().clamp(min=1) * constant)
     index_s, groups = group_indices(group_s)
     zeros_g = torch.zeros(groups, dtype=torch.float64)
     tokens_g = zeros_g.index_add(0, index_s, length_s)
@@ -67,7 +75,7 @@ def sequence_weights(
         samples_g = zeros_g.index_add(0, index_s, present_s)
         return present_s / (prompts * samples_g.clamp(min=1)[index_s] * length_s.clamp(min=1))
     raise BadBatchError(
-        f"aggregation {aggregation!r} is unknown: choose PromptAverage, SampleAverage or TokenAverage"
+        f"aggregation {aggregation!r} is unknown: choose PromptAverage, SampleAverage, TokenAverage or Constant"
     )
 
 

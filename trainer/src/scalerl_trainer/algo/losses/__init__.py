@@ -1,15 +1,28 @@
 """The losses, a file each.
 
-A loss maximises an objective per token; ``Loss.__call__`` returns minus its weighted sum. To add one (DAPO, GSPO,
-Magistral, …): a frozen dataclass with its settings and a ``__call__``, a name in the spec (``LossSpec``), a case in
-``spec_settings.make_loss``, golden values.
+A loss maximises an objective per token; ``Loss.__call__`` returns minus its weighted sum. To add one: a frozen dataclass
+with its settings and a ``__call__`` here, a model of ``recipe.loss`` in ``scalerl_api.recipe.spec``, a case in
+``spec_settings.make_loss``, hand-worked and golden values in ``test_trainer_algo_golden.py``.
 """
 
 from __future__ import annotations
 
 from scalerl_trainer.algo.losses.base import Loss, LossOutput, TokenBatch
 from scalerl_trainer.algo.losses.cispo import Cispo
-from scalerl_trainer.algo.losses.grpo import Grpo
+from scalerl_trainer.algo.losses.dppo import Dppo
+from scalerl_trainer.algo.losses.gspo import Gspo
+from scalerl_trainer.algo.losses.ppo_clip import PpoClip
+from scalerl_trainer.algo.losses.reinforce import Reinforce
 from scalerl_trainer.algo.losses.supervised import Supervised
 
-__all__ = ["Cispo", "Grpo", "Loss", "LossOutput", "Supervised", "TokenBatch"]
+__all__ = [
+    "Cispo",
+    "Dppo",
+    "Gspo",
+    "Loss",
+    "LossOutput",
+    "PpoClip",
+    "Reinforce",
+    "Supervised",
+    "TokenBatch",
+]

@@ -40,6 +40,12 @@ class Loss(Protocol):
     def __call__(self, tokens: TokenBatch) -> LossOutput: ...
 
 
+def check_clip(loss: str, low: float, high: float) -> None:
+    """Raises ValueError for a clip range that does not hold 1."""
+    if not (0 <= low <= 1 and high >= 0):
+        raise ValueError(f"{loss}'s clip range [1 - {low}, 1 + {high}] must hold 1 and stay above or at 0")
+
+
 def weighted(objective_n: torch.Tensor, tokens: TokenBatch) -> torch.Tensor:
     """Σ −(w · objective), the last step of every loss."""
     return -(tokens.weights_n * objective_n).sum()

@@ -20,13 +20,13 @@ from scalerl_trainer.algo.losses.base import LossOutput, TokenBatch, weighted
 
 @dataclass(frozen=True, slots=True)
 class Cispo:
-    """``epsilon``: the largest importance ratio of a token."""
+    """``ratio_cap``: the largest importance ratio of a token."""
 
-    epsilon: float = 5.0
+    ratio_cap: float = 5.0
 
     def __post_init__(self) -> None:
-        if not self.epsilon > 0:
-            raise ValueError(f"CISPO's truncation must be positive, not {self.epsilon}")
+        if not self.ratio_cap > 0:
+            raise ValueError(f"CISPO's truncation must be positive, not {self.ratio_cap}")
 
     def __call__(self, tokens: TokenBatch) -> LossOutput:
         """Loss and the number of truncated tokens (``truncated``).
@@ -39,5 +39,5 @@ class Cispo:
         10.0
         """
         ratio_n = (tokens.logprobs_n.detach() - tokens.generator_logprobs_n).exp()
-        loss = weighted(ratio_n.clamp(max=self.epsilon) * tokens.advantages_n * tokens.logprobs_n, tokens)
-        return LossOutput(loss, {"truncated": (ratio_n > self.epsilon).sum()})
+        loss = weighted(ratio_n.clamp(max=self.ratio_cap) * tokens.advantages_n * tokens.logprobs_n, tokens)
+        return LossOutput(loss, {"truncated": (ratio_n > self.ratio_cap).sum()})

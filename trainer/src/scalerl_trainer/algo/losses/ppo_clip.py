@@ -1,0 +1,55 @@
+"""PPO's clipped surrogate with group advantages: the loss of GRPO, Dr. GRPO, DAPO and Magistral.
+
+Per token (maximised) [P]::
+
+    min(r Â, clip(r, 1 - ε_low, 1 + ε_high) Â)      r = π_train / π_old
+
+π_old is the policy that sampled, so its log-probabilities are the generator's. What the recipes differ in (the spec's
+presets have the values):
+
+============ ============== ==================== ==============================================
+recipe       ε_low, ε_high  aggregation          advantage
+============ ============== ==================== ==============================================
+GRPO         .2, .2         ``SampleAverage``    ``Group``
+Dr. GRPO     .2, .2         ``Constant``         ``None``
+DAPO         .2, .28        ``TokenAverage``     ``Group``; as ScaleRL rebuilt it .2, .26, ``PromptAverage``
+Magistral    .2, .26 to .28 ``TokenAverage``     ``Batch``
+============ ============== ==================== ==============================================
+
+GRPO's KL term is :mod:`scalerl_trainer.algo.kl`'s; ScaleRL's recipe and its rebuilt baselines have none [P].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from scalerl_trainer.algo.losses.base import LossOutput, TokenBatch, check_clip, weighted
+from scalerl_trainer.algo.mismatch import LOG_RATIO_LIMIT
+
+
+@dataclass(frozen=True, slots=True)
+class PpoClip:
+    """``clip_low`` and ``clip_high``: the clip range is [1 - low, 1 + high]."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+
+    def __post_init__(self) -> None:
+        check_clip("PPO", self.clip_low, self.clip_high)
+
+    def __call__(self, tokens: TokenBatch) -> LossOutput:
+        """Loss and the number of tokens whose gradient the clip stopped (``clipped``).
+
+        >>> logprobs_n = torch.tensor([0.0], requires_grad=True)
+        >>> one = torch.ones(1)
+        >>> batch = TokenBatch(logprobs_n, torch.tensor([-1.0]), one, one, torch.zeros(1, dtype=torch.long))
+        >>> round(PpoClip()(batch).loss.item(), 6)  # e is cut to 1.2
+        -1.2
+        """
+        ratio_n = (tokens.logprobs_n - tokens.generator_logprobs_n).clamp(max=LOG_RATIO_LIMIT).exp()
+        free_n = ratio_n * tokens.advantages_n
+        cut_n = ratio_n.clamp(1 - self.clip_low, 1 + self.clip_high) * tokens.advantages_n
+        loss = weighted(torch.minimum(free_n, cut_n), tokens)
+        return LossOutput(loss, {"clipped": (cut_n < free_n).sum()})
