@@ -3,9 +3,10 @@
     python benchmarks/streams.py [--quick] [--rounds 6]
 
 Both ways are the actor's own calls, interleaved, with five groups at a time and 64 sequences on the server, and a model
-so small that overhead binds: on a large one a request costs the same and a token far more. ``group`` is the answer that
-comes whole, ``streams`` one streamed answer a completion (what :mod:`scalerl_generator.completion_streams` sends for
-completions longer than 64 tokens). ``ratio`` is of the totals; the recipe's shape is the longest.
+so small that overhead binds: on a large one a request costs the same and a token far more. ``group`` is one streamed
+answer a group, ``streams`` one a completion; :mod:`scalerl_generator.completion_streams` chooses by the completions'
+longest length. ``ratio`` is of the totals; ``cpu`` is the same ratio per second of CPU of server and client together, which other
+work on the machine does not disturb. The recipe's shape is longer than the longest here.
 
 The last line is one JSON object.
 """
@@ -24,7 +25,9 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import NamedTuple
 
+import psutil
 from publish import SIZES, free_port, make_model
 
 from scalerl_generator.vllm_client import VllmClient, gather_all
@@ -37,19 +40,33 @@ START_SECONDS = 300
 SHAPES = ((8, 6, 60), (64, 128, 30), (128, 1024, 10), (1024, 960, 10))
 """Prompt tokens, completion tokens at most, groups a round."""
 
+
+class Totals(NamedTuple):
+    """Of rounds."""
+
+    tokens: int
+    seconds: float
+    cpu_seconds: float
+
+
 Way = Callable[[VllmClient, list[int], int, str], Awaitable[int]]
 
 
 async def as_group(server: VllmClient, prompt: list[int], max_tokens: int, salt: str) -> int:
-    answers = await server.generate(prompt, n=COMPLETIONS, max_tokens=max_tokens, cache_salt=salt)
-    return sum(len(answer.token_ids) for answer in answers)
+    return await streamed(server, prompt, max_tokens, salt, COMPLETIONS)
 
 
 async def as_streams(server: VllmClient, prompt: list[int], max_tokens: int, salt: str) -> int:
+    return await streamed(server, prompt, max_tokens, salt, 1)
+
+
+async def streamed(server: VllmClient, prompt: list[int], max_tokens: int, salt: str, n: int) -> int:
     parts: list[Part] = []
     await gather_all(
-        server.stream(prompt, max_tokens=max_tokens, cache_salt=salt, on_part=parts.append)
-        for _ in range(COMPLETIONS)
+        server.stream(
+            prompt, n=n, max_tokens=max_tokens, cache_salt=salt, on_part=lambda _, part: parts.append(part)
+        )
+        for _ in range(COMPLETIONS // n)
     )
     return sum(len(part.token_ids) for part in parts)
 
@@ -57,8 +74,15 @@ async def as_streams(server: VllmClient, prompt: list[int], max_tokens: int, sal
 WAYS: dict[str, Way] = {"group": as_group, "streams": as_streams}
 
 
-async def load(server: VllmClient, way: Way, shape: tuple[int, int, int], salt: str) -> tuple[int, float]:
-    """Tokens and seconds of one round; every group has a prompt of its own."""
+def cpu_seconds() -> float:
+    """Of this process and all below it: the server and its engine."""
+    own = psutil.Process()
+    times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
+    return sum(t.user + t.system for t in times)
+
+
+async def load(server: VllmClient, way: Way, shape: tuple[int, int, int], salt: str) -> Totals:
+    """One round; every group has a prompt of its own."""
     prompt_tokens, max_tokens, groups = shape
     gate = asyncio.Semaphore(GROUPS_AT_ONCE)
 
@@ -67,9 +91,9 @@ async def load(server: VllmClient, way: Way, shape: tuple[int, int, int], salt: 
         async with gate:
             return await way(server, prompt, max_tokens, salt)
 
-    started = time.perf_counter()
+    started, cpu = time.perf_counter(), cpu_seconds()
     tokens = sum(await gather_all(group(number) for number in range(groups)))
-    return tokens, time.perf_counter() - started
+    return Totals(tokens, time.perf_counter() - started, cpu_seconds() - cpu)
 
 
 async def measure(url: str, token: str, rounds: int) -> list[dict[str, float]]:
@@ -82,16 +106,18 @@ async def measure(url: str, token: str, rounds: int) -> list[dict[str, float]]:
             await asyncio.sleep(0.2)
         for shape in SHAPES:
             await load(server, as_group, shape, "warm-up")
-            totals = dict.fromkeys(WAYS, (0, 0.0))
+            totals = {name: Totals(0, 0.0, 0.0) for name in WAYS}
             for number in range(rounds):
                 for name in list(WAYS)[:: 1 if number % 2 else -1]:
-                    tokens, seconds = await load(server, WAYS[name], shape, f"{name} {number} {shape}")
-                    totals[name] = totals[name][0] + tokens, totals[name][1] + seconds
-            rates = {name: tokens / seconds for name, (tokens, seconds) in totals.items()}
+                    one = await load(server, WAYS[name], shape, f"{name} {number} {shape}")
+                    totals[name] = Totals(*(a + b for a, b in zip(totals[name], one, strict=True)))
+            group, streams = (totals[name] for name in WAYS)
+            rates = {name: total.tokens / total.seconds for name, total in totals.items()}
             ratio = rates["streams"] / rates["group"]
-            rows.append({"prompt": shape[0], "completion": shape[1], **rates, "ratio": ratio})
+            cpu = (streams.tokens / streams.cpu_seconds) / (group.tokens / group.cpu_seconds)
+            rows.append({"prompt": shape[0], "completion": shape[1], **rates, "ratio": ratio, "cpu": cpu})
             print(
-                f"{shape[0]:>6} {shape[1]:>10} {rates['group']:>9.0f} {rates['streams']:>9.0f} {ratio:>6.2f}",
+                f"{shape[0]:>6} {shape[1]:>10} {rates['group']:>9.0f} {rates['streams']:>9.0f} {ratio:>6.2f} {cpu:>6.2f}",
                 flush=True,
             )
     return rows
@@ -115,10 +141,12 @@ def main() -> None:
                 *("--", "--load-format", "dummy"),
             ],
             env={**os.environ, "SCALERL_VLLM_TOKEN": token},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
         try:
-            print(f"{'prompt':>6} {'completion':>10} {'group':>9} {'streams':>9} {'ratio':>6}")
+            print(f"{'prompt':>6} {'completion':>10} {'group':>9} {'streams':>9} {'ratio':>6} {'cpu':>6}")
             rounds = 2 if given.quick else given.rounds
             rows = asyncio.run(measure(f"http://127.0.0.1:{port}", token, rounds))
         finally:

@@ -127,10 +127,15 @@ POLICY = Section(
         lines("Entropy", "Of the policy, in nats a token.", (stat_of("entropy"), "entropy")),
         lines(
             "Cut off",
-            "Share of completions cut at the length limit. Above 10 % precedes collapse, below 5 % is healthy.",
+            "Share of completions cut at the length limit. Above 10 % precedes collapse, below 5 % is healthy. Interrupted: "
+            "whose thought was ended by recipe.length.interruption.",
             (
                 f"{rate('scalerl_actor_truncated_rollouts_total')} / {rate('scalerl_actor_rollouts_total')}",
-                "share",
+                "cut off",
+            ),
+            (
+                f"{rate('scalerl_actor_interrupted_rollouts_total')} / {rate('scalerl_actor_rollouts_total')}",
+                "interrupted",
             ),
             unit="percentunit",
         ),

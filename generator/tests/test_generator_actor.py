@@ -573,6 +573,51 @@ async def test_unclosed_thought_of_template_scores_0(scene: Scene) -> None:
     assert {c.score for g in scene.coordinator.groups.values() for c in g.completions} == {0.0}
 
 
+def interrupted_run(**interruption: Any) -> dict[str, Any]:
+    recipe = {"maxCompletionTokens": 300, "length": {"interruption": interruption}}
+    return {
+        "prompts": [*PROMPTS, "go|"],
+        "task__prompt": {"template": "{prompt}<think>"},
+        "model__contextTokens": 512,
+        "recipe": {"promptsPerStep": 4, "completionsPerPrompt": 4, **recipe},
+    }
+
+
+@pytest.mark.parametrize(
+    "scene", [interrupted_run(minTokens=100, maxTokens=200, phrase=" enough.</think>")], indirect=True
+)
+async def test_long_thoughts_are_interrupted(scene: Scene) -> None:
+    await scene.member()
+    await scene.trainer.publish(0)
+    for ids, split in ((scene.train, Split.TRAIN), (scene.held_out, Split.HELD_OUT)):
+        scene.coordinator.offer(len(ids), ids, split, max_tokens=300)
+    await until(lambda: len(scene.coordinator.groups) == 13)
+    interrupted = [
+        [(span.version, span.start) for span in c.versions]
+        for group in scene.coordinator.groups.values()
+        if stand_in_vllm.ENDLESS in decoded(group.prompt_token_ids)
+        for c in group.completions
+    ]
+    assert len(interrupted) == 4
+    for (first, _), (forced, start), (last, end) in interrupted:
+        assert (first, forced, last) == (0, MASKED, 0)
+        assert 100 <= start <= 200
+        assert end - start == len(" enough.</think>")
+    text = (await scene.get(endpoints.METRICS))[1]
+    assert "scalerl_actor_interrupted_rollouts_total 4.0" in text
+    assert "scalerl_actor_masked_tokens_total 0.0" in text
+
+
+@pytest.mark.parametrize("scene", [interrupted_run()], indirect=True)
+async def test_phrase_of_unknown_tokens_is_refused_at_start(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tests' tokenizer has no capital letters."""
+    assert await scene.generator.exit_code() == 2
+    assert "recipe.length.interruption.phrase 'Okay, time is up." in caplog.text
+    assert "model.path cannot encode it" in caplog.text
+
+
 async def test_wrong_prompt(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     await scene.member()
     await scene.trainer.publish(0)

@@ -21,6 +21,7 @@ from scalerl_api.wire import Lease, Split
 from scalerl_generator.completion_streams import CompletionStreams, ServerLost
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.partial_completion import PartialCompletion
+from scalerl_generator.prompt_codec import EncodedPrompt
 from scalerl_generator.registration import ServerMonitor
 from scalerl_generator.rollouts import sample_plain
 from scalerl_generator.server_state import BusyClock, ServerState
@@ -56,7 +57,7 @@ class Bench:
         await self.client.close()
         await self._runner.cleanup()
 
-    def streams(self, prompt: list[int], completions: int = 4, **changes: Any) -> CompletionStreams:
+    def streams(self, prompt_ids: list[int], completions: int = 4, **changes: Any) -> CompletionStreams:
         lease = Lease(
             lease_id="l",
             split=Split.TRAIN,
@@ -69,6 +70,7 @@ class Bench:
             remaining_seconds=120.0,
             policy_version=0,
         )
+        prompt = EncodedPrompt(prompt_ids, b"", changes.pop("in_thought", False))
         options: dict[str, Any] = {"stop_token_ids": [stand_in_vllm.END], "max_sequences": 16}
         return CompletionStreams(
             *(self.client, self.monitor, self.state, self.metrics, lease, prompt),
@@ -100,11 +102,12 @@ def check_counted(completion: PartialCompletion, length: int = LENGTH) -> None:
     assert sampled.weight_versions[-1].end == length
 
 
-@pytest.mark.parametrize("seed", range(8))
-async def test_broken_streams_lose_and_repeat_no_token(bench: Bench, seed: int) -> None:
+@pytest.mark.parametrize("max_tokens", [1000, 450], ids=["one-by-one", "together"])
+@pytest.mark.parametrize("seed", range(6))
+async def test_broken_streams_lose_and_repeat_no_token(bench: Bench, seed: int, max_tokens: int) -> None:
     draw = random.Random(seed)
     bench.server.breaks = [(draw.randrange(LENGTH), draw.choice(["close", "error"])) for _ in range(9)]
-    streams = bench.streams(PROMPT)
+    streams = bench.streams(PROMPT, max_tokens=max_tokens)
     await sample_plain(streams)
     for completion in streams.completions:
         check_counted(completion)
@@ -112,7 +115,19 @@ async def test_broken_streams_lose_and_repeat_no_token(bench: Bench, seed: int) 
         assert completion.weight_versions == (Span(0, 0, LENGTH),)
     assert bench.tokens == 4 * LENGTH, "no token is reported twice"
     # A request for the rest may end before it would have failed.
-    assert 4 < len(bench.server.requests) == 4 + bench.metric("resubmitted_requests") <= 4 + 9
+    requests = bench.server.requests
+    assert [r["n"] for r in requests[:4]] == ([1] * 4 if max_tokens == 1000 else [4, 1, 1, 1])
+    assert 0 < bench.metric("resubmitted_requests") <= 9
+
+
+async def test_ended_completions_of_broken_answer_are_not_requested_again(bench: Bench) -> None:
+    """Odd completions have four tokens, even ones echo the prompt: 101 tokens."""
+    bench.server.breaks = [(70, "close")]
+    streams = bench.streams([5] * 100, completions=4, max_tokens=128)
+    await sample_plain(streams)
+    assert [c.token_ids[:4].tolist() for c in streams.completions[1::2]] == [[5, 5, 5, stand_in_vllm.END]] * 2
+    assert [r["n"] for r in bench.server.requests] == [4, 1, 1]
+    assert [r["max_tokens"] for r in bench.server.requests] == [128, 63, 63]
 
 
 async def test_only_broken_stream_is_requested_again(bench: Bench) -> None:

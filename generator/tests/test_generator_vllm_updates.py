@@ -18,23 +18,25 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from free_port import free_port
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from scalerl_api.weights import lay_out, trailer
-from scalerl_api.wire import GroupJoin, Lease, Split, TensorSpec, WeightReceive
+from scalerl_api.wire import MASKED, GroupJoin, Lease, Split, TensorSpec, WeightReceive
 from scalerl_generator.checksum import checksum_u8
 from scalerl_generator.completion_streams import CompletionStreams
+from scalerl_generator.interruption import Interruption, ThoughtInterrupter
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.partial_completion import PartialCompletion
+from scalerl_generator.prompt_codec import EncodedPrompt
 from scalerl_generator.registration import ServerMonitor
-from scalerl_generator.rollouts import sample_plain
+from scalerl_generator.rollouts import sample_plain, version_spans
 from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_generator.vllm_replies import (
     UNVERSIONED,
-    Finish,
     Part,
     Sampled,
     ServerDown,
@@ -251,12 +253,13 @@ async def test_vllm_update_with_generations_in_flight(server: Server) -> None:
         async def stream() -> PartialCompletion:
             completion = PartialCompletion()
 
-            def on_part(part: Part) -> None:
+            def on_part(_: int, part: Part) -> None:
                 completion.append(part, UNVERSIONED)
                 told.append(len(part.token_ids))
+                if isinstance(part, Sampled):
+                    completion.settle(0, part.weight_versions)
 
-            finish = await client.stream([5, 6, 7], max_tokens=SPAN_LIMIT, cache_salt="0", on_part=on_part)
-            completion.settle(0, finish.weight_versions)
+            await client.stream([5, 6, 7], n=1, max_tokens=SPAN_LIMIT, cache_salt="0", on_part=on_part)
             return completion
 
         long = asyncio.gather(*(stream() for _ in range(16)))
@@ -285,17 +288,33 @@ async def test_vllm_update_with_generations_in_flight(server: Server) -> None:
 
 
 async def test_vllm_stream_equals_whole_answer(server: Server) -> None:
-    ask: dict[str, Any] = {"max_tokens": SPAN_LIMIT, "temperature": 0.0}
+    ask: dict[str, Any] = {"n": 1, "max_tokens": SPAN_LIMIT, "temperature": 0.0}
     async with VllmClient(server.url, TOKEN) as client:
         parts: list[Part] = []
-        (whole,) = await client.generate([5, 6, 7], n=1, **ask)
-        finish = await client.stream([5, 6, 7], **ask, on_part=parts.append)
+        (whole,) = await client.generate([5, 6, 7], **ask)
+        await client.stream([5, 6, 7], **ask, on_part=lambda _, part: parts.append(part))
         assert [t for part in parts for t in part.token_ids] == whole.token_ids.tolist()
         np.testing.assert_allclose(
             np.concatenate([part.logprobs for part in parts]), whole.logprobs, atol=1e-5
         )
-        assert finish == Finish(whole.finish_reason, whole.weight_versions)
+        last = parts[-1]
+        assert isinstance(last, Sampled)
+        assert (last.finish_reason, last.weight_versions) == (whole.finish_reason, whole.weight_versions)
         assert len(parts) <= 2 + len(whole.token_ids) // 64
+
+
+LEASE = Lease(
+    lease_id="l",
+    split=Split.TRAIN,
+    slot=0,
+    prompt_index=0,
+    prompt_id="p",
+    completions=16,
+    max_tokens=SPAN_LIMIT,
+    temperature=1.0,
+    remaining_seconds=120.0,
+    policy_version=6,
+)
 
 
 async def test_vllm_broken_streams_continue_as_one_completion(server: Server) -> None:
@@ -307,36 +326,31 @@ async def test_vllm_broken_streams_continue_as_one_completion(server: Server) ->
     class Breaking(VllmClient):
         """Every fourth part is lost with its connection, unless it is the last of its completion."""
 
-        async def stream(self, *given: Any, on_part: Callable[[Part], None], **options: Any) -> Finish:
-            def passed_on(part: Part) -> None:
+        async def stream(self, *given: Any, on_part: Callable[[int, Part], None], **options: Any) -> None:
+            def passed_on(index: int, part: Part) -> None:
                 nonlocal parts, breaks
                 parts += 1
                 if parts % 4 == 0 and not isinstance(part, Sampled):
                     breaks += 1
                     raise ServerDown("the connection breaks here")
-                on_part(part)
+                on_part(index, part)
 
-            return await super().stream(*given, on_part=passed_on, **options)
+            await super().stream(*given, on_part=passed_on, **options)
 
     async with Breaking(server.url, TOKEN) as client:
         sender = await connect(client, 6)
         await publish(client, sender, policy, 6)
         state.mark_up()
         state.complete_update(6)
-        lease = Lease(
-            lease_id="l",
-            split=Split.TRAIN,
-            slot=0,
-            prompt_index=0,
-            prompt_id="p",
-            completions=16,
-            max_tokens=SPAN_LIMIT,
-            temperature=1.0,
-            remaining_seconds=120.0,
-            policy_version=6,
-        )
         streams = CompletionStreams(
-            *(client, ServerMonitor(client, state, metrics), state, metrics, lease, prompt),
+            *(
+                client,
+                ServerMonitor(client, state, metrics),
+                state,
+                metrics,
+                lease,
+                EncodedPrompt(prompt, b""),
+            ),
             stop_token_ids=[1],
             max_sequences=64,
             on_tokens=lambda _: None,
@@ -352,6 +366,50 @@ async def test_vllm_broken_streams_continue_as_one_completion(server: Server) ->
         assert sampled.weight_versions == (Span(6, 0, len(tokens)),)
         expected = score(policy, prompt + tokens)[len(prompt) - 1 :]
         np.testing.assert_allclose(sampled.logprobs, expected, atol=1e-4)
+
+
+async def test_vllm_interrupted_completions_score_as_whole(server: Server) -> None:
+    """The policy's tokens after the phrase have the log-probabilities that they have after these very tokens."""
+    policy, prompt, phrase = new_weights(server.model, 7), [9, 8, 7], [20, 21, 22, 23]
+    state = ServerState()
+    metrics = ActorMetrics(state, BusyClock())
+
+    async def texts(completions: list[NDArray[np.int32]]) -> list[str]:
+        return ["" for _ in completions]
+
+    strategy = ThoughtInterrupter(
+        Interruption(5, 40, "enough"), np.array(phrase, dtype=np.int32), 0, texts, metrics
+    )
+    async with VllmClient(server.url, TOKEN) as client:
+        sender = await connect(client, 7)
+        await publish(client, sender, policy, 7)
+        state.mark_up()
+        state.complete_update(7)
+        streams = CompletionStreams(
+            *(client, ServerMonitor(client, state, metrics), state, metrics, LEASE),
+            EncodedPrompt(prompt, b"", in_thought=True),
+            stop_token_ids=[1],
+            max_sequences=64,
+            on_tokens=lambda _: None,
+        )
+        await strategy(streams)
+    assert sum(c.has_forced for c in streams.completions) > 2
+    for sample, completion in enumerate(streams.completions):
+        sampled, start = completion.sampled(), strategy.position(LEASE, sample)
+        tokens, policys = sampled.token_ids.tolist(), np.ones(completion.tokens, dtype=bool)
+        if completion.has_forced:
+            assert tokens[start : start + 4] == phrase
+            policys[start : start + 4] = False
+            assert [(s.version, s.start) for s in version_spans(sampled)] == [
+                (7, 0),
+                (MASKED, start),
+                (7, start + 4),
+            ]
+        else:
+            assert len(tokens) <= start
+        expected = score(policy, prompt + tokens)[len(prompt) - 1 :]
+        np.testing.assert_allclose(sampled.logprobs[policys], expected[policys], atol=1e-4)
+        assert not sampled.logprobs[~policys].any()
 
 
 async def test_vllm_logprobs_are_of_sampled_distribution(server: Server) -> None:

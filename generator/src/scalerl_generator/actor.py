@@ -36,13 +36,15 @@ import signal
 import sys
 import time
 from collections.abc import Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
+import numpy as np
 from aiohttp import web
+from numpy.typing import NDArray
 
 from scalerl_api.load import SpecError
 from scalerl_api.process import EnvironmentProblem, ProcessEnvironment
@@ -50,11 +52,17 @@ from scalerl_api.spec import RunSpec
 from scalerl_api.wire import Split
 from scalerl_generator.coordinator_client import CoordinatorClient, Refused
 from scalerl_generator.delivery import Delivery
+from scalerl_generator.interruption import (
+    Interruption,
+    InterruptionProblem,
+    ThoughtInterrupter,
+    phrase_token_ids,
+)
 from scalerl_generator.leasing import Leasing
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.prompt_codec import PromptCodec, TokenizerProblem
 from scalerl_generator.registration import Registration, ServerMonitor, ServerStartTimeout
-from scalerl_generator.rollouts import PromptMismatch, RolloutGenerator
+from scalerl_generator.rollouts import PromptMismatch, RolloutGenerator, Strategy, sample_plain
 from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_generator.vllm_replies import VllmError
@@ -110,7 +118,7 @@ async def run_actor(
     """Run one actor; returns when ``stop`` is set or the run is over.
 
     Raises:
-        TokenizerProblem, TaskError, PromptMismatch: bad input.
+        TokenizerProblem, InterruptionProblem, TaskError, PromptMismatch: bad input.
         Refused, ServerStartTimeout, GradingError, VllmError: it cannot continue.
     """
     state, busy = ServerState(), BusyClock()
@@ -141,7 +149,17 @@ async def run_actor(
         capacity, per_group = spec.generator.max_concurrent_sequences, spec.recipe.completions_per_prompt
         sources: dict[Split, PromptSource] = {Split.TRAIN: task.train, Split.HELD_OUT: task.held_out}
         rollouts = RolloutGenerator(
-            server, monitor, state, busy, codec, grader, metrics, sources, thread, max_sequences=capacity
+            server,
+            monitor,
+            state,
+            busy,
+            codec,
+            grader,
+            metrics,
+            sources,
+            thread,
+            max_sequences=capacity,
+            strategy=_strategy(spec, codec, thread, metrics),
         )
         delivery = Delivery(coordinator, registration, metrics)
         leasing = Leasing(
@@ -172,6 +190,23 @@ async def run_actor(
         heartbeats.cancel()
         await registration.unregister(_UNREGISTER_SECONDS)
         _raise_failure(watching, heartbeats, pushing, leases)
+
+
+def _strategy(spec: RunSpec, codec: PromptCodec, thread: Executor, metrics: ActorMetrics) -> Strategy:
+    given = spec.recipe.length.interruption
+    if given is None:
+        return sample_plain
+    first, last = given.range(spec.recipe.max_completion_tokens)
+    interruption = Interruption(first, last, given.phrase)
+    phrase = phrase_token_ids(interruption, codec, spec.recipe.max_completion_tokens)
+    if phrase is None:
+        logger.info("no thought is interrupted: this tokenizer cannot write the end of one")
+        return sample_plain
+
+    async def texts(completions: list[NDArray[np.int32]]) -> list[str]:
+        return await asyncio.get_running_loop().run_in_executor(thread, codec.texts, completions)
+
+    return ThoughtInterrupter(interruption, phrase, spec.seed, texts, metrics)
 
 
 async def _open(environment: ProcessEnvironment, spec: RunSpec) -> tuple[Task, PromptCodec]:
@@ -261,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-_BAD_INPUT = (EnvironmentProblem, SpecError, TokenizerProblem, TaskError, PromptMismatch)
+_BAD_INPUT = (EnvironmentProblem, SpecError, TokenizerProblem, InterruptionProblem, TaskError, PromptMismatch)
 _EXPECTED = (*_BAD_INPUT, Refused, VllmError, ServerStartTimeout, OSError)
 
 

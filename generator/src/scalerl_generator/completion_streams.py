@@ -1,12 +1,18 @@
-"""Samples the completions of one group, each by a request of its own, over requests that fail.
+"""Samples the completions of one group, over requests that fail.
 
-A completion arrives in parts, and what has arrived stays (:class:`~.partial_completion.PartialCompletion`). After an
-error of the server or a broken connection, only what is missing is requested: the prompt and the tokens so far are the
-next request's prompt. The log-probability of a token is conditional on everything before it either way, so nothing
-changes but the cached KV, which is computed again.
+Every completion is a request of its own, streamed in parts, and what has arrived stays
+(:class:`~.partial_completion.PartialCompletion`). After an error of the server or a broken connection, only what is
+missing is requested: the prompt and the tokens so far are the next request's prompt. The log-probability of a token is
+conditional on everything before it either way, so nothing changes but the cached KV, which is computed again.
 
-Completions of at most :data:`UNSTREAMED_TOKENS` have one request a group, without parts: a request costs the server as
-much as the tokens of such a completion (``benchmarks/streams.py``), and there is little to keep.
+=====================  ==========================================================================================
+longest completion     first request
+=====================  ==========================================================================================
+64 tokens              one a group, whole: each part costs the server a little (``vllm_client.UNSTREAMED_TOKENS``)
+512 tokens             one a group, in parts; a request costs the server as much as some dozens of tokens do, with
+                       a small model (``benchmarks/streams.py``)
+more                   one a completion, in parts
+=====================  ==========================================================================================
 
 The requests of a group share their prompt's cached KV (equal salts): vLLM registers a prompt's blocks as it schedules
 the first request, before they are computed, so requests of the same scheduling step find them already.
@@ -21,15 +27,17 @@ from typing import Any
 from scalerl_api.wire import Lease
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.partial_completion import PartialCompletion
+from scalerl_generator.prompt_codec import EncodedPrompt
 from scalerl_generator.registration import ServerMonitor
 from scalerl_generator.server_state import NO_WEIGHTS, ServerState
-from scalerl_generator.vllm_client import UNSTREAMED_TOKENS, VllmClient
-from scalerl_generator.vllm_replies import Finish, GenerationFailed, Part, ServerRefused, VllmError
+from scalerl_generator.vllm_client import UNSTREAMED_TOKENS, VllmClient, gather_all
+from scalerl_generator.vllm_replies import GenerationFailed, Part, Sampled, ServerRefused, VllmError
 
 logger = logging.getLogger("scalerl.actor.streams")
 
 _ATTEMPTS = 3
 """A request that failed this often in a row, without a new token, fails its group."""
+_TOGETHER_TOKENS = 512
 _LEASE_MARGIN_SECONDS = 60.0
 """Margin over the lease's deadline, which ends the request: with equal timeouts, either could hide the other."""
 
@@ -42,7 +50,6 @@ class CompletionStreams:
     """The completions of one lease, as far as they are sampled, and the requests for the rest.
 
     Args:
-        prompt: its token ids.
         stop_token_ids: any of them ends a completion.
         max_sequences: the server's maximum of completions in one request.
         on_tokens: called with the number of new tokens, unless completions are short.
@@ -56,7 +63,7 @@ class CompletionStreams:
         state: ServerState,
         metrics: ActorMetrics,
         lease: Lease,
-        prompt: Sequence[int],
+        prompt: EncodedPrompt,
         *,
         stop_token_ids: Sequence[int],
         max_sequences: int,
@@ -65,7 +72,7 @@ class CompletionStreams:
     ) -> None:
         self._server, self._monitor, self._state, self._metrics = server, monitor, state, metrics
         self.lease = lease
-        self._prompt = list(prompt)
+        self.prompt = prompt
         self._stop_token_ids = stop_token_ids
         # vLLM accepts greedy requests only one by one.
         self._per_request = max_sequences if lease.temperature > 0 else 1
@@ -74,30 +81,32 @@ class CompletionStreams:
         self._warned = False
 
     def batches(self) -> list[list[PartialCompletion]]:
-        """The completions, in batches that :meth:`extend` to the lease's ``max_tokens`` samples well."""
-        short = self.lease.max_tokens <= UNSTREAMED_TOKENS and not any(c.tokens for c in self.completions)
-        size = self._per_request if short else 1
+        """The completions, by first requests for :meth:`extend` to the lease's ``max_tokens`` (see the module's table)."""
+        size = self._per_request if self.lease.max_tokens <= _TOGETHER_TOKENS else 1
         return [self.completions[at : at + size] for at in range(0, len(self.completions), size)]
 
     async def extend(self, batch: Sequence[PartialCompletion], limit: int) -> None:
         """Sample until each completion of ``batch`` ends or has ``limit`` tokens.
 
-        A batch of several is one request, which needs completions without a token.
+        A batch is one request while none of its completions has a token; then each is its own.
 
         Raises:
             ServerLost: this server can no longer serve the lease. What it sampled stays in the completions.
             ServerRefused, BadReply, GenerationFailed: the server is healthy, and returned nothing to train on.
         """
         failed = 0
-        while any(c.finish_reason is None and c.tokens < limit for c in batch):
+        while missing := [c for c in batch if c.finish_reason is None and c.tokens < limit]:
+            if len(batch) > 1 and any(c.tokens for c in batch):
+                await gather_all(self.extend([completion], limit) for completion in missing)
+                return
             await self._state.serving()
-            before = batch[0].tokens
+            before = missing[0].tokens
             try:
-                await self._request(batch, limit)
+                await self._request(missing, limit)
             except VllmError as error:
                 if not await self._monitor.check_same_server():
                     raise ServerLost(str(error)) from error
-                failed = 0 if batch[0].tokens > before else failed + 1
+                failed = 0 if missing[0].tokens > before else failed + 1
                 refused = isinstance(error, ServerRefused) and error.status < 500
                 if refused or failed == _ATTEMPTS:
                     raise
@@ -105,10 +114,12 @@ class CompletionStreams:
                 self._metrics.resubmitted.inc()
 
     async def _request(self, batch: Sequence[PartialCompletion], limit: int) -> None:
-        first, since = batch[0], batch[0].tokens
-        oldest = self._state.version
-        prompt = self._prompt + first.token_ids.tolist()
+        """One request for completions that are equal so far."""
+        since = batch[0].tokens
+        oldest = [self._state.version] * len(batch)
+        prompt = self.prompt.token_ids + batch[0].token_ids.tolist()
         ask: dict[str, Any] = {
+            "n": len(batch),
             "max_tokens": limit - since,
             "temperature": self.lease.temperature,
             "stop_token_ids": self._stop_token_ids,
@@ -116,36 +127,41 @@ class CompletionStreams:
             "timeout_seconds": self.lease.remaining_seconds + _LEASE_MARGIN_SECONDS,
         }
 
-        def on_part(part: Part) -> None:
+        def on_part(index: int, part: Part) -> None:
             # Sampled after the part before it was sent, by the weights of then or by later ones.
-            nonlocal oldest
-            first.append(part, oldest)
+            self._add(batch[index], part, oldest[index], since, limit)
             if self._state.version != NO_WEIGHTS:
-                oldest = self._state.version
+                oldest[index] = self._state.version
             self._on_tokens(len(part.token_ids))
 
-        if limit - since > UNSTREAMED_TOKENS:
-            finishes = [await self._server.stream(prompt, on_part=on_part, **ask)]
-        else:
-            answers = await self._server.generate(prompt, n=len(batch), **ask)
-            for completion, answer in zip(batch, answers, strict=True):
-                completion.append(answer, oldest)
-            finishes = [Finish(answer.finish_reason, answer.weight_versions) for answer in answers]
         try:
-            self._check_held(finishes)
-            for completion, finish in zip(batch, finishes, strict=True):
-                completion.settle(since, finish.weight_versions)
-        except (ServerLost, GenerationFailed):
+            if limit - since > UNSTREAMED_TOKENS:
+                await self._server.stream(prompt, on_part=on_part, **ask)
+            else:
+                for index, sampled in enumerate(await self._server.generate(prompt, **ask)):
+                    self._add(batch[index], sampled, oldest[index], since, limit)
+        except ServerLost:
             for completion in batch:
                 completion.truncate(since)
             raise
-        for completion, finish in zip(batch, finishes, strict=True):
-            # Cut at a strategy's own limit, it goes on; cut before, the model's context is full.
-            if finish.reason == "stop" or completion.tokens < limit or limit == self.lease.max_tokens:
-                completion.finish_reason = finish.reason
 
-    def _check_held(self, finishes: Sequence[Finish]) -> None:
-        sampled = {span.version for finish in finishes for span in finish.weight_versions}
+    def _add(self, completion: PartialCompletion, part: Part, oldest: int, since: int, limit: int) -> None:
+        """Add tokens to a completion; with the last part, check their versions and end it if it has ended."""
+        completion.append(part, oldest)
+        if not isinstance(part, Sampled):
+            return
+        self._check_held(part)
+        try:
+            completion.settle(since, part.weight_versions)
+        except GenerationFailed:
+            completion.truncate(since)
+            raise
+        # Cut at a strategy's own limit, it goes on; cut before, the model's context is full.
+        if part.finish_reason == "stop" or completion.tokens < limit or limit == self.lease.max_tokens:
+            completion.finish_reason = part.finish_reason
+
+    def _check_held(self, answer: Sampled) -> None:
+        sampled = {span.version for span in answer.weight_versions}
         if foreign := sorted(version for version in sampled if not self._state.has_held(version)):
             reason = (
                 f"it sampled with weight versions {foreign}, which were not published to it since its start"

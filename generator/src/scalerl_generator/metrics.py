@@ -38,6 +38,11 @@ class ActorMetrics:
         self.truncated = Counter(
             "scalerl_actor_truncated_rollouts", "Completions cut at max_tokens", registry=r
         )
+        self.interrupted = Counter(
+            "scalerl_actor_interrupted_rollouts",
+            "Completions whose thought was ended by recipe.length.interruption",
+            registry=r,
+        )
         self.grading_errors = Counter(
             "scalerl_actor_grading_errors",
             "Completions that the verifier could not score; they are not trained on",

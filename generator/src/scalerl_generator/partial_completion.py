@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from scalerl_api.wire import MASKED
 from scalerl_generator.vllm_replies import GenerationFailed, Part, Sampled, Span
 
 
@@ -48,12 +49,21 @@ class PartialCompletion:
         """Number of tokens."""
         self.finish_reason: Literal["stop", "length"] | None = None
         """None while it is not complete."""
+        self.has_forced = False
+        """Some of its tokens are :meth:`force`'s."""
 
     def append(self, part: Part, version: int) -> None:
         """Add tokens that were sampled by ``version`` or by later weights."""
         versions = np.full(len(part.token_ids), version, dtype=np.int32)
         self._parts.append(_Tokens(part.token_ids, part.logprobs, part.masked, versions))
         self.tokens += len(part.token_ids)
+
+    def force(self, token_ids: NDArray[np.int32]) -> None:
+        """Append tokens that the policy did not choose: log-probability 0, version :data:`~scalerl_api.wire.MASKED`."""
+        tokens = len(token_ids)
+        part = Part(token_ids, np.zeros(tokens, np.float32), np.zeros(tokens, np.bool_))
+        self.append(part, MASKED)
+        self.has_forced = True
 
     def settle(self, since: int, spans: Sequence[Span]) -> None:
         """Set the versions of the tokens from ``since`` on: ``spans``, which count from there.

@@ -99,6 +99,12 @@ class PromptCodec:
         )
         return texts
 
+    def exact_ids(self, text: str) -> list[int] | None:
+        """Token ids of a text by itself, without special tokens around it; None if they do not decode to it."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        decoded = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return ids if "".join(decoded.split()) == "".join(text.split()) else None
+
     def _encode_text(self, rendered: RenderedPrompt) -> EncodedPrompt:
         if self._chat is None:
             ids = self._tokenizer.encode(rendered.user, add_special_tokens=True).ids

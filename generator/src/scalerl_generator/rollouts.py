@@ -1,7 +1,7 @@
 """Makes a graded group from a lease.
 
-A *strategy* is the function that samples the completions of a prompt; :func:`sample_plain` is the default. Encoding,
-waiting for weights, grading and packing do not depend on it.
+A *strategy* is the function that samples the completions of a prompt: :func:`sample_plain`, or
+:class:`~.interruption.ThoughtInterrupter`. Encoding, waiting for weights, grading and packing do not depend on it.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class RolloutGenerator:
             self._state,
             self._metrics,
             lease,
-            encoded.token_ids,
+            encoded,
             stop_token_ids=self._codec.stop_token_ids,
             max_sequences=self._max_sequences,
             on_tokens=on_tokens,

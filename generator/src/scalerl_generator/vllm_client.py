@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from scalerl_api.wire import GroupJoin, WeightReceive, WeightReceived
 from scalerl_generator.vllm_replies import (
-    Finish,
     Part,
     PublishReport,
     Sampled,
@@ -72,13 +71,14 @@ def _generate_body(
     return body if cache_salt is None else body | {"cache_salt": cache_salt}
 
 
-def _sampling(max_tokens: int, temperature: float, stop_token_ids: Sequence[int]) -> dict[str, Any]:
+def _sampling(n: int, max_tokens: int, temperature: float, stop_token_ids: Sequence[int]) -> dict[str, Any]:
     """vLLM's sampling parameters.
 
     Without a seed: the result depends on the times of updates anyway, vLLM samples seeded sequences one after another,
     and its CPU engine crashes when it discards a seeded request's draw ("CPU Generator does not use offset", 0.32).
     """
     return {
+        "n": n,
         "max_tokens": max_tokens,
         "temperature": temperature,
         "logprobs": 0,  # the sampled token's, and no alternatives
@@ -149,7 +149,7 @@ class VllmClient:
         Raises:
             ServerDown, ServerRefused, BadReply, GenerationFailed
         """
-        params = _sampling(max_tokens, temperature, stop_token_ids) | {"n": n}
+        params = _sampling(n, max_tokens, temperature, stop_token_ids)
         return read_completions(
             await self._generate(prompt_token_ids, params, cache_salt, timeout_seconds), n
         )
@@ -158,26 +158,30 @@ class VllmClient:
         self,
         prompt_token_ids: Sequence[int],
         *,
+        n: int,
         max_tokens: int,
-        on_part: Callable[[Part], None],
+        on_part: Callable[[int, Part], None],
         temperature: float = 1.0,
         stop_token_ids: Sequence[int] = (),
         cache_salt: str | None = None,
         timeout_seconds: float = 600.0,
-    ) -> Finish:
-        """Sample one completion that arrives in parts; arguments and errors as :meth:`generate`'s.
+    ) -> None:
+        """Sample ``n`` completions of one prompt that arrive in parts; arguments and errors as :meth:`generate`'s.
 
         Args:
-            on_part: called with the new tokens: the first one, then whenever there are a 64th of ``max_tokens`` (but
-                at least :data:`UNSTREAMED_TOKENS`), and the rest. After a failure, what it was given is valid.
+            on_part: called with a completion's index and new tokens: its first one, then whenever there are a 64th of
+                ``max_tokens`` (but at least :data:`UNSTREAMED_TOKENS`), and the rest as a :class:`Sampled`. After a
+                failure, what it was given is valid. What it raises ends the request.
             timeout_seconds: between two parts.
         """
         interval = max(UNSTREAMED_TOKENS, max_tokens // _MAX_PARTS)
-        params = _sampling(max_tokens, temperature, stop_token_ids) | {"stream_interval": interval}
+        params = _sampling(n, max_tokens, temperature, stop_token_ids) | {"stream_interval": interval}
         body = _generate_body(prompt_token_ids, params, cache_salt) | {"stream": True}
         timeout = aiohttp.ClientTimeout(sock_connect=min(5.0, timeout_seconds), sock_read=timeout_seconds)
-        answer = StreamedAnswer(_GENERATE)
+        answer = StreamedAnswer(_GENERATE, n)
         url = self._base + _GENERATE
+        problem = "the answer ends in the middle"
+        cause: Exception | None = None
         try:
             async with self._session_for(_GENERATE).post(
                 url, data=_ENCODE(body), timeout=timeout
@@ -185,17 +189,14 @@ class VllmClient:
                 if response.status != 200:
                     raise ServerRefused(_GENERATE, response.status, read_error(await response.read()))
                 async for content in response.content.iter_any():
-                    for part in answer.feed(content):
-                        on_part(part)
+                    for index, part in answer.feed(content):
+                        on_part(index, part)
         except TimeoutError as error:
-            if answer.finish is None:
-                raise ServerDown(f"{url}: no data for {timeout_seconds:g} s") from error
+            problem, cause = f"no data for {timeout_seconds:g} s", error
         except aiohttp.ClientError as error:
-            if answer.finish is None:
-                raise ServerDown(f"{url}: {error}") from error
-        if answer.finish is None:
-            raise ServerDown(f"{url}: the answer ends in the middle")
-        return answer.finish
+            problem, cause = str(error), error
+        if answer.unfinished:  # otherwise it does not matter how the connection ended
+            raise ServerDown(f"{url}: {problem}") from cause
 
     async def prompt_logprobs(
         self, token_ids: Sequence[int], *, cache_salt: str | None = None, timeout_seconds: float = 60.0

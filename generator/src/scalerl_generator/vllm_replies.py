@@ -92,20 +92,12 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
-    """The end of an answer.
-
-    ``reason`` is ``stop`` after a stop token, which is the last of the tokens, and ``length`` when ``max_tokens`` cut
-    them. ``weight_versions`` count from the answer's first token.
-    """
-
-    reason: Literal["stop", "length"]
-    weight_versions: tuple[Span, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Sampled(Part):
-    """A whole completion; the two fields are :class:`Finish`'s."""
+    """A whole completion, or the last part of one.
+
+    ``finish_reason`` is ``stop`` after a stop token, which is the last of the tokens, and ``length`` when ``max_tokens``
+    cut them. ``weight_versions`` are of all tokens of the answer.
+    """
 
     weight_versions: tuple[Span, ...]
     finish_reason: Literal["stop", "length"]
@@ -189,16 +181,16 @@ def read_completions(content: bytes, n: int) -> list[Sampled]:
 
 
 class StreamedAnswer:
-    """One completion that arrives in server-sent events."""
+    """The ``n`` completions of an answer in server-sent events; each event extends one of them."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, n: int) -> None:
         self._path = path
         self._rest = b""
-        self.finish: Finish | None = None
-        """None until the last tokens have arrived."""
+        self.unfinished = n
+        """Completions whose last part has not arrived."""
 
-    def feed(self, content: bytes) -> Iterator[Part]:
-        """Add received bytes; yields the new tokens, event by event.
+    def feed(self, content: bytes) -> Iterator[tuple[int, Part]]:
+        """Add received bytes; yields index and new tokens of a completion, event by event. The last is a :class:`Sampled`.
 
         Raises:
             BadReply, GenerationFailed, ServerRefused
@@ -207,18 +199,18 @@ class StreamedAnswer:
         for event in events:
             yield from self._event(event.removeprefix(b"data: "))
 
-    def _event(self, content: bytes) -> Iterator[Part]:
+    def _event(self, content: bytes) -> Iterator[tuple[int, Part]]:
         if content == b"[DONE]":
             return
         if content.startswith(b'{"error"'):
             raise ServerRefused(self._path, 500, read_error(content))
         for choice in _decoded(_GENERATE, content).choices:
             if choice.finish_reason is None:
-                yield _part(choice)
-                continue
-            sampled = _sampled(choice)
-            self.finish = Finish(sampled.finish_reason, sampled.weight_versions)
-            yield sampled
+                yield choice.index, _part(choice)
+            else:
+                sampled = _sampled(choice)
+                self.unfinished -= 1
+                yield choice.index, sampled
 
 
 def read_prompt_logprobs(content: bytes, token_ids: Sequence[int]) -> NDArray[np.float32]:

@@ -1,0 +1,113 @@
+"""Forced interruption: ends long thoughts by a phrase that the policy did not choose (ScaleRL, arXiv 2510.13786 [P])."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scalerl_api.wire import Lease
+from scalerl_generator.completion_streams import CompletionStreams
+from scalerl_generator.metrics import ActorMetrics
+from scalerl_generator.prompt_codec import PromptCodec
+from scalerl_generator.vllm_client import gather_all
+from scalerl_tasks.answer_extraction import THOUGHT, THOUGHT_END, ends_inside_thought
+
+_FIELD = "recipe.length.interruption"
+
+
+class InterruptionProblem(Exception):
+    """The forced interruption fits neither the tokenizer nor the length budget; the message names the fields."""
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """``recipe.length.interruption`` of one run."""
+
+    min_tokens: int
+    """First position at which a thought may be interrupted, in tokens of the completion."""
+    max_tokens: int
+    """Last position."""
+    phrase: str
+    """What is appended there; it ends the thought."""
+
+
+def phrase_token_ids(
+    interruption: Interruption, codec: PromptCodec, max_completion_tokens: int
+) -> NDArray[np.int32] | None:
+    """Token ids of the phrase; None if no thought can be closed with this tokenizer, so that there is none to interrupt.
+
+    Raises:
+        InterruptionProblem: the phrase leaves the thought open, the tokenizer cannot encode it or takes a part of it for
+            an end token, or it does not fit in the budget after the last position.
+    """
+    if codec.exact_ids(THOUGHT_END) is None:
+        return None
+    phrase = interruption.phrase
+    if ends_inside_thought(THOUGHT + phrase):
+        raise InterruptionProblem(f"{_FIELD}.phrase {phrase!r} does not end the thought: add {THOUGHT_END}")
+    ids = codec.exact_ids(phrase)
+    if ids is None:
+        raise InterruptionProblem(
+            f"{_FIELD}.phrase {phrase!r}: the tokenizer of model.path cannot encode it: use other words"
+        )
+    if ended := sorted(set(ids) & set(codec.stop_token_ids)):
+        raise InterruptionProblem(f"{_FIELD}.phrase {phrase!r} has end tokens of model.path in it: {ended}")
+    if interruption.max_tokens + len(ids) >= max_completion_tokens:
+        raise InterruptionProblem(
+            f"{_FIELD}: after maxTokens ({interruption.max_tokens}) the {len(ids)} tokens of the phrase leave no room for "
+            f"an answer within recipe.maxCompletionTokens ({max_completion_tokens}): raise that, lower maxTokens, or "
+            "choose another recipe.length"
+        )
+    return np.array(ids, dtype=np.int32)
+
+
+class ThoughtInterrupter:
+    """The strategy that samples with forced interruption.
+
+    A completion that is inside a thought at a position drawn from the interruption's range has the phrase appended, and
+    goes on after it with the rest of its length budget. One that has ended, has closed its thought or has opened none is
+    left alone. The phrase's tokens are not the policy's: version ``MASKED``, log-probability 0.
+
+    Evaluations are interrupted too: a policy is measured under the length control that it is trained with, and thoughts
+    that training never sees at full length would be cut off there and score 0. The paper does not say what its
+    evaluations do [?].
+
+    Args:
+        phrase: from :func:`phrase_token_ids`.
+        seed: the run's.
+        texts: decodes completions; the caller keeps it off the event loop.
+    """
+
+    def __init__(
+        self,
+        interruption: Interruption,
+        phrase: NDArray[np.int32],
+        seed: int,
+        texts: Callable[[list[NDArray[np.int32]]], Awaitable[list[str]]],
+        metrics: ActorMetrics,
+    ) -> None:
+        self._interruption, self._phrase, self._seed = interruption, phrase, seed
+        self._texts, self._metrics = texts, metrics
+
+    async def __call__(self, streams: CompletionStreams) -> None:
+        await gather_all(self._sample(streams, sample) for sample in range(len(streams.completions)))
+
+    def position(self, lease: Lease, sample: int) -> int:
+        """Where completion ``sample`` is interrupted: uniform in the range, and the same whoever samples it."""
+        draw = random.Random(f"{self._seed}/{lease.split.value}/{lease.slot}/{sample}")
+        return draw.randint(self._interruption.min_tokens, self._interruption.max_tokens)
+
+    async def _sample(self, streams: CompletionStreams, sample: int) -> None:
+        completion = streams.completions[sample]
+        if not completion.has_forced:
+            await streams.extend([completion], self.position(streams.lease, sample))
+            if completion.finish_reason is None:
+                (text,) = await self._texts([completion.token_ids])
+                if ends_inside_thought((THOUGHT if streams.prompt.in_thought else "") + text):
+                    completion.force(self._phrase)
+                    self._metrics.interrupted.inc()
+        await streams.extend([completion], streams.lease.max_tokens)
