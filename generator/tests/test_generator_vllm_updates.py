@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from free_port import free_port
+from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -348,7 +348,7 @@ async def test_vllm_broken_streams_continue_as_one_completion(server: Server) ->
                 ServerMonitor(client, state, metrics),
                 state,
                 metrics,
-                lease,
+                LEASE,
                 EncodedPrompt(prompt, b""),
             ),
             stop_token_ids=[1],
