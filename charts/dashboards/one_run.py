@@ -287,11 +287,13 @@ GENERATORS = Section(
         ),
         lines(
             "Trouble",
-            "Servers found dead, coordinators lost, updates failed, requests sent again.",
+            "Servers found dead, coordinators lost, updates failed, requests sent again; tokens of unfinished completions "
+            "that continued on a restarted server.",
             (rate("scalerl_actor_server_losses_total"), "server lost"),
             (rate("scalerl_actor_coordinator_losses_total"), "coordinator lost"),
             (rate("scalerl_actor_update_failures_total"), "update failed"),
             (rate("scalerl_actor_resubmitted_requests_total"), "sent again"),
+            (rate("scalerl_actor_resumed_tokens_total"), "tokens continued"),
             unit="cps",
         ),
         lines(

@@ -262,6 +262,42 @@ async def test_server_killed_in_mid_generation(scene: Scene) -> None:
     await until(lambda: len(scene.coordinator.groups) == 4)
 
 
+@pytest.mark.parametrize("max_tokens", [600, 1100], ids=["together", "one-by-one"])
+@pytest.mark.parametrize(
+    "scene",
+    [{"seconds_per_token": 0.01, "prompts": [*PROMPTS, "f{"], "model__contextTokens": 2048}],
+    indirect=True,
+)
+async def test_completions_continue_on_restarted_server(scene: Scene, max_tokens: int) -> None:
+    await scene.member()
+    await scene.trainer.publish(0)
+    for ids, split in ((scene.train, Split.TRAIN), (scene.held_out, Split.HELD_OUT)):
+        scene.coordinator.offer(len(ids), ids, split, max_tokens=max_tokens, policy_version=1)
+    await until(lambda: len(scene.coordinator.groups) == 12)  # all but the long one
+    await until(lambda: any(n > 400 for n in scene.coordinator.beats[-1].progress.values()))
+    await scene.generator.kill_server()
+    await until(lambda: not scene.coordinator.leased)
+
+    scene.generator.seconds_per_token = 0.0
+    await scene.generator.start_server()
+    await scene.member(known=1)
+    await scene.trainer.publish(1)
+    await until(lambda: len(scene.coordinator.groups) == 13)
+    long = max(scene.coordinator.groups.values(), key=lambda group: len(group.completions[0].token_ids))
+    length = stand_in_vllm.counted_length(decoded(long.prompt_token_ids))
+    asked = [r["max_tokens"] for r in (await scene.server())["requests"]]
+    for completion, rest in zip(long.completions, asked, strict=True):
+        assert decoded(completion.token_ids) == stand_in_vllm.counted(length)
+        assert len(completion.logprobs) == len(completion.token_ids)
+        assert [(span.version, span.start) for span in completion.versions] == [
+            (0, 0),
+            (1, max_tokens - rest),
+        ]
+        assert rest <= max_tokens - 65
+    text = (await scene.get(endpoints.METRICS))[1]
+    assert f"scalerl_actor_resumed_tokens_total {sum(max_tokens - rest for rest in asked)}.0" in text
+
+
 @pytest.mark.parametrize("scene", [{"seconds_per_token": 0.1}], indirect=True)
 async def test_undetected_server_restart_drops_group(scene: Scene) -> None:
     """It answers every health check, but its tokens are of weights that were not published to it."""

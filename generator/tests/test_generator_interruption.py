@@ -86,7 +86,7 @@ async def test_open_thought_is_interrupted_once(bench: Bench, codec: PromptCodec
     if not breaks:
         asked = sorted(r["max_tokens"] for r in bench.server.requests)
         positions = [strategy.position(streams.lease, sample) for sample in range(4)]
-        assert asked == sorted(positions + [1000 - at - len(phrase) for at in positions])
+        assert asked == sorted(positions + [2000 - at - len(phrase) for at in positions])
 
 
 async def test_interrupted_completion_is_cut_at_budget(bench: Bench, codec: PromptCodec) -> None:

@@ -17,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stand_in_vllm import COUNTED, ENDLESS, REFUSED, counted
 
-from scalerl_api.wire import Lease, Split
+from scalerl_api.wire import MASKED, Lease, Split
 from scalerl_generator.completion_streams import CompletionStreams, ServerLost
+from scalerl_generator.kept_completions import KeptCompletions
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.partial_completion import PartialCompletion
 from scalerl_generator.prompt_codec import EncodedPrompt
@@ -65,7 +66,7 @@ class Bench:
             prompt_index=0,
             prompt_id="p",
             completions=completions,
-            max_tokens=changes.pop("max_tokens", 1000),
+            max_tokens=changes.pop("max_tokens", 2000),
             temperature=changes.pop("temperature", 1.0),
             remaining_seconds=120.0,
             policy_version=0,
@@ -102,7 +103,7 @@ def check_counted(completion: PartialCompletion, length: int = LENGTH) -> None:
     assert sampled.weight_versions[-1].end == length
 
 
-@pytest.mark.parametrize("max_tokens", [1000, 450], ids=["one-by-one", "together"])
+@pytest.mark.parametrize("max_tokens", [2000, 450], ids=["one-by-one", "together"])
 @pytest.mark.parametrize("seed", range(6))
 async def test_broken_streams_lose_and_repeat_no_token(bench: Bench, seed: int, max_tokens: int) -> None:
     draw = random.Random(seed)
@@ -116,7 +117,7 @@ async def test_broken_streams_lose_and_repeat_no_token(bench: Bench, seed: int, 
     assert bench.tokens == 4 * LENGTH, "no token is reported twice"
     # A request for the rest may end before it would have failed.
     requests = bench.server.requests
-    assert [r["n"] for r in requests[:4]] == ([1] * 4 if max_tokens == 1000 else [4, 1, 1, 1])
+    assert [r["n"] for r in requests[:4]] == ([1] * 4 if max_tokens == 2000 else [4, 1, 1, 1])
     assert 0 < bench.metric("resubmitted_requests") <= 9
 
 
@@ -137,7 +138,7 @@ async def test_only_broken_stream_is_requested_again(bench: Bench) -> None:
     for completion in streams.completions:
         check_counted(completion)
     # 1 + 64 + 64 + 64 tokens had arrived: the parts in full.
-    assert [r["max_tokens"] for r in bench.server.requests] == [1000] * 4 + [1000 - 193]
+    assert [r["max_tokens"] for r in bench.server.requests] == [2000] * 4 + [2000 - 193]
 
 
 async def test_versions_of_broken_stream_are_never_too_new(bench: Bench) -> None:
@@ -221,13 +222,73 @@ async def test_unnoticed_restart_loses_server_and_keeps_tokens(bench: Bench) -> 
 
 async def test_tokens_of_unpublished_weights_are_dropped(bench: Bench) -> None:
     bench.server.version = "default"
-    for max_tokens in (1000, 50):
+    for max_tokens in (2000, 50):
         bench.state.mark_up()
         bench.state.complete_update(0)
         streams = bench.streams(PROMPT, max_tokens=max_tokens)
         with pytest.raises(ServerLost, match=r"weight versions \[-1\], which were not published"):
             await sample_plain(streams)
         assert [c.tokens for c in streams.completions if c.finish_reason] == []
+
+
+# --- kept over a restart ---------------------------------------------------------------------------
+
+
+def lease(**changes: Any) -> Lease:
+    fields: dict[str, Any] = {"split": Split.TRAIN, "slot": 3, "prompt_id": "p", "policy_version": 5}
+    return Lease(
+        **fields
+        | {"lease_id": "l", "prompt_index": 0, "completions": 1, "max_tokens": 64, "temperature": 1.0}
+        | {"remaining_seconds": 1.0}
+        | changes
+    )
+
+
+def sampled_by(*versions: int) -> list[PartialCompletion]:
+    completion = PartialCompletion()
+    for version in versions:
+        completion.append(part(completion.tokens, 2), version)
+    return [completion]
+
+
+@pytest.mark.parametrize(
+    ("changes", "versions", "found"),
+    [
+        ({"lease_id": "another"}, (4, 5), True),
+        ({"policy_version": 7}, (5, MASKED, 5), True),
+        ({"policy_version": 8}, (5, 7), False),  # too old a token
+        ({"policy_version": 4}, (4, 5), False),  # training went back
+        ({"slot": 4}, (5,), False),
+        ({"prompt_id": "q"}, (5,), False),
+        ({"max_tokens": 65}, (5,), False),
+        ({"temperature": 0.5}, (5,), False),
+        ({"split": Split.HELD_OUT}, (5,), False),
+    ],
+)
+def test_kept_completions_are_of_same_work(
+    changes: dict[str, Any], versions: tuple[int, ...], found: bool
+) -> None:
+    kept = KeptCompletions(max_sequences=8, max_staleness_steps=2)
+    completions = sampled_by(*versions)
+    kept.put(lease(), completions)
+    assert (kept.take(lease(**changes)) is completions) == found
+    if found:
+        assert kept.take(lease(**changes)) is None, "they are taken once"
+
+
+def test_kept_completions_of_evaluation_are_of_its_version() -> None:
+    kept = KeptCompletions(max_sequences=8, max_staleness_steps=2)
+    held_out = lease(split=Split.HELD_OUT)
+    kept.put(held_out, sampled_by(5, 9))
+    assert kept.take(lease(split=Split.HELD_OUT, policy_version=6)) is None
+    assert kept.take(held_out) is not None
+
+
+def test_kept_completions_are_bounded() -> None:
+    kept = KeptCompletions(max_sequences=8, max_staleness_steps=2)
+    for slot in range(20):
+        kept.put(lease(slot=slot), sampled_by(5) * 2)
+    assert [slot for slot in range(20) if kept.take(lease(slot=slot))] == [16, 17, 18, 19]
 
 
 # --- assembly ------------------------------------------------------------------------------------

@@ -10,7 +10,10 @@ Failures, and how the actor handles them:
 
 =====================  ====================================================================================
 the vLLM server        leases are released, the member is unhealthy; once the server answers again: a new
-                       registration, new weights, new leases (:mod:`.registration`)
+                       registration, new weights, new leases (:mod:`.registration`). Slots that come back
+                       continue from the tokens they had (:mod:`.kept_completions`)
+a connection to it     the completions it broke off are requested again, from the tokens they have
+                       (:mod:`.completion_streams`)
 the coordinator        every call is retried with back-off; finished groups are kept; if the coordinator
                        does not know the member, it registers again, and its leases continue
 the trainer            during an update: the update's timeout ends it. Complete old weights stay in use;
@@ -58,6 +61,7 @@ from scalerl_generator.interruption import (
     ThoughtInterrupter,
     phrase_token_ids,
 )
+from scalerl_generator.kept_completions import KeptCompletions
 from scalerl_generator.leasing import Leasing
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.prompt_codec import PromptCodec, TokenizerProblem
@@ -159,6 +163,9 @@ async def run_actor(
             sources,
             thread,
             max_sequences=capacity,
+            kept=KeptCompletions(
+                max_sequences=2 * capacity, max_staleness_steps=spec.recipe.max_staleness_steps
+            ),
             strategy=_strategy(spec, codec, thread, metrics),
         )
         delivery = Delivery(coordinator, registration, metrics)

@@ -9,7 +9,7 @@ conditional on everything before it either way, so nothing changes but the cache
 longest completion     first request
 =====================  ==========================================================================================
 64 tokens              one a group, whole: each part costs the server a little (``vllm_client.UNSTREAMED_TOKENS``)
-512 tokens             one a group, in parts; a request costs the server as much as some dozens of tokens do, with
+1024 tokens            one a group, in parts; a request costs the server as much as some dozens of tokens do, with
                        a small model (``benchmarks/streams.py``)
 more                   one a completion, in parts
 =====================  ==========================================================================================
@@ -37,7 +37,7 @@ logger = logging.getLogger("scalerl.actor.streams")
 
 _ATTEMPTS = 3
 """A request that failed this often in a row, without a new token, fails its group."""
-_TOGETHER_TOKENS = 512
+_TOGETHER_TOKENS = 1024
 _LEASE_MARGIN_SECONDS = 60.0
 """Margin over the lease's deadline, which ends the request: with equal timeouts, either could hide the other."""
 
@@ -79,6 +79,11 @@ class CompletionStreams:
         self._on_tokens = on_tokens
         self.completions = completions or [PartialCompletion() for _ in range(lease.completions)]
         self._warned = False
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens so far, of all completions."""
+        return sum(completion.tokens for completion in self.completions)
 
     def batches(self) -> list[list[PartialCompletion]]:
         """The completions, by first requests for :meth:`extend` to the lease's ``max_tokens`` (see the module's table)."""

@@ -72,6 +72,11 @@ class ActorMetrics:
         self.resubmitted = Counter(
             "scalerl_actor_resubmitted_requests", "Requests sent again to a healthy server", registry=r
         )
+        self.resumed_tokens = Counter(
+            "scalerl_actor_resumed_tokens",
+            "Tokens of unfinished completions that continued on a restarted server",
+            registry=r,
+        )
         self.server_losses = Counter(
             "scalerl_actor_server_losses", "Times the server stopped answering", registry=r
         )

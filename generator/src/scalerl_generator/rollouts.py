@@ -18,7 +18,8 @@ from typing import TypeVar
 import numpy as np
 
 from scalerl_api.wire import MASKED, Completion, Group, Lease, Split, VersionSpan
-from scalerl_generator.completion_streams import CompletionStreams
+from scalerl_generator.completion_streams import CompletionStreams, ServerLost
+from scalerl_generator.kept_completions import KeptCompletions
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.prompt_codec import EncodedPrompt, PromptCodec
 from scalerl_generator.registration import ServerMonitor
@@ -96,6 +97,7 @@ class RolloutGenerator:
         thread: Executor,
         *,
         max_sequences: int,
+        kept: KeptCompletions,
         strategy: Strategy = sample_plain,
     ) -> None:
         self._server, self._monitor, self._state, self._busy = server, monitor, state, busy
@@ -104,7 +106,7 @@ class RolloutGenerator:
         self._thread = thread
         self._logged_grading_errors: set[str] = set()
         self._max_sequences = max_sequences
-        self._strategy = strategy
+        self._kept, self._strategy = kept, strategy
 
     async def generate(self, lease: Lease, on_tokens: Callable[[int], None]) -> Generated:
         """Sample the completions of a lease; waits while the server holds no weights or receives new ones.
@@ -112,7 +114,7 @@ class RolloutGenerator:
         ``on_tokens`` is called as tokens are sampled, unless completions are short.
 
         Raises:
-            ServerLost: this server can no longer serve the lease.
+            ServerLost: this server can no longer serve the lease. What it sampled is kept for the next lease of the slot.
             ServerRefused, BadReply, GenerationFailed: the server is healthy, and returned nothing to train on.
             PromptTooLong: no server of this run can serve this prompt.
             PromptMismatch, SourceError: the run's configuration or data are wrong.
@@ -128,7 +130,24 @@ class RolloutGenerator:
             stop_token_ids=self._codec.stop_token_ids,
             max_sequences=self._max_sequences,
             on_tokens=on_tokens,
+            completions=self._kept.take(lease),
         )
+        resumed = streams.tokens
+        self._metrics.resumed_tokens.inc(resumed)
+        try:
+            started = await self._sample(streams)
+        except (ServerLost, asyncio.CancelledError):
+            # Without a new token, these completions may be why the server is lost.
+            if not self._state.is_serving and streams.tokens > resumed:
+                self._kept.put(lease, streams.completions)
+            raise
+        completions = [completion.sampled() for completion in streams.completions]
+        seconds = time.monotonic() - started
+        self._record(lease, completions, seconds)
+        return Generated(lease, prompt, encoded, completions, seconds)
+
+    async def _sample(self, streams: CompletionStreams) -> float:
+        """Sample once the server serves; returns the time of the start."""
         await self._state.serving()
         started = time.monotonic()
         self._busy.request_started()
@@ -136,10 +155,7 @@ class RolloutGenerator:
             await self._strategy(streams)
         finally:
             self._busy.request_ended()
-        completions = [completion.sampled() for completion in streams.completions]
-        seconds = time.monotonic() - started
-        self._record(lease, completions, seconds)
-        return Generated(lease, prompt, encoded, completions, seconds)
+        return started
 
     async def grade(self, generated: Generated, on_graded: Callable[[], None]) -> Group:
         """Score the completions and pack the group.

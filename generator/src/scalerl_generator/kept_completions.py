@@ -1,0 +1,56 @@
+"""Completions that a lost server left unfinished, until their prompt is leased again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scalerl_api.wire import MASKED, Lease, Split
+from scalerl_generator.partial_completion import PartialCompletion
+
+_Key = tuple[Split, int, str, int, int, float, int | None]
+
+
+class KeptCompletions:
+    """What was sampled for leases that went back to the coordinator with a lost server.
+
+    The coordinator issues such slots again, first; if this actor gets one back, its completions continue where they were.
+
+    Args:
+        max_sequences: completions to keep; beyond, the oldest groups go.
+        max_staleness_steps: of the recipe; a group with an older token would be dropped when it is pushed.
+    """
+
+    def __init__(self, *, max_sequences: int, max_staleness_steps: int) -> None:
+        self._max_sequences, self._max_staleness_steps = max_sequences, max_staleness_steps
+        self._groups: dict[_Key, list[PartialCompletion]] = {}
+
+    def put(self, lease: Lease, completions: list[PartialCompletion]) -> None:
+        """Keep the completions of a lease that was not completed."""
+        self._groups.pop(_key(lease), None)
+        self._groups[_key(lease)] = completions
+        while sum(len(group) for group in self._groups.values()) > self._max_sequences:
+            del self._groups[next(iter(self._groups))]
+
+    def take(self, lease: Lease) -> list[PartialCompletion] | None:
+        """The completions that were kept for the same work, if they can still be trained on."""
+        kept = self._groups.pop(_key(lease), None)
+        if kept is None or (lease.split is Split.TRAIN and not self._is_usable(lease, kept)):
+            return None
+        return kept
+
+    def _is_usable(self, lease: Lease, kept: Sequence[PartialCompletion]) -> bool:
+        sampled = {s.version for c in kept for s in c.weight_versions} - {MASKED}
+        # A newer version than the lease's is of training that went back to a checkpoint.
+        return not sampled or (
+            max(sampled) <= lease.policy_version <= min(sampled) + self._max_staleness_steps
+        )
+
+
+def _key(lease: Lease) -> _Key:
+    # An evaluation measures one version, and its next measurement has the same slots.
+    measured = lease.policy_version if lease.split is Split.HELD_OUT else None
+    return (
+        *(lease.split, lease.slot, lease.prompt_id),
+        *(lease.completions, lease.max_tokens, lease.temperature),
+        measured,
+    )
