@@ -1,9 +1,9 @@
 """Tokens per second of one request a completion, against one request a group of 16, on a real vLLM server.
 
-    python benchmarks/streams.py [--quick] [--rounds 6]
+    python benchmarks/streams.py [--quick] [--rounds 3]
 
 Both ways are the actor's own calls, interleaved, with five groups at a time and 64 sequences on the server, and a model
-so small that overhead binds: on a large one a request costs the same and a token far more. ``group`` is one streamed
+that ends no completion before its limit and is so small that overhead binds: on a large one a request costs the same and a token far more. ``group`` is one streamed
 answer a group, ``streams`` one a completion; :mod:`scalerl_generator.completion_streams` chooses by the completions'
 longest length. ``ratio`` is of the totals; ``cpu`` is the same ratio per second of CPU of server and client together, which other
 work on the machine does not disturb. The recipe's shape is longer than the longest here.
@@ -37,8 +37,8 @@ COMPLETIONS = 16
 GROUPS_AT_ONCE = 5
 CONTEXT_TOKENS = 2048
 START_SECONDS = 300
-SHAPES = ((8, 6, 60), (64, 128, 30), (128, 1024, 10), (1024, 960, 10))
-"""Prompt tokens, completion tokens at most, groups a round."""
+SHAPES = ((8, 6, 60), (64, 128, 30), (128, 1024, 5), (128, 1900, 5), (1024, 960, 5))
+"""Prompt tokens, completion tokens, groups a round."""
 
 
 class Totals(NamedTuple):
@@ -125,14 +125,15 @@ async def measure(url: str, token: str, rounds: int) -> list[dict[str, float]]:
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--quick", action="store_true", help="two rounds")
-    p.add_argument("--rounds", type=int, default=6, help="of both ways, for each shape")
+    p.add_argument("--quick", action="store_true", help="one round")
+    p.add_argument("--rounds", type=int, default=3, help="of both ways, for each shape")
     given = p.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         model, port, token = Path(directory) / "model", free_port(), secrets.token_hex(16)
         make_model(model, SIZES[1])
         config = json.loads((model / "config.json").read_text())
-        (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT_TOKENS}))
+        changes = {"max_position_embeddings": CONTEXT_TOKENS, "eos_token_id": None}
+        (model / "config.json").write_text(json.dumps(config | changes))
         server = subprocess.Popen(
             [
                 *(sys.executable, "-m", "scalerl_generator.vllm_server"),
@@ -147,7 +148,7 @@ def main() -> None:
         )
         try:
             print(f"{'prompt':>6} {'completion':>10} {'group':>9} {'streams':>9} {'ratio':>6} {'cpu':>6}")
-            rounds = 2 if given.quick else given.rounds
+            rounds = 1 if given.quick else given.rounds
             rows = asyncio.run(measure(f"http://127.0.0.1:{port}", token, rounds))
         finally:
             os.killpg(server.pid, signal.SIGTERM)

@@ -298,6 +298,27 @@ async def test_completions_continue_on_restarted_server(scene: Scene, max_tokens
     assert f"scalerl_actor_resumed_tokens_total {sum(max_tokens - rest for rest in asked)}.0" in text
 
 
+@pytest.mark.parametrize(
+    "scene",
+    [{"seconds_per_token": 0.005, "prompts": [*PROMPTS, "f{"], "model__contextTokens": 2048}],
+    indirect=True,
+)
+async def test_tokens_at_undetected_server_restart_are_dropped(scene: Scene) -> None:
+    """Some in flight may be of the restarted server, whose weights nobody published."""
+    await scene.member()
+    await scene.trainer.publish(0)
+    for ids, split in ((scene.train, Split.TRAIN), (scene.held_out, Split.HELD_OUT)):
+        scene.coordinator.offer(len(ids), ids, split, max_tokens=600)
+    await until(lambda: len(scene.coordinator.groups) == 12)
+    await until(lambda: any(n > 400 for n in scene.coordinator.beats[-1].progress.values()))
+    await scene.generator.kill_server()
+    await scene.generator.start_server()
+    await scene.member(known=1)
+    await scene.trainer.publish(0)
+    await until(lambda: len(scene.coordinator.groups) == 13)
+    assert "scalerl_actor_resumed_tokens_total 0.0" in (await scene.get(endpoints.METRICS))[1]
+
+
 @pytest.mark.parametrize("scene", [{"seconds_per_token": 0.1}], indirect=True)
 async def test_undetected_server_restart_drops_group(scene: Scene) -> None:
     """It answers every health check, but its tokens are of weights that were not published to it."""

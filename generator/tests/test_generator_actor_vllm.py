@@ -272,8 +272,8 @@ async def test_in_flight_update_and_a_killed_server(scene: Scene) -> None:
     expected = score(models[1], prompt, ids(sample.token_ids))
     assert np.abs(np.frombuffer(probed.logprobs[0], "<f4") - expected).max() < 1e-3
 
-    # Killed in mid-generation: leases go back, and come again once there is a server with weights.
-    scene.offer(16)
+    # Killed in mid-generation: leases go back, come again once there is a server with weights, and continue.
+    scene.offer(16, policy_version=2)
     await until(lambda: len(coordinator.leased) >= 8, 120)
     await asyncio.sleep(0.1)
     before = len(coordinator.groups)
@@ -291,5 +291,16 @@ async def test_in_flight_update_and_a_killed_server(scene: Scene) -> None:
     await sender.send(models[2], 2)
     await until(lambda: len(coordinator.groups) == 34, 120)
     check(list(coordinator.groups.values()))
-    last = list(coordinator.groups.values())[-1]
-    assert {s.version for c in last.completions for s in c.versions} == {2}
+    continued = 0
+    for group in list(coordinator.groups.values())[18:]:
+        for c in group.completions:
+            if [s.version for s in c.versions] != [1, 2]:
+                continue
+            continued += 1
+            start, logprobs = c.versions[1].start, np.frombuffer(c.logprobs, "<f4")
+            before, after = (
+                score(models[version], ids(group.prompt_token_ids), ids(c.token_ids)) for version in (1, 2)
+            )
+            assert np.abs(before - logprobs)[:start].max() < 1e-3
+            assert np.abs(after - logprobs)[start:].max() < 1e-3
+    assert continued

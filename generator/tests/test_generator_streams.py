@@ -207,7 +207,7 @@ async def test_cut_completion_is_not_continued(bench: Bench) -> None:
     assert streams.completions[0].sampled().finish_reason == "length"
 
 
-async def test_unnoticed_restart_loses_server_and_keeps_tokens(bench: Bench) -> None:
+async def test_unnoticed_restart_is_found_before_next_request(bench: Bench) -> None:
     bench.server.breaks = [(150, "close")]
     bench.server.seconds_per_token = 0.002
     streams = bench.streams(PROMPT, completions=1)
@@ -217,18 +217,17 @@ async def test_unnoticed_restart_loses_server_and_keeps_tokens(bench: Bench) -> 
     with pytest.raises(ServerLost):
         await sampling
     assert not bench.state.up
-    assert streams.completions[0].token_ids.tolist() == counted(LENGTH)[:129]
+    assert bench.state.unpublished_start == bench.state.start_count
+    assert len(bench.server.requests) == 1
 
 
-async def test_tokens_of_unpublished_weights_are_dropped(bench: Bench) -> None:
+@pytest.mark.parametrize("max_tokens", [2000, 50])
+async def test_tokens_of_unpublished_weights_lose_server(bench: Bench, max_tokens: int) -> None:
     bench.server.version = "default"
-    for max_tokens in (2000, 50):
-        bench.state.mark_up()
-        bench.state.complete_update(0)
-        streams = bench.streams(PROMPT, max_tokens=max_tokens)
-        with pytest.raises(ServerLost, match=r"weight versions \[-1\], which were not published"):
-            await sample_plain(streams)
-        assert [c.tokens for c in streams.completions if c.finish_reason] == []
+    with pytest.raises(ServerLost, match=r"weight versions \[-1\], which were not published"):
+        await sample_plain(bench.streams(PROMPT, max_tokens=max_tokens))
+    assert not bench.state.up
+    assert bench.state.unpublished_start == bench.state.start_count
 
 
 # --- kept over a restart ---------------------------------------------------------------------------

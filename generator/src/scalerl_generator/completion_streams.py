@@ -96,7 +96,8 @@ class CompletionStreams:
         A batch is one request while none of its completions has a token; then each is its own.
 
         Raises:
-            ServerLost: this server can no longer serve the lease. What it sampled stays in the completions.
+            ServerLost: this server can no longer serve the lease. What arrived from it stays in the completions; where it
+                held unpublished weights (:attr:`ServerState.unpublished_start`), that is of no use.
             ServerRefused, BadReply, GenerationFailed: the server is healthy, and returned nothing to train on.
         """
         failed = 0
@@ -139,16 +140,11 @@ class CompletionStreams:
                 oldest[index] = self._state.version
             self._on_tokens(len(part.token_ids))
 
-        try:
-            if limit - since > UNSTREAMED_TOKENS:
-                await self._server.stream(prompt, on_part=on_part, **ask)
-            else:
-                for index, sampled in enumerate(await self._server.generate(prompt, **ask)):
-                    self._add(batch[index], sampled, oldest[index], since, limit)
-        except ServerLost:
-            for completion in batch:
-                completion.truncate(since)
-            raise
+        if limit - since > UNSTREAMED_TOKENS:
+            await self._server.stream(prompt, on_part=on_part, **ask)
+        else:
+            for index, sampled in enumerate(await self._server.generate(prompt, **ask)):
+                self._add(batch[index], sampled, oldest[index], since, limit)
 
     def _add(self, completion: PartialCompletion, part: Part, oldest: int, since: int, limit: int) -> None:
         """Add tokens to a completion; with the last part, check their versions and end it if it has ended."""
@@ -171,7 +167,7 @@ class CompletionStreams:
             reason = (
                 f"it sampled with weight versions {foreign}, which were not published to it since its start"
             )
-            self._monitor.server_lost(reason)
+            self._monitor.server_lost(reason, unpublished=True)
             raise ServerLost(reason)
 
     def _warn(self, error: VllmError) -> None:

@@ -86,15 +86,20 @@ class ServerMonitor:
         except VllmError:
             return await self.check_alive()
         if version == UNVERSIONED:
-            self.server_lost("it has restarted: it holds none of the weights published to it")
+            self.server_lost(
+                "it has restarted: it holds none of the weights published to it", unpublished=True
+            )
         return self._state.up
 
-    def server_lost(self, reason: str) -> None:
-        """Set the server down: it, or its weights, are lost, and with them all requests in flight."""
+    def server_lost(self, reason: str, *, unpublished: bool = False) -> None:
+        """Set the server down: it, or its weights, are lost, and with them all requests in flight.
+
+        ``unpublished``: it holds weights that were not published to it.
+        """
         if self._state.up:
             logger.error("server lost: %s", reason)
             self._metrics.server_losses.inc()
-            self._state.mark_down()
+            self._state.mark_down(unpublished)
 
     async def _until_up(self) -> None:
         started = time.monotonic()

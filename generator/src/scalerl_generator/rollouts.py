@@ -120,6 +120,8 @@ class RolloutGenerator:
             PromptMismatch, SourceError: the run's configuration or data are wrong.
         """
         prompt, encoded = await self._in_thread(self._encoded, lease)
+        await self._state.serving()
+        started, server_start = time.monotonic(), self._state.start_count
         streams = CompletionStreams(
             self._server,
             self._monitor,
@@ -134,28 +136,21 @@ class RolloutGenerator:
         )
         resumed = streams.tokens
         self._metrics.resumed_tokens.inc(resumed)
+        self._busy.request_started()
         try:
-            started = await self._sample(streams)
+            await self._strategy(streams)
         except (ServerLost, asyncio.CancelledError):
             # Without a new token, these completions may be why the server is lost.
-            if not self._state.is_serving and streams.tokens > resumed:
+            attributable = self._state.unpublished_start != server_start
+            if attributable and not self._state.is_serving and streams.tokens > resumed:
                 self._kept.put(lease, streams.completions)
             raise
+        finally:
+            self._busy.request_ended()
         completions = [completion.sampled() for completion in streams.completions]
         seconds = time.monotonic() - started
         self._record(lease, completions, seconds)
         return Generated(lease, prompt, encoded, completions, seconds)
-
-    async def _sample(self, streams: CompletionStreams) -> float:
-        """Sample once the server serves; returns the time of the start."""
-        await self._state.serving()
-        started = time.monotonic()
-        self._busy.request_started()
-        try:
-            await self._strategy(streams)
-        finally:
-            self._busy.request_ended()
-        return started
 
     async def grade(self, generated: Generated, on_graded: Callable[[], None]) -> Group:
         """Score the completions and pack the group.

@@ -27,6 +27,9 @@ class ServerState:
         self.updating = False
         self.start_count = 0
         """Number of starts; each needs a new registration and new weights."""
+        self.unpublished_start = 0
+        """The ``start_count`` of the last server that was found with weights not published to it. What is in flight then
+        may be of such weights."""
         self.update_failed = False
         """The last update failed, so the coordinator may have removed this member."""
         self.cache_salt = ""
@@ -69,7 +72,10 @@ class ServerState:
         self._installed.clear()
         self._changed()
 
-    def mark_down(self) -> None:
+    def mark_down(self, unpublished: bool = False) -> None:
+        """The server is lost; ``unpublished``: because it holds weights that were not published to it."""
+        if unpublished:
+            self.unpublished_start = self.start_count
         self.up, self.version, self.updating = False, NO_WEIGHTS, False
         self._changed()
 
