@@ -138,7 +138,7 @@ class Load:
                 busy_seconds=0.0,
                 trained_tokens=len(shard) // 8,
             )
-            await self.call(endpoints.TRAINER_STEP, report, wire.Ack)
+            await self.call(endpoints.TRAINER_STEP, report, wire.StepReported)
             self.version += 1
             await self.publish(name)
             if self.version % CHECKPOINT_STEPS == 0:

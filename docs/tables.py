@@ -1,10 +1,12 @@
-"""`python docs/tables.py [--check]`: write what the pages take from the code: tables of docs/operations.md, docs/reference."""
+"""`python docs/tables.py [--check]`: write what the pages take from the code: tables of docs/operations.md and
+docs/recipe.md, docs/reference."""
 
 from __future__ import annotations
 
 import argparse
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import reference_pages
@@ -12,9 +14,9 @@ import yaml
 
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.edits import EDITS
+from scalerl_api.recipe.presets import PRESETS, Published
 
 DOCS = Path(__file__).parent
-PAGE = DOCS / "operations.md"
 ALERTS = DOCS.parent / "charts" / "scalerl" / "files" / "alerts.yaml"
 
 
@@ -24,8 +26,22 @@ def table(*columns: str, rows: list[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def presets() -> str:
+    """The presets side by side: what each gives, with the grade of its source."""
+    paths = dict.fromkeys(path for fields in PRESETS.values() for path in fields)
+    shown = [
+        path for path in paths if any(path in fields for name, fields in PRESETS.items() if name != "scalerl")
+    ]
+
+    def cell(fields: Mapping[str, Published], path: str) -> str:
+        return f"{fields[path].value} [{fields[path].source.grade}]" if path in fields else ""
+
+    rows = [(f"`{path}`", *(cell(fields, path) for fields in PRESETS.values())) for path in shown]
+    return table("field of `spec.recipe`", *(f"`{name}`" for name in PRESETS), rows=rows)
+
+
 def tables() -> dict[str, str]:
-    """All tables by the name of their place in the page."""
+    """All tables of docs/operations.md by the name of their place in it."""
     rules = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
     return {
         "phases": table("phase", "what it says", rows=[(f"`{p}`", p.text) for p in Phase]),
@@ -48,12 +64,12 @@ def tables() -> dict[str, str]:
     }  # fmt: skip
 
 
-def renewed(page: str) -> str:
-    """The page with its tables as they should be."""
-    for name, text in tables().items():
+def renewed(page: str, of: dict[str, str]) -> str:
+    """The text of a page with its tables as they should be."""
+    for name, text in of.items():
         place = re.compile(rf"(<!-- {name}: [^\n]* -->\n).*?(<!-- end -->)", re.S)
         if not place.search(page):
-            raise SystemExit(f"{PAGE}: no place for the table of {name}")
+            raise SystemExit(f"no place for the table of {name}")
         page = place.sub(lambda match, text=text: f"{match[1]}\n{text}\n{match[2]}", page)
     return page
 
@@ -65,7 +81,8 @@ def main() -> int:
         "--check", action="store_true", help="write nothing; exit 1 if the page is not up to date"
     )
     check: bool = parser.parse_args().check
-    texts = {PAGE: renewed(PAGE.read_text(encoding="utf-8"))}
+    pages = {DOCS / "operations.md": tables(), DOCS / "recipe.md": {"presets": presets()}}
+    texts = {path: renewed(path.read_text(encoding="utf-8"), of) for path, of in pages.items()}
     texts |= {DOCS / "reference" / name: write() for name, write in reference_pages.PAGES.items()}
     for path, text in texts.items():
         if not check:

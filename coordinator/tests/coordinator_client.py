@@ -95,7 +95,7 @@ class Client:
         message = wire.StepReport(
             incarnation=incarnation, step=step, stats=stats or {}, busy_seconds=0.0, trained_tokens=1
         )
-        await self.post(endpoints.TRAINER_STEP, message, wire.Ack)
+        await self.post(endpoints.TRAINER_STEP, message, wire.StepReported)
 
     async def publish(self, incarnation: str, version: int, wait: float = 0.0) -> wire.PublishPermit:
         """Begin and, when permitted, commit to everyone at once."""

@@ -2,7 +2,7 @@
 
 A random walk over generators that come, go, repeat themselves and answer late, a trainer that falls back to any
 kept checkpoint, and a coordinator that dies at any byte of its journal or loses it whole, and may start again with
-another batch size, another k, or other evaluations.
+another batch size, another k or scheme, or other evaluations.
 """
 
 from __future__ import annotations
@@ -33,13 +33,20 @@ NAMES = ("g0", "g1", "g2")
 class Coordinator(RuleBasedStateMachine):
     """See the module."""
 
-    @initialize(k=st.integers(0, 3), max_steps=st.none() | st.integers(2, 6), spare=st.booleans())
-    def begin(self, k: int, max_steps: int | None, spare: bool) -> None:
+    @initialize(
+        k=st.integers(0, 3), ppo=st.booleans(), max_steps=st.none() | st.integers(2, 6), spare=st.booleans()
+    )
+    def begin(self, k: int, ppo: bool, max_steps: int | None, spare: bool) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(slots, "ON_POLICY_EVERY", 1)  # walks are short: a slot of every k-th step waits
         self.patch.setattr(slots, "_MIN_ON_POLICY", 1)
         self.world = self._make_world(
-            make_settings(max_staleness_steps=k, max_steps=max_steps, zero_variance_filter=spare)
+            make_settings(
+                max_staleness_steps=k,
+                steps_per_batch=k + 1 if ppo else 0,
+                max_steps=max_steps,
+                zero_variance_filter=spare,
+            )
         )
         self.bounds = [(0, k)]  # k, by the first step it holds for
         self.max_steps = max_steps
@@ -104,9 +111,10 @@ class Coordinator(RuleBasedStateMachine):
         self.work += [(name, lease) for lease in leases]
         for lease in leases:
             if lease.split is Split.TRAIN:
-                state, k = self.world.state, self.world.settings.identity.max_staleness_steps
-                step = state.step_of(lease.slot)
+                state, identity = self.world.state, self.world.settings.identity
+                step, k = state.step_of(lease.slot), identity.max_staleness_steps
                 fresh = step > state.lost and slots.is_on_policy(lease.slot, state.batch_sizes, k)
+                fresh &= not identity.steps_per_batch
                 assert step - self.members[name][1] <= (0 if fresh else self._bound(step))
                 assert self.max_steps is None or step < self.max_steps
                 assert lease.prompt_index == SeededEpochs(TRAIN_PROMPTS, 11).choose(lease.slot)
@@ -212,6 +220,7 @@ class Coordinator(RuleBasedStateMachine):
             assert world.report(self.incarnation, step, skipped, loss=1.0) is not None
             assert world.report(self.incarnation, step, skipped, loss=1.0) is None  # its answer was lost
             self.unpublished = world.state.version > world.state.published
+            self.unpublished &= world.training.publishes(world.state.version)
         elif following.action is NextAction.FINISH:
             assert self.max_steps == world.state.version
         world.acknowledge()
@@ -275,9 +284,11 @@ class Coordinator(RuleBasedStateMachine):
         evaluation_samples=st.integers(1, 2),
         max_completion_tokens=st.sampled_from([8, 8, 7]),
         zero_variance_filter=st.booleans(),
+        ppo=st.booleans(),
     )
-    def settings_change(self, keep: int, **changes: Any) -> None:
+    def settings_change(self, keep: int, ppo: bool, **changes: Any) -> None:
         """While the coordinator restarts. What was acknowledged stays, but for what is too old for its new step."""
+        changes["steps_per_batch"] = changes["max_staleness_steps"] + 1 if ppo else 0
         world = self.world
         stale, acknowledged = world.state.counts.stale, world.state.counts.acknowledged
         before = world.settings.identity

@@ -21,6 +21,7 @@ from scalerl_coordinator.evaluation import Evaluation, PromptResult, due, summar
 from scalerl_coordinator.group_checks import InvalidGroup, summarize_group
 from scalerl_coordinator.leases import LeaseBook
 from scalerl_coordinator.membership import Membership, UnknownMember
+from scalerl_coordinator.off_policy import PipelineRL, PpoOffPolicy
 from scalerl_coordinator.slots import BatchSize, lease_limit, slots_of, staleness, step_of
 
 # --- slots ---------------------------------------------------------------------------------------
@@ -39,10 +40,29 @@ def batch_sizes(draw):
 
 @given(version=st.integers(0, 50), sizes=batch_sizes(), k=st.integers(0, 9))
 def test_lease_limit_bounds_staleness(version, sizes, k):
-    limit = lease_limit(version, sizes, k, None)
+    limit = lease_limit(version, sizes, PipelineRL(k), None)
     assert staleness(step_of(limit - 1, sizes), version) == k
     assert staleness(step_of(limit, sizes), version) == k + 1
     assert limit - 1 in slots_of(step_of(limit - 1, sizes), sizes)
+
+
+@given(version=st.integers(0, 50), sizes=batch_sizes(), k=st.integers(1, 9))
+def test_ppo_off_policy_generates_the_rest_of_a_batch(version, sizes, k):
+    scheme = PpoOffPolicy(k)
+    limit = lease_limit(version, sizes, scheme, None)
+    last = step_of(limit - 1, sizes)
+    assert last // k == version // k
+    assert (last + 1) % k == 0
+    assert staleness(last, version) <= k - 1
+    assert scheme.oldest(version) == max(v for v in range(version + 1) if scheme.publishes(v))
+    assert due(scheme.oldest(version), 1, None, k)
+
+
+@given(every=st.integers(1, 20), k=st.integers(1, 9))
+def test_evaluations_are_of_published_versions_and_as_many(every, k):
+    found = [v for v in range(200) if due(v, every, None, k)]
+    assert all(v % k == 0 for v in found)
+    assert found == sorted({-(-v // k) * k for v in range(0, 200, every) if -(-v // k) * k < 200})
 
 
 @given(sizes=batch_sizes())

@@ -34,6 +34,7 @@ from scalerl_api.wire import (
     ShardRequest,
     Status,
     StepReport,
+    StepReported,
     TrainerHello,
     TrainerWelcome,
 )
@@ -118,7 +119,7 @@ class Trainer:
     async def train(self, step: int) -> None:
         request = ShardRequest(incarnation=self.incarnation, step=step, rank=0, world_size=1)
         self.shards.append(await self.call(endpoints.TRAINER_SHARD, request, Shard))
-        await self.call(endpoints.TRAINER_STEP, self.report(step), Ack)
+        await self.call(endpoints.TRAINER_STEP, self.report(step), StepReported)
         self.version = step + 1
 
     def report(self, step: int) -> StepReport:

@@ -26,7 +26,11 @@ def make_step(seed: int, groups: int, samples: int) -> tuple[list[wire.GroupMeta
         scores = random.integers(0, 2, samples).astype(float).tolist()
         lengths = random.integers(1, 9, samples).tolist()
         filtered = len(set(scores)) == 1
-        metas.append(wire.GroupMeta(slot=group, scores=scores, completion_tokens=lengths, filtered=filtered))
+        metas.append(
+            wire.GroupMeta(
+                slot=group, scores=scores, rewards=scores, completion_tokens=lengths, filtered=filtered
+            )
+        )
         if not filtered:
             sequences += [sequence(random, group, sample, lengths[sample]) for sample in range(samples)]
     return metas, sequences
@@ -87,7 +91,11 @@ def test_rank_batch_aligns_tokens_logprobs_and_freshness() -> None:
 
 
 def test_rank_batch_freshness_ends_at_first_older_version() -> None:
-    metas = [wire.GroupMeta(slot=0, scores=[0.0, 1.0], completion_tokens=[4, 4], filtered=False)]
+    metas = [
+        wire.GroupMeta(
+            slot=0, scores=[0.0, 1.0], rewards=[0.0, 1.0], completion_tokens=[4, 4], filtered=False
+        )
+    ]
     spans = [[wire.VersionSpan(STEP, 0), wire.VersionSpan(STEP + 1, 3)], [wire.VersionSpan(STEP - 1, 0)]]
     sequences = [
         msgspec.structs.replace(sequence(np.random.default_rng(1), 0, at, 4), versions=spans[at])
@@ -104,9 +112,15 @@ def test_rank_batch_freshness_ends_at_first_older_version() -> None:
 
 def test_rank_batch_golden_advantages_and_weights() -> None:
     metas = [
-        wire.GroupMeta(slot=0, scores=[1.0, 0.0], completion_tokens=[3, 1], filtered=False),
-        wire.GroupMeta(slot=1, scores=[1.0, 1.0], completion_tokens=[2, 2], filtered=True),
-        wire.GroupMeta(slot=2, scores=[0.0, 1.0], completion_tokens=[2, 2], filtered=False),
+        wire.GroupMeta(
+            slot=0, scores=[1.0, 0.0], rewards=[1.0, 0.0], completion_tokens=[3, 1], filtered=False
+        ),
+        wire.GroupMeta(
+            slot=1, scores=[1.0, 1.0], rewards=[1.0, 1.0], completion_tokens=[2, 2], filtered=True
+        ),
+        wire.GroupMeta(
+            slot=2, scores=[0.0, 1.0], rewards=[0.0, 1.0], completion_tokens=[2, 2], filtered=False
+        ),
     ]
     random = np.random.default_rng(0)
     # This rank has the second of group 0 and the first of group 2.
@@ -121,7 +135,11 @@ def test_rank_batch_golden_advantages_and_weights() -> None:
 
 
 def test_rank_batch_staleness_by_token() -> None:
-    metas = [wire.GroupMeta(slot=0, scores=[1.0, 0.0], completion_tokens=[5, 1], filtered=False)]
+    metas = [
+        wire.GroupMeta(
+            slot=0, scores=[1.0, 0.0], rewards=[1.0, 0.0], completion_tokens=[5, 1], filtered=False
+        )
+    ]
     spans = [wire.VersionSpan(4, 0), wire.VersionSpan(6, 2), wire.VersionSpan(7, 4)]
     one = wire.Sequence(
         group=0,
@@ -138,10 +156,17 @@ def test_rank_batch_staleness_by_token() -> None:
 def test_rank_batch_ignores_ungraded_completions() -> None:
     metas = [
         wire.GroupMeta(
-            slot=0, scores=[1.0, 0.0, 0.0], completion_tokens=[3, 1, 9], filtered=False, ungraded=[2]
+            slot=0,
+            scores=[1.0, 0.0, 0.0],
+            rewards=[1.0, 0.0, 0.0],
+            completion_tokens=[3, 1, 9],
+            filtered=False,
+            ungraded=[2],
         ),
-        wire.GroupMeta(slot=1, scores=[], completion_tokens=[], filtered=True),
-        wire.GroupMeta(slot=2, scores=[0.0, 1.0], completion_tokens=[2, 2], filtered=False),
+        wire.GroupMeta(slot=1, scores=[], rewards=[], completion_tokens=[], filtered=True),
+        wire.GroupMeta(
+            slot=2, scores=[0.0, 1.0], rewards=[0.0, 1.0], completion_tokens=[2, 2], filtered=False
+        ),
     ]
     random = np.random.default_rng(0)
     sequences = [sequence(random, 0, 1, 1), sequence(random, 2, 0, 2)]
@@ -159,7 +184,12 @@ def test_rank_batch_ignores_ungraded_completions() -> None:
 def test_rank_batch_ignores_masked_tokens() -> None:
     metas = [
         wire.GroupMeta(
-            slot=0, scores=[1.0, 0.0], completion_tokens=[5, 2], filtered=False, masked_tokens=[2, 0]
+            slot=0,
+            scores=[1.0, 0.0],
+            rewards=[1.0, 0.0],
+            completion_tokens=[5, 2],
+            filtered=False,
+            masked_tokens=[2, 0],
         )
     ]
     spans = [wire.VersionSpan(4, 0), wire.VersionSpan(wire.MASKED, 1), wire.VersionSpan(7, 3)]
@@ -188,14 +218,16 @@ def test_rank_batch_ignores_masked_tokens() -> None:
 
 
 def test_rank_batch_of_step_without_groups() -> None:
-    metas = [wire.GroupMeta(slot=0, scores=[], completion_tokens=[], filtered=True)]
+    metas = [wire.GroupMeta(slot=0, scores=[], rewards=[], completion_tokens=[], filtered=True)]
     done = rank_batch(wire.Shard(step=STEP, groups=metas, sequences=[]), RecipeSpec())
     assert len(done.batch.sequences) == 0
     assert done.stats == {"filtered_fraction": 1.0, "ungraded_completions": 0.0}
 
 
 def test_rank_batch_of_step_with_filtered_groups_only() -> None:
-    metas = [wire.GroupMeta(slot=0, scores=[1.0, 1.0], completion_tokens=[5, 1], filtered=True)]
+    metas = [
+        wire.GroupMeta(slot=0, scores=[1.0, 1.0], rewards=[1.0, 1.0], completion_tokens=[5, 1], filtered=True)
+    ]
     done = rank_batch(wire.Shard(step=STEP, groups=metas, sequences=[]), RecipeSpec())
     assert len(done.batch.sequences) == 0
     assert done.stats["filtered_fraction"] == 1.0
@@ -212,7 +244,11 @@ def test_rank_batch_of_step_with_filtered_groups_only() -> None:
     ],
 )
 def test_rank_batch_inconsistent_shard_raises(change: dict[str, Any], message: str) -> None:
-    metas = [wire.GroupMeta(slot=0, scores=[1.0, 0.0], completion_tokens=[2, 1], filtered=False)]
+    metas = [
+        wire.GroupMeta(
+            slot=0, scores=[1.0, 0.0], rewards=[1.0, 0.0], completion_tokens=[2, 1], filtered=False
+        )
+    ]
     fields: dict[str, Any] = {
         "group": 0,
         "sample": 0,

@@ -317,6 +317,15 @@ def test_whole_run(new_run: Any, zero_stage: int) -> None:
     assert not torch.equal(last["model.embed_tokens.weight"], first["model.embed_tokens.weight"])
 
 
+def test_ppo_off_policy_publishes_between_batches(new_run: Any) -> None:
+    """Of six steps in batches of four: the first weights, those after four, and the last, which are evaluated."""
+    run = new_run(recipe__offPolicy={"ppo": {"stepsPerBatch": 4}}, recipe__length={"overlong": {}})
+    directory = run.start()
+    assert run.wait_trainer() == [0, 0]
+    assert sorted(int(p.stem[1:]) for p in directory.glob("v*.pt")) == [0, 4, 6]
+    assert [row["staleness_max"] for row in run.rows()] == [0, 1, 2, 3, 0, 1]
+
+
 def test_zero_stages_publish_the_same_weights(new_run: Any) -> None:
     """One update from the same data: ZeRO-3's gathered weights are ZeRO-1's."""
     taken = []
@@ -324,7 +333,7 @@ def test_zero_stages_publish_the_same_weights(new_run: Any) -> None:
         run = new_run(
             trainer__zeroStage=zero_stage,
             budget__maxSteps=1,
-            recipe__offPolicy__pipeline__maxStalenessSteps=0,
+            recipe__offPolicy={"pipeline": {"maxStalenessSteps": 0}},
             weightSync__probeSequences=0,
         )
         directory = run.start()

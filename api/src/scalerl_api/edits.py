@@ -121,7 +121,6 @@ EDITS: Final[Mapping[str, Edit]] = {
     "recipe.length": Edit(
         Effect.GENERATORS, "For completions issued from then on; rewards that were given stay."
     ),
-    "recipe.curriculum": Edit(Effect.COORDINATOR, "For prompts that are not chosen yet."),
     "recipe.loss": Edit(Effect.ALL),
     "recipe.correction": Edit(Effect.ALL),
     "recipe.aggregation": Edit(Effect.ALL),

@@ -35,14 +35,25 @@ class Accepted(msgspec.Struct, array_like=True):
     """The :class:`~.journal_records.GiveUpReason` of a slot that was given up, which has no completions."""
     given_up_rollouts: int = 0
     """Completions that its lease asked for."""
+    journaled_rewards: list[float] = []
+    """Empty for a group of an old journal."""
 
     @property
     def rollouts(self) -> int:
         return len(self.lengths)
 
     @property
+    def rewards(self) -> list[float]:
+        """Of each completion, as it is trained with."""
+        return self.journaled_rewards or [2.0 * score - 1.0 for score in self.scores]
+
+    @property
     def graded_scores(self) -> list[float]:
         return [score for at, score in enumerate(self.scores) if at not in self.ungraded]
+
+    @property
+    def graded_rewards(self) -> list[float]:
+        return [reward for at, reward in enumerate(self.rewards) if at not in self.ungraded]
 
     @property
     def trained_tokens(self) -> list[int]:

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
-def zero_variance(scores: Sequence[float]) -> bool:
-    """Whether a group has no gradient: its scores are all equal, or it has none, so every advantage is zero.
+def zero_variance(rewards: Sequence[float]) -> bool:
+    """Whether a group has no gradient: its rewards are all equal, or it has none, so every advantage is zero. Not its
+    scores: of two right answers the longer may be worth less.
 
     ScaleRL drops such prompts from the effective batch without refilling it (arXiv 2510.13786 §2 [P]).
     """
-    return len(set(scores)) <= 1
+    return len(set(rewards)) <= 1
 
 
 @dataclass(frozen=True, slots=True)

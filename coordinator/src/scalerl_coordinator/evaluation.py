@@ -39,13 +39,17 @@ class Evaluation(msgspec.Struct, array_like=True):
         return len(self.results) == self.prompts
 
 
-def due(version: int, every_steps: int, max_steps: int | None) -> bool:
-    """Whether ``version`` is evaluated: 0, every ``every_steps``-th, and the last of the budget.
+def due(version: int, every_steps: int, max_steps: int | None, published_every: int = 1) -> bool:
+    """Whether ``version`` is evaluated: 0, every ``every_steps``-th, and the last of the budget; where not every version is
+    published, the first one that is after each of those.
 
-    >>> [v for v in range(11) if due(v, 4, 10)]
-    [0, 4, 8, 10]
+    >>> [v for v in range(11) if due(v, 4, 10)], [v for v in range(26) if due(v, 5, None, 8)]
+    ([0, 4, 8, 10], [0, 8, 16, 24])
     """
-    return version % every_steps == 0 or version == max_steps
+    if version == max_steps:
+        return True
+    before = version - published_every
+    return version % published_every == 0 and version // every_steps > before // every_steps
 
 
 def summarize(

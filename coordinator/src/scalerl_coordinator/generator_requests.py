@@ -14,6 +14,8 @@ from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal
 from scalerl_coordinator.group_checks import GroupSummary, InvalidGroup, summarize_group
 from scalerl_coordinator.leases import SlotKey
 from scalerl_coordinator.membership import Member, UnknownMember
+from scalerl_coordinator.off_policy import scheme
+from scalerl_coordinator.rewards import rewards
 from scalerl_coordinator.slots import is_on_policy, lease_limit, staleness
 
 log = logging.getLogger(__name__)
@@ -151,11 +153,13 @@ class GeneratorRequests:
         core, identity = self._core, self._core.settings.identity
         state, version = core.state, member.version
         sizes, k = state.batch_sizes, identity.max_staleness_steps
-        limit = lease_limit(version, sizes, k, core.settings.max_steps)
+        limit = lease_limit(version, sizes, scheme(identity), core.settings.max_steps)
 
         def too_old(slot: int) -> bool:
             step = state.step_of(slot)
-            return version < step and step > state.lost and is_on_policy(slot, sizes, k)
+            # Under PPO-off-policy the first step of every batch is on-policy by itself.
+            waits = not identity.steps_per_batch and is_on_policy(slot, sizes, k)
+            return version < step and step > state.lost and waits
 
         issues: list[tuple[Split, int, int, int]] = []
         for slot in state.reissue:
@@ -239,7 +243,8 @@ class GeneratorRequests:
         if expected.split is Split.HELD_OUT:
             self._accept_evaluation(group, expected, summary, now)
             return PushResult.ACCEPTED, None
-        identity = self._core.settings.identity
+        settings = self._core.settings
+        identity = settings.identity
         age = staleness(self._core.state.step_of(expected.slot), summary.oldest_version)
         if age > identity.max_staleness_steps:
             reason = f"{member.name}: a token is {age} steps old at its step, {identity.max_staleness_steps} allowed"
@@ -257,6 +262,9 @@ class GeneratorRequests:
                 grading_errors=len(summary.ungraded),
                 ungraded=summary.ungraded,
                 masked_tokens=summary.masked_tokens,
+                rewards=rewards(
+                    summary.scores, summary.lengths, settings.length, identity.max_completion_tokens
+                ),
             ),
             payload,
         )

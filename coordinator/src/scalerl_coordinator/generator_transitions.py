@@ -68,6 +68,7 @@ def group_accepted(state: CoordinatorState, record: r.GroupAccepted) -> None:
         grading_errors=record.grading_errors,
         ungraded=record.ungraded,
         masked_tokens=record.masked_tokens,
+        journaled_rewards=record.rewards,
     )
     counts = state.counts
     counts.acknowledged += group.rollouts

@@ -84,6 +84,8 @@ class GroupAccepted(Record, frozen=True, array_like=True, tag="group"):
     """Indices of those completions, which are not trained on. Empty in old journals, which trained on them as 0."""
     masked_tokens: list[int] = []
     """Masked tokens of each completion; empty: no completion has any."""
+    rewards: list[float] = []
+    """What each completion is trained with. Empty in old journals, whose rewards follow from the scores alone."""
 
 
 class GiveUpReason(enum.StrEnum):

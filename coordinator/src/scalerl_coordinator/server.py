@@ -395,11 +395,11 @@ class Server:
                 str(self._journal.directory), 0, f"a group cannot be decoded: {problem}"
             ) from problem
 
-    async def _step(self, report: wire.StepReport) -> wire.Ack:
+    async def _step(self, report: wire.StepReport) -> wire.StepReported:
         await self._decided(lambda now: self._training.step(report, now))
         self._step_groups = None
         await self._write_rows()
-        return wire.Ack()
+        return wire.StepReported(publish=self._training.publishes(report.step + 1))
 
     async def _publish_begin(self, request: wire.PublishBegin) -> wire.PublishPermit:
         permit = await self._poll(

@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from scalerl_api.recipe import CurriculumSpec, LengthSpec, OffPolicySpec, RecipeSpec
+from scalerl_api.recipe import LengthSpec, RecipeSpec
 from scalerl_api.spec import ScaleRLRun
 
 _COMPLETION_SLACK_BYTES = 2**14
@@ -29,6 +29,8 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
     held_out_prompts: int
     evaluation_samples: int
     evaluation_temperature: float = 1.0
+    steps_per_batch: int = 0
+    """k of PPO-off-policy-k; 0: PipelineRL."""
 
     @property
     def evaluation_set(self) -> str:
@@ -57,8 +59,6 @@ class Settings:
     generator_devices: int
     trainer_devices: int
     length: LengthSpec = RecipeSpec().length
-    curriculum: CurriculumSpec = RecipeSpec().curriculum
-    off_policy: OffPolicySpec = RecipeSpec().off_policy
     heartbeat_seconds: float = 2.0
     context_tokens: int = 2**20
     """Maximum length of prompt and completion together."""
@@ -90,6 +90,7 @@ class Settings:
                 held_out_prompts=held_out_prompts,
                 evaluation_samples=evaluation.samples_per_prompt,
                 evaluation_temperature=float(evaluation.temperature),
+                steps_per_batch=recipe.off_policy.ppo.steps_per_batch if recipe.off_policy.ppo else 0,
             ),
             temperature=float(recipe.temperature),
             evaluation_every=evaluation.every_steps,
@@ -97,8 +98,6 @@ class Settings:
             lease_seconds=float(spec.generator.lease_seconds),
             max_steps=spec.budget.max_steps,
             length=recipe.length,
-            curriculum=recipe.curriculum,
-            off_policy=recipe.off_policy,
             generator_devices=max(1, spec.generator.devices),
             context_tokens=spec.model.context_tokens,
             trainer_devices=spec.trainer.ranks,

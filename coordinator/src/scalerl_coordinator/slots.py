@@ -1,9 +1,10 @@
 """Slots, steps and versions: the arithmetic that bounds staleness.
 
 Slots are one sequence over the whole run. Step ``t`` consumes ``B`` consecutive slots and is trained by the weights of
-version ``t``. A member that holds version ``v`` may be issued slot ``q`` only while ``q < first_slot(v + k + 1)``; then
-``step_of(q) − v ≤ k``, and since a member's version only grows while it generates, no token of the slot is older than
-``k`` updates at its step. This is PipelineRL-k (arXiv 2510.13786 §3 [P]); ``k = 0`` is fully synchronous.
+version ``t``. A member that holds version ``v`` may be issued slot ``q`` only while its step is below
+:meth:`~.off_policy.OffPolicy.may_lease`. For PipelineRL-k that is ``v + k + 1``; then ``step_of(q) − v ≤ k``, and since a
+member's version only grows while it generates, no token of the slot is older than ``k`` updates at its step. ``k = 0`` is
+fully synchronous.
 
 ``B`` may change during a run: every :class:`BatchSize` holds from its first step to the first step of the next one.
 
@@ -20,6 +21,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+
+from scalerl_coordinator.off_policy import OffPolicy
 
 ON_POLICY_EVERY = 25
 """Steps between measurements, per step of allowed staleness: the wait grows with k, its share of the time does not."""
@@ -68,19 +71,18 @@ def step_of(slot: int, sizes: Sequence[BatchSize]) -> int:
 
 
 def lease_limit(
-    version: int, sizes: Sequence[BatchSize], max_staleness_steps: int, max_steps: int | None
+    version: int, sizes: Sequence[BatchSize], off_policy: OffPolicy, max_steps: int | None
 ) -> int:
     """First slot that a member with ``version`` may not be issued; 0 for a member without weights.
 
+    >>> from scalerl_coordinator.off_policy import PipelineRL
     >>> eight = [BatchSize(0, 0, 8)]
-    >>> lease_limit(0, eight, 2, None), lease_limit(5, eight, 0, None), lease_limit(5, eight, 2, 6)
-    (24, 48, 48)
-    >>> lease_limit(-1, eight, 2, 6)
-    0
+    >>> [lease_limit(v, eight, PipelineRL(k), most) for v, k, most in ((0, 2, None), (5, 0, None), (5, 2, 6), (-1, 2, 6))]
+    [24, 48, 48, 0]
     """
     if version < 0:
         return 0
-    steps = version + max_staleness_steps + 1
+    steps = off_policy.may_lease(version)
     return first_slot(steps if max_steps is None else min(steps, max_steps), sizes)
 
 

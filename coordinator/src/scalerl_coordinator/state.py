@@ -141,7 +141,7 @@ class CoordinatorState(msgspec.Struct):
         self.filled[step] = self.filled.get(step, 0) + 1
         if self.closed(step) and self.known_identity.zero_variance_filter:
             for group in self.step_groups(step):
-                if not group.filtered and zero_variance(group.graded_scores):
+                if not group.filtered and zero_variance(group.graded_rewards):
                     group.filtered = True
                     self.counts.queued -= group.rollouts
                     self.counts.filtered += group.rollouts

@@ -20,6 +20,7 @@ from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal, check_identit
 from scalerl_coordinator.evaluation import due
 from scalerl_coordinator.leases import MAX_FINAL_ATTEMPTS
 from scalerl_coordinator.membership import Member
+from scalerl_coordinator.off_policy import scheme
 from scalerl_coordinator.state import CoordinatorState
 
 log = logging.getLogger(__name__)
@@ -166,11 +167,13 @@ class TrainerRequests:
         they keep them until the run ends and its last version is evaluated.
         """
         version, newest = self.core.state.version, self.core.newest_possible
-        exactly = bool(self.core.end_reason) or version > self.core.state.published
+        unpublished = version > self.core.state.published and self.publishes(version)
+        exactly = bool(self.core.end_reason) or unpublished
+        oldest = version if exactly else scheme(self.core.settings.identity).oldest(version)
         return [
             m
             for m in self.core.membership.publishable(now)
-            if m.version < version or m.version > newest or (exactly and m.version != version)
+            if m.version < oldest or m.version > newest or (exactly and m.version != version)
         ]
 
     def _next_at_end(self, now: float) -> wire.Next | None:
@@ -200,10 +203,16 @@ class TrainerRequests:
     def has_evaluation(self, version: int) -> bool:
         """Whether ``version``, which the trainer holds, has or will have a point: the last version of a run does."""
         core = self.core
-        settings = core.settings
-        return not core.interrupted and (
-            bool(core.end_reason) or due(version, settings.evaluation_every, settings.max_steps)
-        )
+        return not core.interrupted and (bool(core.end_reason) or self._due(version))
+
+    def _due(self, version: int) -> bool:
+        settings = self.core.settings
+        every = settings.identity.steps_per_batch or 1
+        return due(version, settings.evaluation_every, settings.max_steps, every)
+
+    def publishes(self, version: int) -> bool:
+        """Whether the trainer is to publish ``version`` now that it has it."""
+        return scheme(self.core.settings.identity).publishes(version)
 
     def _has_point(self, version: int) -> bool:
         return any(p.version == version for p in self.core.state.points)
@@ -266,6 +275,7 @@ class TrainerRequests:
             wire.GroupMeta(
                 slot=slot,
                 scores=g.scores,
+                rewards=g.rewards,
                 completion_tokens=g.lengths,
                 filtered=g.filtered,
                 ungraded=g.ungraded,
@@ -385,7 +395,7 @@ class TrainerRequests:
         version, settings = state.published, core.settings
         if (
             version == state.version
-            and due(version, settings.evaluation_every, settings.max_steps)
+            and self._due(version)
             and version not in state.evaluations
             and not self._has_point(version)
         ):

@@ -130,14 +130,14 @@ def _whole_step(
     A completion without a verdict has advantage 0 and is excluded from means and standard deviations.
     """
     kept = [(place, group) for place, group in enumerate(groups) if not group.filtered]
-    scores = [score for _, group in kept for score in group.scores]
+    rewards = [reward for _, group in kept for reward in group.rewards]
     lengths = [tokens for _, group in kept for tokens in group.trained_tokens]
-    if len(scores) != len(lengths):
-        raise BadBatchError(f"a step with {len(scores)} scores and {len(lengths)} lengths")
-    group_s = torch.tensor([place for place, group in kept for _ in group.scores], dtype=torch.long)
-    reward_s = 2.0 * torch.tensor(scores, dtype=torch.float64) - 1.0
-    graded_s = torch.tensor([at not in g.ungraded for _, g in kept for at in range(len(g.scores))]).bool()
-    advantage_s = torch.zeros(len(scores))
+    if len(rewards) != len(lengths):
+        raise BadBatchError(f"a step with {len(rewards)} rewards and {len(lengths)} lengths")
+    group_s = torch.tensor([place for place, group in kept for _ in group.rewards], dtype=torch.long)
+    reward_s = torch.tensor(rewards, dtype=torch.float64)
+    graded_s = torch.tensor([at not in g.ungraded for _, g in kept for at in range(len(g.rewards))]).bool()
+    advantage_s = torch.zeros(len(rewards))
     advantage_s[graded_s] = advantages(
         reward_s[graded_s], group_s[graded_s], recipe.advantage.normalization, recipe.advantage.baseline
     )

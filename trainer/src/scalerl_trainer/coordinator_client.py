@@ -98,8 +98,8 @@ class Coordinator:
 
     def report(
         self, step: int, stats: dict[str, float], busy_seconds: float, trained_tokens: int, skipped: str = ""
-    ) -> None:
-        """Report a finished step. ``skipped``: why it was not applied."""
+    ) -> bool:
+        """Report a finished step; whether its version is published now. ``skipped``: why it was not applied."""
         message = wire.StepReport(
             incarnation=self._incarnation,
             step=step,
@@ -108,7 +108,7 @@ class Coordinator:
             trained_tokens=trained_tokens,
             skipped=skipped,
         )
-        self._call(endpoints.TRAINER_STEP, message, wire.Ack)
+        return self._call(endpoints.TRAINER_STEP, message, wire.StepReported).publish
 
     def publish_begin(self, version: int, wait_seconds: float) -> wire.PublishPermit:
         """One long poll, one attempt, as :meth:`next`."""

@@ -4,7 +4,7 @@ Rank 0 waits for other processes for at most :data:`POLL_SECONDS` without a ``SY
 death, is noticed within that. A rank that raises ends its process; the others lose their connection to it and end too,
 and all restart from the last checkpoint.
 
-After an update: report the step, publish, checkpoint if due, export if evaluated. Once the run is ending the checkpoint
+After an update: report the step, publish if the coordinator says so, checkpoint if due, export if evaluated. Once the run is ending the checkpoint
 comes first: publishing and evaluating the last weights may take long, and an interrupted run must not wait for them.
 """
 
@@ -103,8 +103,8 @@ class Leader:
                 self._export()
             match reply.action:
                 case wire.NextAction.TRAIN:
-                    self._train(reply.step)
-                    if w.version > self._published:
+                    published_now = self._train(reply.step)
+                    if published_now and w.version > self._published:
                         self._publish()
                     if w.version % w.spec.checkpoint.every_steps == 0:
                         self._save()
@@ -161,7 +161,8 @@ class Leader:
 
     # --- a step -------------------------------------------------------------------------------------------
 
-    def _train(self, step: int) -> None:
+    def _train(self, step: int) -> bool:
+        """One step; whether the version that it makes is to be published now."""
         w = self._worker
         if step != w.version:
             raise RuntimeError(f"the coordinator requests step {step}, this trainer has version {w.version}")
@@ -179,10 +180,9 @@ class Leader:
         stats["checkpoint_failures"] = float(self._checkpoint_failures)
         busy_seconds = seconds["forward_backward_seconds"] + seconds["optimizer_seconds"]
         if step_stats.skipped:
-            self._skip(trained, step, stats, busy_seconds)
-            return
+            return self._skip(trained, step, stats, busy_seconds)
         self._consecutive_skipped_steps = 0
-        self._coordinator.report(step, stats, busy_seconds, step_stats.trainable_tokens)
+        publish = self._coordinator.report(step, stats, busy_seconds, step_stats.trainable_tokens)
         w.metrics.show(stats)
         w.metrics.tokens.inc(step_stats.trainable_tokens)
         w.metrics.step_seconds.observe(sum(seconds.values()))
@@ -199,9 +199,10 @@ class Leader:
             ),
             *(stats["staleness_mean"], staleness.largest, step_stats.trainable_tokens, busy_seconds),
         )
+        return publish
 
-    def _skip(self, trained: Trained, step: int, stats: dict[str, float], busy_seconds: float) -> None:
-        """Report a step without an update: the reason, and the slots with ratio outliers.
+    def _skip(self, trained: Trained, step: int, stats: dict[str, float], busy_seconds: float) -> bool:
+        """Report a step without an update: the reason, and the slots with ratio outliers. As :meth:`_train`.
 
         Raises:
             DivergedError: too many consecutive skipped steps; all ranks raise it.
@@ -212,7 +213,7 @@ class Leader:
             reason += f"; tokens beyond a ratio of {BEYOND_RATIO:g} or not a number: {worst}"
         log.error("step %d is skipped, weights and optimizer are unchanged: %s", step, reason)
         finite = {name: value for name, value in stats.items() if math.isfinite(value)}
-        self._coordinator.report(step, finite, busy_seconds, 0, skipped=reason)
+        publish = self._coordinator.report(step, finite, busy_seconds, 0, skipped=reason)
         self._worker.metrics.show(finite)
         self._consecutive_skipped_steps += 1
         if self._consecutive_skipped_steps >= MAX_CONSECUTIVE_SKIPPED_STEPS:
@@ -222,6 +223,7 @@ class Leader:
                 "checkpoint is good: check that generators hold the published weights and sample at the recipe's "
                 "temperature, lower the learning rate, or look at the data"
             )
+        return publish
 
     # --- weights ------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
     manifest ──RecipeSpec, completed by presets.PRESETS──▶ every value ──resolve──▶ Recipe: value, origin, source
 
-Where a new one goes: a loss, a length rule or a sampler is a model in ``spec`` and a name in ``presets.ONE_OF``; a
+Where a new one goes: a loss or a length rule is a model in ``spec`` and a name in ``presets.ONE_OF``; a
 published recipe is an entry of ``presets.PRESETS``.
 """
 
@@ -13,19 +13,15 @@ from scalerl_api.recipe.spec import (
     AdvantageSpec,
     CispoLoss,
     CorrectionSpec,
-    CurriculumSpec,
-    DifficultyPoolsSpec,
     DppoLoss,
     GspoLoss,
     InterruptionSpec,
     LengthPenaltySpec,
     LengthSpec,
     LossSpec,
-    NoPositiveResamplingSpec,
     OffPolicySpec,
     OptimizerSpec,
     OverlongSpec,
-    PassRateBandSpec,
     PipelineSpec,
     PpoClipLoss,
     PpoOffPolicySpec,
@@ -41,19 +37,15 @@ __all__ = [
     "Choice",
     "CispoLoss",
     "CorrectionSpec",
-    "CurriculumSpec",
-    "DifficultyPoolsSpec",
     "DppoLoss",
     "GspoLoss",
     "InterruptionSpec",
     "LengthPenaltySpec",
     "LengthSpec",
     "LossSpec",
-    "NoPositiveResamplingSpec",
     "OffPolicySpec",
     "OptimizerSpec",
     "OverlongSpec",
-    "PassRateBandSpec",
     "PipelineSpec",
     "PpoClipLoss",
     "PpoOffPolicySpec",

@@ -39,6 +39,7 @@ class Published:
 
 _SCALERL: Final = Source("ScaleRL, arXiv 2510.13786", "P")
 _REBUILT: Final = Source("as rebuilt in ScaleRL, arXiv 2510.13786", "P")
+_GRPO: Final = Source("GRPO, arXiv 2402.03300", "P")
 _DAPO: Final = Source("DAPO, arXiv 2503.14476", "P")
 _GSPO: Final = Source("GSPO, arXiv 2507.18071", "P")
 _GSPO_OFF_POLICY: Final = Source("GSPO, arXiv 2507.18071", "S")
@@ -77,14 +78,15 @@ PRESETS: Final[Mapping[str, Mapping[str, Published]]] = {
         **_all(
             _REBUILT, loss__ppoClip__clipLow="0.2", loss__ppoClip__clipHigh="0.2", aggregation="SampleAverage"
         ),
-        **_all(_REBUILT, advantage__normalization="Group", zeroVarianceFilter=False, fp32Logits="None"),
+        **_all(_GRPO, advantage__normalization="Group"),
+        **_all(_CHOSEN, zeroVarianceFilter=False, fp32Logits="None"),
         **_PPO_OFF_POLICY_8,
     },
     "dapo": {
         **_all(_REBUILT, loss__ppoClip__clipLow="0.2", loss__ppoClip__clipHigh="0.26"),
         **_all(_REBUILT, aggregation="PromptAverage", promptsPerStep=80, zeroVarianceFilter=True),
         **_all(_DAPO, advantage__normalization="Group"),
-        **_all(_REBUILT, fp32Logits="None"),
+        **_all(_CHOSEN, fp32Logits="None"),
         **_PPO_OFF_POLICY_8,
     },
     "gspo": {
@@ -102,13 +104,14 @@ PRESETS: Final[Mapping[str, Mapping[str, Published]]] = {
         **_all(_MAGISTRAL, loss__ppoClip__clipLow="0.2", loss__ppoClip__clipHigh="0.28"),
         **_all(_MAGISTRAL, aggregation="TokenAverage", advantage__normalization="Batch"),
         **_all(_MAGISTRAL, zeroVarianceFilter=True),
-        **_all(_REBUILT, offPolicy__pipeline__maxStalenessSteps=8, fp32Logits="None"),
+        **_all(_REBUILT, offPolicy__pipeline__maxStalenessSteps=8),
+        **_all(_CHOSEN, fp32Logits="None"),
     },
     "minimax-m1": {
         **_all(_REBUILT, loss__cispo__ratioCap="5", aggregation="PromptAverage", promptsPerStep=80),
         **_all(_REBUILT, fp32Logits="Both"),
         **_all(_MINIMAX, advantage__normalization="Group"),
-        **_PPO_OFF_POLICY_8,
+        **_all(_CHOSEN, offPolicy__ppo__stepsPerBatch=8),
     },
     "ppo-off-policy": _PPO_OFF_POLICY_8,
 }
@@ -118,7 +121,6 @@ ONE_OF: Final[Mapping[str, tuple[str, ...]]] = {
     "correction": ("none", "truncated", "masked"),
     "offPolicy": ("pipeline", "ppo"),
     "length": ("none", "interruption", "penalty", "overlong"),
-    "curriculum": ("uniform", "noPositiveResampling", "passRateBand", "difficultyPools"),
 }
 """Fields of which one is given: another one replaces the preset's."""
 

@@ -245,71 +245,6 @@ class LengthSpec(Model):
     rules = (at_most_one(*ONE_OF["length"]),)
 
 
-# --- curriculum --------------------------------------------------------------------------------
-
-
-class UniformSpec(Model):
-    """Every prompt once an epoch."""
-
-
-class NoPositiveResamplingSpec(Model):
-    """A prompt that is solved leaves all later epochs (ScaleRL [P])."""
-
-    pass_rate: PositiveUnitDecimal = "0.9"
-    """From this historic pass rate on a prompt counts as solved."""
-
-
-class PassRateBandSpec(Model):
-    """Only prompts at the edge of competence: those of a historic pass rate within the band, and those never tried."""
-
-    low: UnitDecimal = "0.1"
-    """Lowest pass rate."""
-    high: UnitDecimal = "0.9"
-    """Highest pass rate."""
-
-    rules = (
-        Rule(
-            "double(string(self.low)) < double(string(self.high))",
-            "%(low)s must be less than %(high)s",
-            "low",
-            lambda band: float(band.low) < float(band.high),
-        ),
-    )
-
-
-class DifficultyPoolsSpec(Model):
-    """Pools of prompts by their historic pass rate, drawn by weight; a prompt moves as its rate changes."""
-
-    edges: Annotated[list[UnitDecimal], Field(min_length=1, max_length=16)] = ["0.25", "0.75"]
-    """Pass rates that divide the pools, ascending."""
-    weights: Annotated[list[NonNegativeDecimal], Field(min_length=2, max_length=17)] = ["1", "2", "1"]
-    """Of the pools, one more than edges; prompts never tried are in the pool of the middle."""
-
-    rules = (
-        Rule(
-            "size(self.weights) == size(self.edges) + 1",
-            "weights must be one more than edges",
-            "weights",
-            lambda pools: len(pools.weights) == len(pools.edges) + 1,
-        ),
-    )
-
-
-class CurriculumSpec(Model):
-    """Which prompt comes next: one of these."""
-
-    uniform: UniformSpec | None = None
-    """Every prompt once an epoch."""
-    no_positive_resampling: NoPositiveResamplingSpec | None = None
-    """As uniform, without prompts that are solved: ScaleRL's."""
-    pass_rate_band: PassRateBandSpec | None = None
-    """As uniform, with prompts of a pass rate within a band."""
-    difficulty_pools: DifficultyPoolsSpec | None = None
-    """By pools of pass rates with weights."""
-
-    rules = (at_most_one(*ONE_OF["curriculum"]),)
-
-
 # --- the rest ----------------------------------------------------------------------------------
 
 
@@ -372,8 +307,6 @@ class RecipeSpec(Model):
     """Of sampling, in training."""
     length: LengthSpec = LengthSpec(none=NoLengthControl())
     """How completions are kept from growing."""
-    curriculum: CurriculumSpec = CurriculumSpec(uniform=UniformSpec())
-    """Which prompt comes next."""
     off_policy: OffPolicySpec = OffPolicySpec(pipeline=PipelineSpec())
     """How far generation may be ahead of training."""
     fp32_logits: Literal["Both", "Trainer", "Generator", "None"] = "Both"

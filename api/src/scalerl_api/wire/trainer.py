@@ -78,6 +78,9 @@ class GroupMeta(Struct, frozen=True, kw_only=True):
 
     slot: int
     scores: list[float]
+    """The verifier's, in [0, 1]."""
+    rewards: list[float]
+    """What the completions are trained with: of the score and the length."""
     completion_tokens: list[int]
     filtered: bool
     """Zero variance, or given up (no completions): takes no part in the gradient, is not refilled."""
@@ -132,6 +135,11 @@ class StepReport(Struct, frozen=True, kw_only=True):
     """0 of a skipped step."""
     skipped: str = ""
     """Why the step was not applied; empty where it was."""
+
+
+class StepReported(Struct, frozen=True, kw_only=True):
+    publish: bool
+    """Whether the version that the step has made is published now (``recipe.offPolicy``)."""
 
 
 class PublishBegin(Struct, frozen=True, kw_only=True):

@@ -1,0 +1,101 @@
+"""Rewards of score and length, and what the zero-variance filter makes of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from coordinator_client import make_group
+from coordinator_world import World, make_settings
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scalerl_api.recipe import RecipeSpec
+from scalerl_api.wire import NextAction, PushResult, Split
+from scalerl_coordinator import journal_records as r
+from scalerl_coordinator.accounting import Accepted
+from scalerl_coordinator.batcher import zero_variance
+from scalerl_coordinator.rewards import rewards
+
+LONGEST = 14336
+
+
+def length(**fields: Any) -> Any:
+    return RecipeSpec.model_validate({"length": fields}).length
+
+
+@pytest.mark.parametrize(
+    ("fields", "score", "tokens", "expected"),
+    [
+        ({"none": {}}, 1.0, LONGEST, 1.0),
+        ({"none": {}}, 0.0, 1, -1.0),
+        ({"none": {}}, 0.25, 1, -0.5),
+        ({"interruption": {}}, 1.0, LONGEST, 1.0),
+        # The paper's figures: 12k costs nothing, 14k costs 1.
+        ({"penalty": {"maxTokens": 14000, "bufferTokens": 2000}}, 1.0, 12000, 1.0),
+        ({"penalty": {"maxTokens": 14000, "bufferTokens": 2000}}, 1.0, 13000, 0.5),
+        ({"penalty": {"maxTokens": 14000, "bufferTokens": 2000}}, 1.0, 14000, 0.0),
+        ({"penalty": {"maxTokens": 14000, "bufferTokens": 2000}}, 1.0, LONGEST, 0.0),
+        ({"penalty": {"maxTokens": 14000, "bufferTokens": 2000}}, 0.0, 14000, -1.0),
+        ({"penalty": {}}, 1.0, LONGEST - 2048, 1.0),
+        # DAPO's: also wrong answers.
+        ({"overlong": {"bufferTokens": 4096}}, 1.0, LONGEST - 4096, 1.0),
+        ({"overlong": {"bufferTokens": 4096}}, 1.0, LONGEST - 2048, 0.5),
+        ({"overlong": {"bufferTokens": 4096}}, 0.0, LONGEST, -2.0),
+    ],
+)
+def test_reward_of_score_and_length(
+    fields: dict[str, Any], score: float, tokens: int, expected: float
+) -> None:
+    assert rewards([score], [tokens], length(**fields), LONGEST) == [pytest.approx(expected)]
+
+
+@given(
+    st.floats(0, 1),
+    st.lists(st.integers(1, LONGEST), min_size=2, max_size=2),
+    st.sampled_from(["none", "penalty", "overlong"]),
+)
+def test_longer_is_never_worth_more_and_a_length_costs_one_at_most(
+    score: float, lengths: list[int], rule: str
+) -> None:
+    plain = 2 * score - 1
+    short, long = rewards([score] * 2, sorted(lengths), length(**{rule: {}}), LONGEST)
+    assert plain >= short >= long >= plain - 1
+
+
+def test_right_answers_of_different_length_are_not_filtered() -> None:
+    shaped = rewards([1.0, 1.0], [12000, 13500], length(penalty={}), LONGEST)
+    assert zero_variance([1.0, 1.0])
+    assert not zero_variance(shaped)
+
+
+def test_shaped_rewards_reach_the_filter_and_the_trainer() -> None:
+    """Groups of right answers: where one is overlong, the group is trained on."""
+    world = World(make_settings(length=length(overlong={"bufferTokens": 4})))
+    world.member = world.register("g")
+    world.hello("t")
+    world.next("t")
+    world.publish("t")
+    world.beat(world.member, 0)
+    for lease in world.lease(world.member, 0):
+        group = make_group(lease, version=0, scores=[1.0] * lease.completions, tokens=4)
+        if lease.slot == 1 and lease.split is Split.TRAIN:
+            longer = make_group(lease, version=0, scores=[1.0], tokens=6).completions
+            group = msgspec.structs.replace(group, completions=[*group.completions[:-1], *longer])
+        assert world.push(world.member, group) is PushResult.ACCEPTED
+    assert world.next("t").action is NextAction.TRAIN
+    groups = world.plan("t", 0).groups
+    assert [group.rewards for group in groups] == [[1.0, 1.0], [1.0, 0.5], [1.0, 1.0]]
+    assert [group.filtered for group in groups] == [True, False, True]
+    world.acknowledge()
+    world.settings = make_settings()
+    world.crash(0)
+    assert [world.state.groups[slot].rewards for slot in range(3)] == [[1.0, 1.0], [1.0, 0.5], [1.0, 1.0]]
+
+
+def test_group_of_an_old_journal_has_the_rewards_of_its_scores() -> None:
+    old = r.decode(r.encode(r.GroupAccepted("l", 0, 3, [4, 6], [0.0, 1.0], 0, 2, 0)))
+    assert isinstance(old, r.GroupAccepted)
+    assert old.rewards == []
+    assert Accepted("l", 3, [4, 6], [0.0, 1.0], 0, 2, 0).rewards == [-1.0, 1.0]
