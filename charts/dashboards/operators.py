@@ -117,7 +117,7 @@ API = Section(
         ),
         lines(
             "Mended",
-            "Objects of which a watch had told nothing; more than one now and then is worth a look.",
+            "Objects that no watch event had reported; more than one now and then is worth a look.",
             (f"sum(rate({names.CACHE_REPAIRS}{{{OPERATOR}}}[$__rate_interval]))", "objects"),
             unit="cps",
         ),

@@ -248,14 +248,14 @@ async def test_vllm_update_with_generations_in_flight(server: Server) -> None:
     async with VllmClient(server.url, TOKEN) as client:
         assert await weight_version(client) == "default"
         sender = await connect(client, 1)
-        told: list[int] = []
+        reported: list[int] = []
 
         async def stream() -> PartialCompletion:
             completion = PartialCompletion()
 
             def on_part(_: int, part: Part) -> None:
                 completion.append(part, UNVERSIONED)
-                told.append(len(part.token_ids))
+                reported.append(len(part.token_ids))
                 if isinstance(part, Sampled):
                     completion.settle(0, part.weight_versions)
 
@@ -273,8 +273,8 @@ async def test_vllm_update_with_generations_in_flight(server: Server) -> None:
         assert np.abs(after - before).max() > 0.1
 
         sampled = await long
-        assert sum(told) == sum(c.tokens for c in sampled)
-        assert len(told) > 32
+        assert sum(reported) == sum(c.tokens for c in sampled)
+        assert len(reported) > 32
         crossed = [c for c in sampled if len(c.weight_versions) > 1]
         assert crossed, "every completion ended before the update"
         for completion in crossed:

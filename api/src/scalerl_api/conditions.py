@@ -419,7 +419,7 @@ class Reason(_Explained):
     )
 
     # events alone
-    STOPPING = "Stopping", "Nothing to do: the coordinator was told to end, and the event says why."
+    STOPPING = "Stopping", "Nothing to do: the coordinator has been asked to stop, and the event says why."
     STEPS_ABANDONED = (
         "StepsAbandoned",
         "Nothing to do: the run begins again at step 0, as its annotation asks.",

@@ -209,7 +209,7 @@ class RunStatus(StatusModel):
     completion_time: Time | None = None
     """When the run was completed or failed."""
     stop_reason: Text | None = None
-    """Why the run was told to stop, while and after it is."""
+    """Why the run is stopped, from the request on."""
     drain_start_time: Time | None = None
     """Since when the run saves what it trained, to be suspended or deleted."""
     coordinator_unreachable_time: Time | None = None

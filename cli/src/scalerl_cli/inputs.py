@@ -40,7 +40,7 @@ def _absolute(base: Path, path: str) -> str:
 
 
 def quick_problems(run: ScaleRLRun) -> list[SpecProblem]:
-    """What can be told in milliseconds, before anything is started here: files, devices, memory.
+    """What can be checked in milliseconds, before anything is started here: files, devices, memory.
 
     What takes the task's own libraries is left to the run's first step, ``prepare``, and to
     :func:`task_problems`.

@@ -66,7 +66,7 @@ class DecisionLog:
                     done += os.pwrite(fd, line[done:], offset + done)
                 os.fsync(fd)
             except OSError:
-                with contextlib.suppress(OSError):  # the next append removes what is left
+                with contextlib.suppress(OSError):  # the next append truncates the rest
                     os.ftruncate(fd, offset)
                 raise
         if not offset:

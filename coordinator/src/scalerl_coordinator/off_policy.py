@@ -3,7 +3,7 @@
 ======================  ==============================================  ==================================================
 scheme                  weights of version v generate for               the trainer publishes
 ======================  ==============================================  ==================================================
-:class:`PipelineRL`     steps up to v + k, and go on with newer ones    after every update
+:class:`PipelineRL`     steps up to v + k, continued by newer ones      after every update
 :class:`PpoOffPolicy`   the k steps from the last multiple of k on      after k updates: versions 0, k, 2k, …
 ======================  ==============================================  ==================================================
 

@@ -76,7 +76,7 @@ class Metrics:
             buckets=(0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5),
         )
         for result in ("ok", "error", "cancelled"):
-            # A missing series could not be told from a failed scrape.
+            # A missing series could not be distinguished from a failed scrape.
             self._reconciles.labels(result)
 
     def watch(self, queue: WorkQueue, cache: Cache, leader: Leader) -> None:

@@ -128,7 +128,7 @@ class CorrectionSpec(Model):
 
 
 class PipelineSpec(Model):
-    """PipelineRL-k: weights are published after every update, and generations in flight go on with them."""
+    """PipelineRL-k: weights are published after every update, and generations in flight continue with them."""
 
     max_staleness_steps: Annotated[int, Field(ge=0, le=64)] = 8
     """k: no token is trained on more than k updates after it was sampled [P]; 0 is synchronous."""

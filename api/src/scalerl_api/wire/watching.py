@@ -167,7 +167,7 @@ class Status(Struct, frozen=True, kw_only=True):
     grading_errors: int = 0
     """Accepted rollouts, evaluation's too, whose verifier failed: their score says nothing about them."""
     checkpoint_failures: int = 0
-    """Checkpoints that could not be written, over all incarnations of the trainer; told with each step."""
+    """Checkpoints that could not be written, over all incarnations of the trainer; reported with each step."""
     skipped_steps: int = 0
     """Steps that were not applied, over all incarnations of the trainer."""
     last_skip_reason: str = ""

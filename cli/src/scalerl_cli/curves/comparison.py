@@ -14,7 +14,7 @@ from scalerl_curvefit import Better, Comparison, CurveError, compare
 from scalerl_curvefit.compare import A_MARGIN
 
 SETTLED: Final = 0.9
-"""Probability below which two recipes are not told apart: then neither 90 % bound is passed."""
+"""Probability below which two recipes are not distinguished: then neither 90 % bound is passed."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ GREEN: Final = "#009E73"
 PURPLE: Final = "#8A4F7D"
 INK: Final = "#222222"
 FAINT: Final = "#777777"
-"""Okabe–Ito colours, told apart by colour-blind readers too; the purple a shade darker, to be read as text."""
+"""Okabe–Ito colours, distinguished by colour-blind readers too; the purple a shade darker, to be read as text."""
 
 COLUMN: Final = (7.6, 5.2)
 """Width and height in inches of a picture that fills a page's column."""

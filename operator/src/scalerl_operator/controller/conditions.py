@@ -1,7 +1,7 @@
 """The conditions of a run, from what was observed and decided. Pure.
 
 :data:`CONDITIONS` is the table: each type with the function that says whether it is true, and why. A condition's time is
-when its ``status`` last changed. What nobody looks at while a run is at rest (its pods) is ``False``, with the reason why
+when its ``status`` last changed. What is not observed while a run is suspended or finished (its pods) is ``False``, with the reason why
 there are none.
 """
 
@@ -37,7 +37,7 @@ _WITHOUT_PODS: Final = {
     Phase.COMPLETED: Reason.RUN_COMPLETED,
     Phase.FAILED: Reason.RUN_FAILED,
 }
-"""Why a run at rest has no pods; in any other phase they are yet to come."""
+"""Why a suspended or finished run has no pods; in any other phase they are yet to be created."""
 _SUSPENDED_BY: Final = {FORECAST: Reason.SUSPENDED_BY_FORECAST, BROKEN: Reason.SUSPENDED_AS_BROKEN}
 
 Value = tuple[bool, Problem]

@@ -103,7 +103,7 @@ class ChildProcess:
         return await asyncio.shield(self._ended)
 
     def stop(self) -> None:
-        """Send SIGTERM to the child; its subreaper kills what is left after the grace."""
+        """Send SIGTERM to the child; its subreaper kills the remaining processes after the grace period."""
         self.send(signal.SIGTERM)
 
     def kill(self) -> None:

@@ -5,7 +5,7 @@
 It adopts the orphans of its child's descendants (``PR_SET_CHILD_SUBREAPER``), so that all of them stay below it. When the
 child ends, it kills the rest of the tree and ends in the same way: with the same exit code, or by the same signal.
 
-    SIGTERM, SIGINT      SIGTERM to the child; what is left after GRACE_SECONDS is killed
+    SIGTERM, SIGINT      SIGTERM to the child; SIGKILL to the rest after GRACE_SECONDS
     SIGQUIT              kills the whole tree now
     LIFELINE_FD closed   the runtime has ended (kill -9 too): as SIGTERM, with ORPHAN_GRACE_SECONDS
 

@@ -216,7 +216,7 @@ class Unit:
                 self.status.first_ready = self.status.since
 
     async def _end_all(self) -> None:
-        """End what is left of this start: in order during a stop, else at once."""
+        """End the remaining processes of this start: in order during a stop, else at once."""
         for process in self._processes:
             if self._stopping.is_set():
                 process.stop()

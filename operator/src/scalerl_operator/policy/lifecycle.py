@@ -96,7 +96,7 @@ def _known(observed: LifecycleInput, memory: Memory) -> Memory:
     return memory
 
 
-# --- at rest ------------------------------------------------------------------------------------
+# --- suspended -----------------------------------------------------------------------------------
 
 
 def _suspend(observed: LifecycleInput, memory: Memory) -> LifecycleDecision:
