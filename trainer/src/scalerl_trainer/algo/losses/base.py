@@ -17,6 +17,7 @@ class TokenBatch:
     ``advantages_n``          Â of the token's sequence
     ``weights_n``             from ``aggregation``, with the normalisation of the whole batch
     ``sequence_n``            int64, sequence of the token: 0, 1, … within these tokens
+    ``reference_logprobs_n``  log π_ref of each token, finite; None without a reference (see ``algo.kl``)
     """
 
     logprobs_n: torch.Tensor
@@ -24,6 +25,7 @@ class TokenBatch:
     advantages_n: torch.Tensor
     weights_n: torch.Tensor
     sequence_n: torch.Tensor
+    reference_logprobs_n: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

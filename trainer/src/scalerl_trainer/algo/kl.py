@@ -1,0 +1,96 @@
+"""A penalty on the divergence from a frozen reference policy, KL(π ‖ π_ref), on any loss.
+
+Per trainable token, with d = log π - log π_ref; the penalty of a batch is the loss's own average of β k::
+
+    k1   d                 unbiased, may be negative
+    k2   d² / 2            biased, never negative
+    k3   exp(-d) - 1 + d   unbiased, never negative; GRPO's [P]
+
+An unbiased value does not make an unbiased gradient. For a token y ~ π, with E[∇log π(y)] = 0 and
+∇KL(π ‖ π_ref) = E[d ∇log π(y)]:
+
+===== ========================= ==========================================================================
+k     derivative                its mean
+===== ========================= ==========================================================================
+k1    ∇log π                    0: no penalty at all. Here k1 has the gradient d ∇log π instead: unbiased
+k2    d ∇log π                  ∇KL(π ‖ π_ref): unbiased
+k3    (1 - exp(-d)) ∇log π      ∇KL(π_ref ‖ π), the other direction: biased; both agree where d is small
+===== ========================= ==========================================================================
+
+All of this is about one token after its prefix: what a token does to the divergence of later tokens is left out. Tokens
+of an older policy bias value and gradient alike; ``Corrected(WithKl(…))`` weights the penalty as it does the loss.
+
+No field of the spec selects the penalty yet: the engine loads no reference model.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from scalerl_trainer.algo.losses.base import Loss, LossOutput, TokenBatch, weighted
+from scalerl_trainer.algo.mismatch import LOG_RATIO_LIMIT
+from scalerl_trainer.errors import BadBatchError
+
+Estimator = Literal["k1", "k2", "k3"]
+
+
+def kl_terms(
+    logprobs_n: torch.Tensor, reference_logprobs_n: torch.Tensor, estimator: Estimator
+) -> torch.Tensor:
+    """The estimate of KL(π ‖ π_ref) of each token, nats, ``[N]``, with the gradient of the table above.
+
+    >>> kl_terms(torch.tensor([-1.0]), torch.tensor([-3.0]), "k2").tolist()
+    [2.0]
+    """
+    d_n = logprobs_n - reference_logprobs_n
+    if estimator == "k1":
+        score_n = d_n.detach() * logprobs_n
+        return d_n.detach() + score_n - score_n.detach()
+    if estimator == "k2":
+        return d_n.square() / 2
+    # Limited before both terms: limiting the exponential alone would leave a gradient that lowers such a token further.
+    d_n = d_n.clamp(min=-LOG_RATIO_LIMIT)
+    return (-d_n).exp() - 1 + d_n
+
+
+@dataclass(frozen=True, slots=True)
+class WithKl:
+    """``loss`` + ``coefficient`` (β) times the penalty. ``estimator``: k1, k2 or k3."""
+
+    loss: Loss
+    estimator: Estimator
+    coefficient: float
+
+    def __post_init__(self) -> None:
+        if self.estimator not in get_args(Estimator):
+            raise ValueError(f"the KL estimator {self.estimator!r} is unknown: choose k1, k2 or k3")
+        if not (self.coefficient > 0 and math.isfinite(self.coefficient)):
+            raise ValueError(
+                f"the coefficient of the KL penalty must be positive and finite, not {self.coefficient}:"
+                " for no penalty, leave it out"
+            )
+
+    def __call__(self, tokens: TokenBatch) -> LossOutput:
+        """The loss with its penalty, the loss's sums, and the sum of the estimates (``reference_kl``).
+
+        Raises ``BadBatchError`` when the tokens have no log-probabilities of the reference.
+
+        >>> from scalerl_trainer.algo.losses import Reinforce
+        >>> one, index_n = torch.ones(1), torch.zeros(1, dtype=torch.long)
+        >>> batch = TokenBatch(-one, -one, one, one, index_n, reference_logprobs_n=-3 * one)
+        >>> WithKl(Reinforce(), "k2", 0.5)(batch).loss.item()  # 1 + .5 · 2² / 2
+        2.0
+        """
+        if tokens.reference_logprobs_n is None:
+            raise BadBatchError(
+                "the KL penalty needs the reference policy's log-probability of each token, and this batch has none:"
+                " give reference_logprobs_n, or train without the penalty"
+            )
+        kl_n = kl_terms(tokens.logprobs_n, tokens.reference_logprobs_n, self.estimator)
+        output = self.loss(tokens)
+        penalty = weighted(-self.coefficient * kl_n, tokens)
+        return LossOutput(output.loss + penalty, {**output.sums, "reference_kl": kl_n.detach().sum()})
