@@ -26,10 +26,10 @@ from coordinator_world import World, make_settings, ready
 from scalerl_api.load import parse_run
 from scalerl_api.paths import RunPaths
 from scalerl_coordinator.core import Core
-from scalerl_coordinator.curriculum import SeededEpochs
 from scalerl_coordinator.files import RunFiles
 from scalerl_coordinator.http import runner
 from scalerl_coordinator.journal import Journal
+from scalerl_coordinator.samplers import make_sampler
 from scalerl_coordinator.server import Server
 from scalerl_coordinator.settings import Settings
 from scalerl_coordinator.state_loading import load_state
@@ -132,7 +132,7 @@ async def serve(root: Path, nonce: str = "local", **options: object) -> AsyncIte
     )
     paths = RunPaths(root)
     journal = Journal(paths.journal, **options)
-    core = Core.begin(settings, SeededEpochs(397, 0), load_state(journal), nonce, 0.0)
+    core = Core.begin(settings, make_sampler(settings.curriculum, 397, 0), load_state(journal), nonce, 0.0)
     await journal.start()
     train = Prompts("train", 397)
     server = Server(core, journal, RunFiles(paths), TOKEN, train, Prompts("held-out", 3))

@@ -16,9 +16,9 @@ from scalerl_api.wire import NextAction, PushResult, Split
 from scalerl_coordinator import frames
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.core import Core
-from scalerl_coordinator.curriculum import SeededEpochs
 from scalerl_coordinator.generator_requests import GeneratorRequests
 from scalerl_coordinator.journal import Disk, Journal
+from scalerl_coordinator.samplers import make_sampler
 from scalerl_coordinator.settings import Identity, Settings
 from scalerl_coordinator.state import CoordinatorState
 from scalerl_coordinator.state_loading import load_state
@@ -80,8 +80,8 @@ class World:
 
     def _begin(self, state: CoordinatorState) -> None:
         self.process += 1
-        curriculum = SeededEpochs(TRAIN_PROMPTS, self.settings.identity.seed)
-        self.core = Core.begin(self.settings, curriculum, state, f"p{self.process}", self.now)
+        sampler = make_sampler(self.settings.curriculum, TRAIN_PROMPTS, self.settings.identity.seed)
+        self.core = Core.begin(self.settings, sampler, state, f"p{self.process}", self.now)
         self.rollouts = GeneratorRequests(self.core)
         self.training = TrainerRequests(self.core)
         self.write()

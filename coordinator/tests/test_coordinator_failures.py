@@ -18,6 +18,7 @@ from scalerl_coordinator import core as core_module
 from scalerl_coordinator import server as server_module
 from scalerl_coordinator.frames import CorruptJournal
 from scalerl_coordinator.journal_records import AnyRecord
+from scalerl_coordinator.samplers import SeededEpochs
 from scalerl_coordinator.state import CoordinatorState
 from scalerl_tasks import PromptError, SourceError
 
@@ -59,7 +60,7 @@ async def test_server_fails_on_broken_prompt_source(local, visitor):
 async def test_lease_gives_up_slot_of_broken_prompt(local, visitor):
     member = await join(visitor)
     local.train.error = PromptError
-    local.train.bad = {local.server._core.curriculum.choose(slot) for slot in (1, 2)}
+    local.train.bad = {SeededEpochs(397, 0).choose(slot) for slot in (1, 2)}
     leases = (await visitor.lease(member, 0, 64)).leases
     training = [lease.slot for lease in leases if lease.split is wire.Split.TRAIN]
     assert training == [0, *range(3, len(training) + 2)]

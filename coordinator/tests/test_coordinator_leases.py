@@ -6,7 +6,15 @@ from dataclasses import replace
 
 import pytest
 from coordinator_client import make_group
-from coordinator_world import JournalWorld, World, check_consistency, make_settings, ready, train
+from coordinator_world import (
+    TRAIN_PROMPTS,
+    JournalWorld,
+    World,
+    check_consistency,
+    make_settings,
+    ready,
+    train,
+)
 
 from scalerl_api import wire
 from scalerl_api.wire import NextAction, PushResult, Split
@@ -16,6 +24,7 @@ from scalerl_coordinator.journal import JournalCounters
 from scalerl_coordinator.membership import UnknownMember
 from scalerl_coordinator.metrics import Metrics
 from scalerl_coordinator.run_status import build_status
+from scalerl_coordinator.samplers import SeededEpochs
 from scalerl_coordinator.trainer_requests import fill_shard
 
 
@@ -153,7 +162,7 @@ def test_on_policy_slot_waits_for_its_weights(monkeypatch):
     monkeypatch.setattr(slots, "ON_POLICY_EVERY", 1)
     monkeypatch.setattr(slots, "_MIN_ON_POLICY", 1)
     world = ready(World(make_settings(max_staleness_steps=2, evaluation_every=100)))
-    prompts = {slot: world.core.curriculum.choose(slot) for slot in range(30)}
+    prompts = {slot: SeededEpochs(TRAIN_PROMPTS, 11).choose(slot) for slot in range(30)}
     leases = world.serve(world.member, 0)
     assert [lease.slot for lease in leases] == [0, 1, 2, 3, 4, 5, 7, 8]
     assert world.state.reissue == [6]

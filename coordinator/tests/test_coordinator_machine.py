@@ -22,8 +22,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scalerl_api import wire
 from scalerl_api.wire import NextAction, PushResult, Split
 from scalerl_coordinator import slots
-from scalerl_coordinator.curriculum import SeededEpochs
 from scalerl_coordinator.membership import UnknownMember
+from scalerl_coordinator.samplers import SeededEpochs
 from scalerl_coordinator.settings import Settings
 from scalerl_coordinator.state import CoordinatorState
 

@@ -16,12 +16,12 @@ from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.accounting import Accepted, RolloutCounts, sum_step
 from scalerl_coordinator.batcher import Item, balance, zero_variance
 from scalerl_coordinator.clock import LogicalClock
-from scalerl_coordinator.curriculum import SeededEpochs
 from scalerl_coordinator.evaluation import Evaluation, PromptResult, due, summarize
 from scalerl_coordinator.group_checks import InvalidGroup, summarize_group
 from scalerl_coordinator.leases import LeaseBook
 from scalerl_coordinator.membership import Membership, UnknownMember
 from scalerl_coordinator.off_policy import PipelineRL, PpoOffPolicy
+from scalerl_coordinator.samplers import SeededEpochs
 from scalerl_coordinator.slots import BatchSize, lease_limit, slots_of, staleness, step_of
 
 # --- slots ---------------------------------------------------------------------------------------

@@ -64,6 +64,13 @@ OTHER: Final[dict[str, Object]] = {
     "recipe.loss.reinforce": {"recipe": {"loss": {"reinforce": {}}}},
     "recipe.correction.none": {"recipe": {"correction": {"truncated": {}}}},
     "recipe.length.none": {"recipe": {"length": {"overlong": {}}}},
+    "recipe.curriculum.uniform": {"recipe": {"curriculum": {"noPositiveResampling": {}}}},
+    "recipe.curriculum.difficultyPools.edges": {
+        "recipe": {"curriculum": {"difficultyPools": {"edges": ["0.3", "0.6"]}}}
+    },
+    "recipe.curriculum.difficultyPools.weights": {
+        "recipe": {"curriculum": {"difficultyPools": {"weights": [1, 2, 3]}}}
+    },
     "trainer.microBatchTokens": {"trainer": {"microBatchTokens": 128}},
     "trainer.export.to": {"trainer": {"export": {"to": "/data/models"}}},
     "weightSync.backend": {"weightSync": {"backend": "Gloo"}},

@@ -118,6 +118,7 @@ EDITS: Final[Mapping[str, Edit]] = {
         "the recipe's temperature cannot change: rollouts that were accepted have log-probabilities at the one of before. "
         "Create another run",
     ),
+    "recipe.curriculum": Edit(Effect.COORDINATOR, "For prompts that are not chosen yet."),
     "recipe.length": Edit(
         Effect.GENERATORS, "For completions issued from then on; rewards that were given stay."
     ),

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 from scalerl_api.wire import INTERRUPTED, Split
 from scalerl_coordinator import journal_records as r
-from scalerl_coordinator.curriculum import Curriculum
 from scalerl_coordinator.leases import MAX_FAILURES, MAX_FINAL_ATTEMPTS, REPORTED_ATTEMPTS, LeaseBook, SlotKey
 from scalerl_coordinator.membership import Member, Membership
+from scalerl_coordinator.samplers import Sampler
 from scalerl_coordinator.settings import FIXED, Settings
 from scalerl_coordinator.state import CoordinatorState, OpenLease
 from scalerl_coordinator.transitions import apply
@@ -61,7 +61,7 @@ class Core:
     """What all decisions share."""
 
     settings: Settings
-    curriculum: Curriculum
+    sampler: Sampler
     state: CoordinatorState
     membership: Membership
     book: LeaseBook
@@ -77,7 +77,7 @@ class Core:
 
     @classmethod
     def begin(
-        cls, settings: Settings, curriculum: Curriculum, state: CoordinatorState, nonce: str, now: float
+        cls, settings: Settings, sampler: Sampler, state: CoordinatorState, nonce: str, now: float
     ) -> Core:
         """Start from ``state`` (an empty one for a new run) as the process called ``nonce``.
 
@@ -88,7 +88,7 @@ class Core:
         before = state.identity
         core = cls(
             settings,
-            curriculum,
+            sampler,
             state,
             Membership(settings.heartbeat_seconds),
             LeaseBook(settings.lease_seconds),

@@ -16,6 +16,7 @@ from scalerl_coordinator.leases import SlotKey
 from scalerl_coordinator.membership import Member, UnknownMember
 from scalerl_coordinator.off_policy import scheme
 from scalerl_coordinator.rewards import rewards
+from scalerl_coordinator.samplers import View
 from scalerl_coordinator.slots import is_on_policy, lease_limit, staleness
 
 log = logging.getLogger(__name__)
@@ -123,8 +124,9 @@ class GeneratorRequests:
         wanted = min(max_groups, _MAX_LEASES)
         issues = self._evaluation_issues(member, wanted, now)
         held_back: list[tuple[int, int]] = []
+        cursor = -1
         if not core.end_reason:
-            training, held_back = self._training_issues(member, wanted - len(issues), now)
+            training, held_back, cursor = self._training_issues(member, wanted - len(issues), now)
             issues += training
         if not issues:
             return None
@@ -132,7 +134,7 @@ class GeneratorRequests:
             r.Issue(core.state.next_lease + n, split, slot, prompt, version)
             for n, (split, slot, prompt, version) in enumerate(issues)
         ]
-        core.commit(r.LeasesIssued(member.name, numbered, held_back))
+        core.commit(r.LeasesIssued(member.name, numbered, held_back, cursor))
         return wire.Leases(leases=[self._lease(issue, member.name, now) for issue in numbered])
 
     def _evaluation_issues(
@@ -148,8 +150,9 @@ class GeneratorRequests:
 
     def _training_issues(
         self, member: Member, wanted: int, now: float
-    ) -> tuple[list[tuple[Split, int, int, int]], list[tuple[int, int]]]:
-        """Training slots for ``member``, and the new slots (with their prompts) that are held back from its weights."""
+    ) -> tuple[list[tuple[Split, int, int, int]], list[tuple[int, int]], int]:
+        """Training slots for ``member``, the new slots (with their prompts) that are held back from its weights, and the
+        sampler's cursor after the newest slot; -1 without new ones."""
         core, identity = self._core, self._core.settings.identity
         state, version = core.state, member.version
         sizes, k = state.batch_sizes, identity.max_staleness_steps
@@ -168,16 +171,21 @@ class GeneratorRequests:
             if not too_old(slot) and self._may_issue((Split.TRAIN, slot), member, now):
                 issues.append((Split.TRAIN, slot, state.prompts[slot], version))
         held_back: list[tuple[int, int]] = []
+        cursor, issued_cursor = state.cursor, -1
+        known, known_step = state.history.as_of(0), -1
         for slot in range(state.next_slot, limit):
             if len(issues) >= wanted:
                 break
-            prompt = core.curriculum.choose(slot)
+            if (step := state.step_of(slot)) != known_step:
+                known, known_step = state.history.as_of(step - k), step
+            prompt, cursor = core.sampler.choose(View(cursor, known))
             if too_old(slot):
                 held_back.append((slot, prompt))
             else:
                 issues.append((Split.TRAIN, slot, prompt, version))
+                issued_cursor = cursor
         newest = max((slot for _, slot, _, _ in issues), default=-1)
-        return issues, [(slot, prompt) for slot, prompt in held_back if slot < newest]
+        return issues, [(slot, prompt) for slot, prompt in held_back if slot < newest], issued_cursor
 
     def _may_issue(self, slot_key: SlotKey, member: Member, now: float) -> bool:
         """Whether ``slot_key`` may be issued to ``member`` now; other members come first for a slot that failed with it."""

@@ -31,6 +31,8 @@ def issued(state: CoordinatorState, record: r.LeasesIssued) -> None:
             issue.split, issue.slot, issue.prompt_index, issue.policy_version, record.holder
         )
         state.next_lease = issue.number + 1
+    state.cursor = max(state.cursor, state.next_slot if record.cursor < 0 else record.cursor)
+    state.fold_history()
 
 
 def lease_closed(state: CoordinatorState, record: r.LeaseClosed) -> None:

@@ -43,6 +43,9 @@ class LeasesIssued(Record, frozen=True, array_like=True, tag="issued"):
     issues: list[Issue]
     held_back: list[tuple[int, int]] = []
     """Skipped slots, each with its prompt, that wait for newer weights: they are issued later."""
+    cursor: int = -1
+    """Of the sampler, after the newest of these slots; -1 without new slots, and in old journals, where it is that slot's
+    successor."""
 
 
 class CloseReason(enum.StrEnum):

@@ -20,11 +20,11 @@ from scalerl_api.paths import RunPaths
 from scalerl_api.process import STEPS_LOST_EXIT_CODE, EnvironmentProblem, ProcessEnvironment
 from scalerl_api.trackers import TrackersSpec
 from scalerl_coordinator.core import Core, Refusal
-from scalerl_coordinator.curriculum import SeededEpochs
 from scalerl_coordinator.files import RunFiles
 from scalerl_coordinator.frames import CorruptJournal
 from scalerl_coordinator.http import runner
 from scalerl_coordinator.journal import Journal, JournalLocked
+from scalerl_coordinator.samplers import make_sampler
 from scalerl_coordinator.server import Server
 from scalerl_coordinator.settings import Settings
 from scalerl_coordinator.state import CoordinatorState
@@ -100,8 +100,8 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
     _check_volume(environment.paths, state)
     if state == CoordinatorState():
         _check_trackers(run.spec.trackers)
-    curriculum = SeededEpochs(len(task.train), run.spec.seed)
-    core = Core.begin(settings, curriculum, state, new_nonce(), 0.0)
+    sampler = make_sampler(settings.curriculum, len(task.train), run.spec.seed)
+    core = Core.begin(settings, sampler, state, new_nonce(), 0.0)
     await journal.start()
     trackers = Trackers(run.spec.trackers)
     files = RunFiles(environment.paths)

@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from scalerl_api.recipe import LengthSpec, RecipeSpec
+from scalerl_api.recipe import CurriculumSpec, LengthSpec, RecipeSpec
 from scalerl_api.spec import ScaleRLRun
 
 _COMPLETION_SLACK_BYTES = 2**14
@@ -59,6 +59,7 @@ class Settings:
     generator_devices: int
     trainer_devices: int
     length: LengthSpec = RecipeSpec().length
+    curriculum: CurriculumSpec = RecipeSpec().curriculum
     heartbeat_seconds: float = 2.0
     context_tokens: int = 2**20
     """Maximum length of prompt and completion together."""
@@ -98,6 +99,7 @@ class Settings:
             lease_seconds=float(spec.generator.lease_seconds),
             max_steps=spec.budget.max_steps,
             length=recipe.length,
+            curriculum=recipe.curriculum,
             generator_devices=max(1, spec.generator.devices),
             context_tokens=spec.model.context_tokens,
             trainer_devices=spec.trainer.ranks,

@@ -20,6 +20,7 @@ from scalerl_coordinator import slots
 from scalerl_coordinator.accounting import Accepted, Lineage, MismatchSums, RolloutCounts, Row, Usage
 from scalerl_coordinator.batcher import zero_variance
 from scalerl_coordinator.evaluation import Evaluation
+from scalerl_coordinator.prompt_history import PromptHistory
 from scalerl_coordinator.settings import Identity
 from scalerl_coordinator.slots import BatchSize
 
@@ -53,6 +54,9 @@ class CoordinatorState(msgspec.Struct):
     """For slots in ``reissue``: the lease that expired. Its group is accepted until the slot is issued again."""
     prompts: dict[int, int] = {}
     """Prompt of every issued slot that is kept."""
+    cursor: int = 0
+    """The sampler's, after the newest slot."""
+    history: PromptHistory = msgspec.field(default_factory=PromptHistory)
     leases: dict[str, OpenLease] = {}
     groups: dict[int, Accepted] = {}
     """By slot, from ``first_kept_step`` on."""
@@ -146,6 +150,11 @@ class CoordinatorState(msgspec.Struct):
                     self.counts.queued -= group.rollouts
                     self.counts.filtered += group.rollouts
 
+    def fold_history(self) -> None:
+        """Bring into the history's columns what every sampler of a later slot may know."""
+        known = self.step_of(self.next_slot) - self.known_identity.max_staleness_steps
+        self.history.fold(min(known, self.version))
+
     @property
     def known_identity(self) -> Identity:
         """The identity, which the journal's first record sets."""
@@ -165,6 +174,7 @@ class CoordinatorState(msgspec.Struct):
         state = msgspec.msgpack.decode(data, type=CoordinatorState)
         if state.identity is not None and not state.batch_sizes:  # written when a run had one batch size
             state.batch_sizes = [BatchSize(0, 0, state.identity.prompts_per_step)]
+        state.cursor = state.cursor or state.next_slot  # a snapshot of the release before
         return state
 
     def detached(self) -> CoordinatorState:
@@ -179,6 +189,7 @@ class CoordinatorState(msgspec.Struct):
         copy.skips = {}
         copy.prompts = {slot: index for slot, index in self.prompts.items() if slot >= start}
         copy.reissue = sorted(copy.prompts)
+        copy.history = copy.history.before(self.version)
         copy.first_kept_step = self.version
         copy.progress_at = {self.version: self.lineage}
         copy.checkpoint = self.version

@@ -12,6 +12,7 @@ from typing import Any
 from scalerl_api.wire import Split
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.accounting import Row, add_mismatches, extend, sum_step
+from scalerl_coordinator.prompt_history import tried
 from scalerl_coordinator.state import CoordinatorState
 
 
@@ -68,7 +69,12 @@ def _advance(
     state: CoordinatorState, step: int, stats: dict[str, float], trained_tokens: int, *, skipped: bool
 ) -> None:
     """Extend the lineage by ``step``, which is closed."""
-    sums = sum_step(step, state.step_groups(step))
+    groups = state.step_groups(step)
+    sums = sum_step(step, groups)
+    placed = zip(state.slots_of(step), groups, strict=True)
+    state.history.add_step(
+        step, (tried(state.prompts[slot], slot, g) for slot, g in placed if not g.given_up)
+    )
     state.progress_at[step] = state.lineage
     state.lineage = extend(state.lineage, sums, trained_tokens, skipped=skipped)
     state.version = step + 1

@@ -120,6 +120,7 @@ ONE_OF: Final[Mapping[str, tuple[str, ...]]] = {
     "loss": ("cispo", "ppoClip", "gspo", "reinforce", "dppo"),
     "correction": ("none", "truncated", "masked"),
     "offPolicy": ("pipeline", "ppo"),
+    "curriculum": ("uniform", "noPositiveResampling", "passRateBand", "difficultyPools"),
     "length": ("none", "interruption", "penalty", "overlong"),
 }
 """Fields of which one is given: another one replaces the preset's."""

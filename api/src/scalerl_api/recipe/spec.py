@@ -8,6 +8,7 @@ where each comes from.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, model_validator
@@ -245,6 +246,85 @@ class LengthSpec(Model):
     rules = (at_most_one(*ONE_OF["length"]),)
 
 
+# --- curriculum --------------------------------------------------------------------------------
+
+
+class UniformSpec(Model):
+    """Every prompt once an epoch."""
+
+
+class NoPositiveResamplingSpec(Model):
+    """A prompt that is solved leaves all later epochs (ScaleRL [P])."""
+
+    pass_rate: PositiveUnitDecimal = "0.9"
+    """From this historic pass rate on a prompt counts as solved."""
+
+
+class PassRateBandSpec(Model):
+    """Only prompts at the edge of competence: those of a historic pass rate within the band, and those never tried."""
+
+    low: UnitDecimal = "0.1"
+    """Lowest pass rate."""
+    high: UnitDecimal = "0.9"
+    """Highest pass rate."""
+
+    rules = (
+        Rule(
+            "double(string(self.low)) < double(string(self.high))",
+            "%(low)s must be less than %(high)s",
+            "low",
+            lambda band: float(band.low) < float(band.high),
+        ),
+    )
+
+
+class DifficultyPoolsSpec(Model):
+    """Pools of prompts by their historic pass rate; a prompt moves as its rate changes."""
+
+    edges: Annotated[list[UnitDecimal], Field(min_length=1, max_length=16)] = ["0.25", "0.75"]
+    """Pass rates that divide the pools, ascending."""
+    weights: Annotated[list[NonNegativeDecimal], Field(min_length=2, max_length=17)] = ["1", "2", "1"]
+    """How often a prompt of each pool is taken when its turn comes, relative to the largest weight; one more than edges.
+    Prompts never tried are in the middle pool."""
+
+    rules = (
+        Rule(
+            "size(self.weights) == size(self.edges) + 1",
+            "weights must be one more than edges",
+            "weights",
+            lambda pools: len(pools.weights) == len(pools.edges) + 1,
+        ),
+        Rule(
+            "self.edges.all(e, self.edges.indexOf(e) == 0 || "
+            "double(string(self.edges[self.edges.indexOf(e) - 1])) < double(string(e)))",
+            "edges must ascend",
+            "edges",
+            lambda pools: all(float(a) < float(b) for a, b in pairwise(pools.edges)),
+        ),
+        Rule(
+            "self.weights.exists(w, double(string(w)) > 0.0)",
+            "at least one of weights must be positive",
+            "weights",
+            lambda pools: any(float(w) > 0 for w in pools.weights),
+        ),
+    )
+
+
+class CurriculumSpec(Model):
+    """Which prompt comes next: one of these."""
+
+    uniform: UniformSpec | None = None
+    """Every prompt once an epoch."""
+    no_positive_resampling: NoPositiveResamplingSpec | None = None
+    """As uniform, without prompts that are solved: ScaleRL's."""
+    pass_rate_band: PassRateBandSpec | None = None
+    """As uniform, with prompts of a pass rate within a band."""
+    difficulty_pools: DifficultyPoolsSpec | None = None
+    """By pools of pass rates with weights."""
+
+    rules = (at_most_one(*ONE_OF["curriculum"]),)
+
+
 # --- the rest ----------------------------------------------------------------------------------
 
 
@@ -307,6 +387,8 @@ class RecipeSpec(Model):
     """Of sampling, in training."""
     length: LengthSpec = LengthSpec(none=NoLengthControl())
     """How completions are kept from growing."""
+    curriculum: CurriculumSpec = CurriculumSpec(uniform=UniformSpec())
+    """Which prompt comes next."""
     off_policy: OffPolicySpec = OffPolicySpec(pipeline=PipelineSpec())
     """How far generation may be ahead of training."""
     fp32_logits: Literal["Both", "Trainer", "Generator", "None"] = "Both"
