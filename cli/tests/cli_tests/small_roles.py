@@ -151,7 +151,7 @@ def coordinator(root: Path) -> None:
         counts |= {"leased": int(up)}
         points = [point(v) for v in range(0, step() + 1, 10)]
         csv = "curve.csv" if behaviour("coordinator") == "curve" else "unseen.csv"
-        (root / csv).write_text(
+        (root / f"{csv}.new").write_text(
             "compute,reward,samples,standard_error,version,wall_seconds,device_seconds,mean_tokens,"
             "truncated_fraction,mixed_versions\n"
             + "".join(
@@ -159,6 +159,7 @@ def coordinator(root: Path) -> None:
                 for p in points
             )
         )
+        (root / f"{csv}.new").rename(root / csv)  # a coordinator that is killed leaves no half of it
         wall = time.monotonic() - started
         return Status(
             phase=phase if up else Phase.WAITING,

@@ -131,8 +131,9 @@ def test_a_run_to_its_budget_leaves_everything_and_exits_0(tmp_path: Path) -> No
     assert summary["counts"]["acknowledged"] == 240
     assert summary["startup"]["first_lease_seconds"] > 0
     assert "prepare" in summary["startup"]["ready_seconds"]
-    assert (run.directory / "curve.png").read_bytes().startswith(b"\x89PNG")
     text = run.text()
+    assert (run.directory / "curve.png").exists(), text
+    assert (run.directory / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert summary["peak_memory_bytes"] > 10 << 20
     assert "small in run\n" in text
     assert "ended by" in text

@@ -21,6 +21,7 @@ others listen on a free loopback port.
 
 from __future__ import annotations
 
+import _thread
 import argparse
 import logging
 import os
@@ -73,6 +74,16 @@ _BAD_INPUT = (
     NoUsableCheckpoint,
     WarmStartError,
 )
+
+
+def set_on_signals(stop: threading.Event) -> None:
+    """Set ``stop`` on SIGTERM and SIGINT.
+
+    By another thread: a handler runs in the main thread, which may be inside ``stop.wait`` and hold the event's lock, and would
+    then wait for itself for ever.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: _thread.start_new_thread(stop.set, ()))
 
 
 def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop: threading.Event) -> None:
@@ -139,8 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--listen", required=True, metavar="HOST:PORT", type=_address)
     host, port = parser.parse_args(argv).listen
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    set_on_signals(stop)
     try:
         rank = Rank.from_environment(os.environ)
         if rank.local_rank > 0:
