@@ -29,6 +29,7 @@ from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.prompt_codec import PromptCodec
 from scalerl_generator.rollouts import version_spans
 from scalerl_generator.server_state import BusyClock, ServerState
+from scalerl_generator.vllm_replies import Part
 
 PHRASE = " time is up.</think>"
 INTERRUPTION = Interruption(150, 250, PHRASE)
@@ -87,6 +88,21 @@ async def test_open_thought_is_interrupted_once(bench: Bench, codec: PromptCodec
         asked = sorted(r["max_tokens"] for r in bench.server.requests)
         positions = [strategy.position(streams.lease, sample) for sample in range(4)]
         assert asked == sorted(positions + [2000 - at - len(phrase) for at in positions])
+
+
+async def test_completion_that_resumes_beyond_its_position_is_left_alone(
+    bench: Bench, codec: PromptCodec
+) -> None:
+    strategy, streams = interrupter(bench, codec), bench.streams(PROMPT, in_thought=True)
+    for sample, completion in enumerate(streams.completions):
+        tokens = strategy.position(streams.lease, sample) + 5
+        part = Part(
+            np.full(tokens, 9, np.int32), np.full(tokens, -1.0, np.float32), np.zeros(tokens, np.bool_)
+        )
+        completion.append(part, 0)
+    await strategy(streams)
+    assert not any(c.has_forced for c in streams.completions)
+    assert all(c.sampled().finish_reason for c in streams.completions)
 
 
 async def test_interrupted_completion_is_cut_at_budget(bench: Bench, codec: PromptCodec) -> None:

@@ -278,9 +278,10 @@ async def _until_signal(arguments: Arguments, environment: ProcessEnvironment, s
 
 def raise_open_files_limit() -> None:
     """Allow as many open files as vLLM's server does: each completion has a connection, and many systems allow 1024."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

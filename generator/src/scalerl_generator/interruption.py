@@ -102,9 +102,10 @@ class ThoughtInterrupter:
         return draw.randint(self._interruption.min_tokens, self._interruption.max_tokens)
 
     async def _sample(self, streams: CompletionStreams, sample: int) -> None:
-        completion = streams.completions[sample]
-        if not completion.has_forced:
-            await streams.extend([completion], self.position(streams.lease, sample))
+        completion, position = streams.completions[sample], self.position(streams.lease, sample)
+        # One that goes beyond its position came from an earlier server, where its thought was closed at that position.
+        if not completion.has_forced and completion.tokens <= position:
+            await streams.extend([completion], position)
             if completion.finish_reason is None:
                 (text,) = await self._texts([completion.token_ids])
                 if ends_inside_thought((THOUGHT if streams.prompt.in_thought else "") + text):

@@ -4,7 +4,7 @@ Advantages and weights depend on the whole step: every rank computes them from t
 :class:`~scalerl_api.wire.GroupMeta`, without communication and bit-identically, and takes the entries of its own
 sequences. There is no loop over tokens.
 
-Scores in [0, 1] become rewards in [-1, 1], as in ScaleRL (arXiv 2510.13786 [P]).
+Rewards are the coordinator's (``scalerl_coordinator.rewards``), of score and length.
 """
 
 from __future__ import annotations
