@@ -66,10 +66,10 @@ OTHER: Final[dict[str, Object]] = {
     "recipe.length.none": {"recipe": {"length": {"overlong": {}}}},
     "recipe.curriculum.uniform": {"recipe": {"curriculum": {"noPositiveResampling": {}}}},
     "recipe.curriculum.difficultyPools.edges": {
-        "recipe": {"curriculum": {"difficultyPools": {"edges": ["0.3", "0.6"]}}}
+        "recipe": {"curriculum": {"difficultyPools": {"edges": ["0.3", "0.6"], "weights": [1, 1, 1]}}}
     },
     "recipe.curriculum.difficultyPools.weights": {
-        "recipe": {"curriculum": {"difficultyPools": {"weights": [1, 2, 3]}}}
+        "recipe": {"curriculum": {"difficultyPools": {"edges": ["0.5"], "weights": [2, 3]}}}
     },
     "trainer.microBatchTokens": {"trainer": {"microBatchTokens": 128}},
     "trainer.export.to": {"trainer": {"export": {"to": "/data/models"}}},

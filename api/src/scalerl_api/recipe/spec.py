@@ -281,9 +281,9 @@ class PassRateBandSpec(Model):
 class DifficultyPoolsSpec(Model):
     """Pools of prompts by their historic pass rate; a prompt moves as its rate changes."""
 
-    edges: Annotated[list[UnitDecimal], Field(min_length=1, max_length=16)] = ["0.25", "0.75"]
+    edges: Annotated[list[UnitDecimal], Field(min_length=1, max_length=16)]
     """Pass rates that divide the pools, ascending."""
-    weights: Annotated[list[NonNegativeDecimal], Field(min_length=2, max_length=17)] = ["1", "2", "1"]
+    weights: Annotated[list[NonNegativeDecimal], Field(min_length=2, max_length=17)]
     """How often a prompt of each pool is taken when its turn comes, relative to the largest weight; one more than edges.
     Prompts never tried are in the middle pool."""
 

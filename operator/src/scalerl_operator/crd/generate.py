@@ -201,7 +201,7 @@ class _Structural(GenerateJsonSchema):
         if self.mode == "serialization":
             return written
         if isinstance(default, BaseModel):
-            if any("default" in nested for nested in written["properties"].values()):
+            if any("default" in nested for nested in written.get("properties", {}).values()):
                 written["default"] = {}
         elif default not in (None, [], {}):
             written["default"] = default
@@ -229,6 +229,10 @@ class _Structural(GenerateJsonSchema):
             if owner is model:
                 alias = model.model_fields[name].alias
                 cel_rules.add(fields if edit.field else fields["properties"][alias], [edit])
+        if not fields[
+            "properties"
+        ]:  # the API server drops an empty one, and whoever applies it would see a difference
+            del fields["properties"]
         return {"type": "object", "description": _plain(inspect.getdoc(model) or "")} | fields
 
 
