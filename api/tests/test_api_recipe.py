@@ -72,6 +72,11 @@ def test_an_empty_choice_is_the_presets(empty: dict[str, Any]) -> None:
     assert RecipeSpec.model_validate(empty | {"preset": "dapo"}).loss.name == "ppoClip"
 
 
+@pytest.mark.parametrize("name", ONE_OF)
+def test_an_empty_choice_that_no_preset_makes_is_the_default(name: str) -> None:
+    assert RecipeSpec.model_validate({name: {}}) == RecipeSpec()
+
+
 def test_two_alternatives_are_refused() -> None:
     with pytest.raises(ValidationError, match="give no more than one of none, interruption"):
         RecipeSpec.model_validate({"length": {"penalty": {}, "interruption": {}}})

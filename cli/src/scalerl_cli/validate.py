@@ -18,7 +18,10 @@ _ANSWERS = 200
 
 
 def validate(files: Sequence[Path], *, any_machine: bool = False, show: bool = False) -> int:
-    """Print what is wrong, one line a problem, or that a file is fine. ``show``: also every value of its recipe, and where it is from."""
+    """Print what is wrong, one line a problem, or that a file is fine.
+
+    show: print every value of the recipe too, and where it is from.
+    """
     bad = 0
     for file in files:
         found = problems(file, any_machine=any_machine)

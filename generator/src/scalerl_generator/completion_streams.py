@@ -157,7 +157,7 @@ class CompletionStreams:
         except GenerationFailed:
             completion.truncate(since)
             raise
-        # Cut at a strategy's own limit, it goes on; cut before, the model's context is full.
+        # Cut at a strategy's own limit, it continues; cut before, the model's context is full.
         if part.finish_reason == "stop" or completion.tokens < limit or limit == self.lease.max_tokens:
             completion.finish_reason = part.finish_reason
 

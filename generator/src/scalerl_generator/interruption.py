@@ -69,7 +69,7 @@ class ThoughtInterrupter:
     """The strategy that samples with forced interruption.
 
     A completion that is inside a thought at a position drawn from the interruption's range has the phrase appended, and
-    goes on after it with the rest of its length budget. One that has ended, has closed its thought or has opened none is
+    continues after it with the rest of its length budget. One that has ended, has closed its thought or has opened none is
     left alone. The phrase's tokens are not the policy's: version ``MASKED``, log-probability 0.
 
     Evaluations are interrupted too: a policy is measured under the length control that it is trained with, and thoughts

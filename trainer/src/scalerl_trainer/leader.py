@@ -4,8 +4,9 @@ Rank 0 waits for other processes for at most :data:`POLL_SECONDS` without a ``SY
 death, is noticed within that. A rank that raises ends its process; the others lose their connection to it and end too,
 and all restart from the last checkpoint.
 
-After an update: report the step, publish if the coordinator says so, checkpoint if due, export if evaluated. Once the run is ending the checkpoint
-comes first: publishing and evaluating the last weights may take long, and an interrupted run must not wait for them.
+After an update: report the step, publish if the coordinator's answer asks for it, checkpoint if due, export if evaluated.
+Once the run is ending the checkpoint comes first: publishing and evaluating the last weights may take long, and an
+interrupted run must not wait for them.
 """
 
 from __future__ import annotations

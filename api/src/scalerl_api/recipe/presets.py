@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from pydantic.alias_generators import to_snake
+from pydantic.alias_generators import to_camel, to_snake
 
 Grade = Literal["P", "S", "?"]
 """P: read in the paper. S: reported by others. ?: not known, chosen here."""
@@ -108,7 +108,8 @@ PRESETS: Final[Mapping[str, Mapping[str, Published]]] = {
         **_all(_CHOSEN, fp32Logits="None"),
     },
     "minimax-m1": {
-        **_all(_REBUILT, loss__cispo__ratioCap="5", aggregation="PromptAverage", promptsPerStep=80),
+        **_all(_CHOSEN, loss__cispo__ratioCap="5"),
+        **_all(_REBUILT, aggregation="PromptAverage", promptsPerStep=80),
         **_all(_REBUILT, fp32Logits="Both"),
         **_all(_MINIMAX, advantage__normalization="Group"),
         **_all(_CHOSEN, offPolicy__ppo__stepsPerBatch=8),
@@ -137,7 +138,9 @@ def completed(given: Mapping[str, Any]) -> dict[str, Any]:
     preset = given.get("preset", "scalerl")
     if not isinstance(preset, str) or preset not in PRESETS:
         return dict(given)  # its field refuses it
-    return _merged(_nested(preset), given)
+    merged = _merged(_nested(preset), given)
+    # An empty choice that the preset does not make either is left to the field's default.
+    return {name: value for name, value in merged.items() if value != {} or to_camel(name) not in ONE_OF}
 
 
 def _merged(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
